@@ -12,6 +12,7 @@ use attention_workspace::testing::devices;
 mod fixture;
 
 mod adapters;
+mod batches;
 mod cache;
 mod computation;
 mod configurations;

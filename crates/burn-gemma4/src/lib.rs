@@ -33,7 +33,9 @@ pub use config::{
 pub use error::{Gemma4Error, TensorProblem, catch_panic};
 pub use escaped::Escaped;
 pub use gemma::{Gemma4, Prompt};
-pub use generate::decode::{DecodeMode, Decoder, DraftTokens, Next};
+pub use generate::decode::{
+    Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, RowChoice, RowLogits, RowResult,
+};
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;
 pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
@@ -50,7 +52,7 @@ pub use speculative::drafter::{Draft, Drafter, MaskedEmbedding};
 pub use speculative::drafts::{DraftCounts, Drafts};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
-    parts::TextKind,
+    parts::{Parts, TextKind},
     tokenizer::{Marking, Tokenizer, stream::TextStream},
 };
 pub use train::graph_capture::{GradientRecorder, TrainBatch};

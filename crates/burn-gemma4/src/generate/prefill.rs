@@ -6,25 +6,12 @@ use crate::error::Gemma4Error;
 use crate::model::cache::Cache;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
-#[cfg(feature = "cube")]
-use crate::op;
 use burn::tensor::Tensor;
 
 /// The default size of a prefill chunk on a CPU, in tokens of all prompts of a batch together.
 const PROCESSORS_CHUNK: usize = 512;
 /// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together.
 const ACCELERATORS_CHUNK: usize = 8192;
-
-/// True if the model's device queues its work and computes it later, as a CubeCL device does.
-fn is_accelerated(model: &Gemma4Model) -> bool {
-    #[cfg(feature = "cube")]
-    return op::runs(&model.device(), model.dtype());
-    #[cfg(not(feature = "cube"))]
-    {
-        let _ = model;
-        false
-    }
-}
 
 /// Prefills the tokens of the prompts that are not in the cache. Returns the hidden state `[batch, 1, hidden]` of each
 /// prompt's last token, or `None` if the generation was cancelled.
@@ -66,7 +53,7 @@ fn read(
     let device = model.device();
     let pad = model.config().pad_token;
     let chunk = options.prefill_chunk.unwrap_or_else(|| {
-        let together = match is_accelerated(model) {
+        let together = match model.is_accelerated() {
             true => ACCELERATORS_CHUNK,
             false => PROCESSORS_CHUNK,
         };

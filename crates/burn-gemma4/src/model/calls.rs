@@ -57,6 +57,15 @@ impl Gemma4Model {
         Ok(hidden.narrow(1, 0, asked_positions))
     }
 
+    /// True if the model's device queues its work and computes it later, as a CubeCL device does. A CPU backend computes each
+    /// operation before it returns.
+    pub fn is_accelerated(&self) -> bool {
+        #[cfg(feature = "cube")]
+        return crate::op::runs(&self.device(), self.dtype());
+        #[cfg(not(feature = "cube"))]
+        false
+    }
+
     /// Creates an empty KV cache for a batch of sequences. Sequence `i` begins with `padding[i]` padding tokens.
     pub fn cache(&self, padding: Vec<usize>) -> Cache {
         Cache::new(&self.config, padding, CacheKind::default())

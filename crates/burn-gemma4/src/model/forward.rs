@@ -96,7 +96,7 @@ impl Gemma4Model {
 
         let (cache, positions) = match after {
             Some(After { cache, positions }) => {
-                let call = cache.call(count, &device);
+                let call = cache.call(count, &device, self.is_accelerated());
                 (Some((cache, call)), Some(positions))
             }
             None => (None, None),

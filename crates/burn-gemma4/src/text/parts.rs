@@ -34,7 +34,8 @@ const MARKS: [(&str, TextKind); 8] = [
 const THOUGHT: &str = "thought";
 
 /// Splits a stream of tokens into answer, thoughts and tool calls.
-pub(crate) struct Parts<'a> {
+#[derive(Debug)]
+pub struct Parts<'a> {
     tokenizer: &'a Tokenizer,
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
@@ -42,13 +43,19 @@ pub(crate) struct Parts<'a> {
     /// The beginning of a channel's first line, or `None`. The beginning is held back because the line may be the channel's
     /// name.
     name: Option<String>,
+    /// The text of the answer so far.
     pub answer: String,
+    /// The text of the thoughts so far.
     pub thoughts: String,
+    /// The text of each tool call so far.
     pub tool_calls: Vec<String>,
 }
 
 impl<'a> Parts<'a> {
     /// Creates a splitter for the text after `prompt`. The prompt may end inside a thought.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects a token of the prompt.
     pub fn after(prompt: &[u32], tokenizer: &'a Tokenizer) -> Result<Self, Gemma4Error> {
         let mut parts = Self {
             tokenizer,
@@ -81,6 +88,9 @@ impl<'a> Parts<'a> {
     }
 
     /// Adds a token. Returns the text that the token completes, and the kind of that text.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
     pub fn push(&mut self, token: u32) -> Result<(TextKind, String), Gemma4Error> {
         if let Some(kind) = self.begins(token) {
             let end = self.finish()?;
@@ -101,7 +111,15 @@ impl<'a> Parts<'a> {
         Ok(self.keep(text))
     }
 
+    /// The kind of the text that the next token continues.
+    pub fn kind(&self) -> TextKind {
+        self.kind
+    }
+
     /// Ends the current part. Returns the text that was held back, and the kind of that text.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn finish(&mut self) -> Result<(TextKind, String), Gemma4Error> {
         let mut text = self.stream.finish()?;
         text = self.without_name(text);

@@ -6,6 +6,7 @@
 
 #[cfg(feature = "cube")]
 mod ahead;
+mod batch;
 mod decoder;
 mod drafting;
 #[cfg(feature = "cube")]
@@ -19,9 +20,12 @@ mod next;
 mod position;
 #[cfg(feature = "cube")]
 mod round;
+mod row_logits;
 
+pub use batch::{Batch, Prefill};
 pub use decoder::Decoder;
 pub use guessed::DraftTokens;
 pub(crate) use guessed::Streams;
 pub use mode::DecodeMode;
 pub use next::Next;
+pub use row_logits::{RowChoice, RowLogits, RowResult};

@@ -51,6 +51,11 @@ impl Next<'_> {
         }
     }
 
+    /// The logits on the device, `[rows, vocabulary]`.
+    pub(super) fn rows(&self) -> Tensor<2> {
+        self.logits.clone()
+    }
+
     pub(crate) fn vocabulary(&self) -> usize {
         self.logits.dims()[1]
     }

@@ -90,6 +90,16 @@ impl Sampler {
         &self.sampling
     }
 
+    /// True if both samplers have the same options. The seeds may differ.
+    pub(crate) fn draws_like(&self, other: &Self) -> bool {
+        let seed = other.sampling.seed;
+        let own = Sampling {
+            seed,
+            ..self.sampling.clone()
+        };
+        own == other.sampling
+    }
+
     #[cfg(feature = "cube")]
     pub(crate) fn seed(&self) -> u64 {
         self.seed

@@ -14,6 +14,7 @@
 mod buffers;
 #[cfg(feature = "cube")]
 mod capacity;
+mod ragged;
 mod rotated;
 
 pub(crate) mod checkpoint;
@@ -40,6 +41,7 @@ use compact::{CompactBuffer, CompactKeys, CompactLayout};
 use key_values::{KeyValues, Visible};
 use kind::CacheKind;
 use precision::KvPrecision;
+use ragged::RaggedRows;
 #[cfg(feature = "cube")]
 use ring::Ring;
 use slots::Slots;
@@ -64,6 +66,8 @@ pub struct Cache {
     kind: CacheKind,
     /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
     rotated: bool,
+    /// True if the sequences may have different lengths, and a call adds one token to each: see the module `ragged`.
+    ragged: bool,
     /// The number of columns for which `make_room` has reserved slots in every full-attention layer's buffer.
     #[cfg(feature = "cube")]
     room: usize,
@@ -89,6 +93,8 @@ pub(crate) struct Call {
     count: usize,
     sliding: Visible,
     full: Visible,
+    /// The slots of the new tokens in a ragged cache, or `None` if the cache is not ragged.
+    rows: Option<RaggedRows>,
 }
 
 impl Cache {
@@ -116,6 +122,7 @@ impl Cache {
             padding,
             kind,
             rotated: false,
+            ragged: false,
             #[cfg(feature = "cube")]
             room: 0,
         }
@@ -236,8 +243,11 @@ impl Cache {
         )
     }
 
-    /// Describes a call that adds `count` tokens to every sequence.
-    pub(crate) fn call(&self, count: usize, device: &Device) -> Call {
+    /// Describes a call that adds `count` tokens to every sequence. `runs_kernels` is true if the device runs CubeCL kernels.
+    pub(crate) fn call(&self, count: usize, device: &Device, runs_kernels: bool) -> Call {
+        if self.ragged {
+            return self.ragged_call(device, runs_kernels);
+        }
         let (past, batch) = (self.columns, self.batch());
         let end = past + count;
         let lengths = || Tensor::<1, Int>::full([batch], end as i64, device);
@@ -273,6 +283,7 @@ impl Cache {
             count,
             sliding,
             full,
+            rows: None,
         }
     }
 
@@ -289,6 +300,9 @@ impl Cache {
         value: Tensor<4>,
         call: &Call,
     ) -> KeyValues {
+        if let Some(rows) = &call.rows {
+            return self.extend_ragged(layer, key, value, call, rows);
+        }
         let (reads_ring, kept) = (self.reads_ring(call.count), self.kept());
         let (ring, precision) = (self.ring_slots(), self.kind.precision);
         let apart = |key, value| (Slots::new(key, precision), Slots::new(value, precision));

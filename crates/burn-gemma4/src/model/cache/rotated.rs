@@ -19,10 +19,10 @@ impl Cache {
         }
     }
 
-    /// Undoes [`rotate`](Self::rotate).
+    /// Undoes [`rotate`](Self::rotate). A ragged cache always stays rotated.
     #[cfg(feature = "cube")]
     pub(crate) fn turn_back(&mut self) {
-        if self.rotated {
+        if self.rotated && !self.ragged {
             let padding = self.padding.clone();
             self.rotate_by(|row, slots| slots - padding[row] % slots);
             self.rotated = false;
@@ -54,10 +54,10 @@ impl Cache {
         Ok(())
     }
 
-    /// True if [`forget_each`](Self::forget_each) may remove different numbers of tokens from the sequences.
+    /// True if the sequences may get different lengths, as in a ragged cache or through [`forget_each`](Self::forget_each).
     #[cfg(feature = "cube")]
     pub(crate) fn may_be_ragged(&self) -> bool {
-        self.batch() > 1 && self.spare > 0
+        self.ragged || self.batch() > 1 && self.spare > 0
     }
 
     /// True if the next token of every sequence is text, not padding.

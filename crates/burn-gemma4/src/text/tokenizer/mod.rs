@@ -105,7 +105,7 @@ impl Tokenizer {
     }
 
     /// Returns the text of a special token, or `None` if the token is not special.
-    pub(crate) fn special(&self, id: u32) -> Option<String> {
+    pub fn special(&self, id: u32) -> Option<String> {
         let added = self.inner.get_added_vocabulary();
         let token = added.simple_id_to_token(id)?;
         added.is_special_token(&token).then_some(token)

@@ -84,6 +84,23 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the bytes that a token adds to a text, or `None` if the token is special or unknown. The bytes may be a part of a
+    /// character.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
+    pub fn token_bytes(&self, id: u32) -> Result<Option<Vec<u8>>, Gemma4Error> {
+        match self.kind(id) {
+            Kind::Silent => Ok(None),
+            Kind::Byte => Ok(self
+                .inner
+                .id_to_token(id)
+                .and_then(|token| byte_of(&token))
+                .map(|byte| vec![byte])),
+            Kind::Text => Ok(Some(self.decode(&[id], false)?.into_bytes())),
+        }
+    }
+
     fn kind(&self, id: u32) -> Kind {
         if self.special(id).is_some() {
             return Kind::Silent;
@@ -98,11 +115,14 @@ impl Tokenizer {
 
 /// True if the token is a byte token. The condition is the same as in the tokenizers library.
 fn is_byte(token: &str) -> bool {
-    token.len() == 6
-        && token
-            .strip_prefix("<0x")
-            .and_then(|rest| rest.strip_suffix('>'))
-            .is_some_and(|digits| u8::from_str_radix(digits, 16).is_ok())
+    byte_of(token).is_some()
+}
+
+/// Returns the byte for which a byte token stands, or `None` if the token is not a byte token.
+fn byte_of(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    let byte = u8::from_str_radix(digits, 16).ok()?;
+    (token.len() == 6).then_some(byte)
 }
 
 /// True if the text of each token, except byte tokens, does not depend on other tokens. [`TextStream`] is exact only for
@@ -139,6 +159,16 @@ mod tests {
         let all = tokenizer.decode(tokens, true).expect("the tokens decode");
         assert_eq!(pushed.concat() + &rest, all, "{tokens:?}");
         (pushed, rest)
+    }
+
+    #[test]
+    fn token_bytes_of_a_byte_token_is_its_byte() {
+        let tokenizer = tokenizer();
+        let bytes = |token| tokenizer.token_bytes(token).expect("the token decodes");
+        assert_eq!(bytes(byte(0xC3)), Some(vec![0xC3]));
+        assert_eq!(bytes(HI), Some(b"hi".to_vec()));
+        assert_eq!(bytes(EOS), None);
+        assert_eq!(bytes(100_000), None);
     }
 
     #[test]

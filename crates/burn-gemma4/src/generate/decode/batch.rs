@@ -1,0 +1,343 @@
+//! A batch of sequences that join and leave between decode steps (continuous batching).
+
+#[cfg(feature = "cube")]
+use super::graph::GraphCapture;
+use super::next::Next;
+use super::row_logits::RowLogits;
+use crate::error::Gemma4Error;
+use crate::model::cache::Cache;
+use crate::model::cache::kind::CacheKind;
+use crate::model::tokens::Tokens;
+use crate::model::{Gemma4Model, Logits};
+#[cfg(feature = "cube")]
+use crate::op::gemv::GEMV_MAX_ROWS;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// The prefill of one prompt, in chunks that the caller chooses.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::Device;
+/// use burn_gemma4::{Batch, CacheKind, Gemma4, LoadOptions, Prefill, RowChoice, RowResult};
+///
+/// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+/// let kind = CacheKind::default();
+/// let mut batch = Batch::new(gemma.model(), kind)?;
+/// let mut tokens = Vec::new();
+/// for prompt in ["fn main", "# Title"] {
+///     let mut prefill = Prefill::new(gemma.model(), gemma.tokens(&prompt.into(), gemma.options().chat)?, kind)?;
+///     let logits = loop {
+///         if let Some(logits) = prefill.advance(512)? {
+///             break logits;
+///         }
+///     };
+///     tokens.push(logits.choose(&[RowChoice::Argmax])?.remove(0));
+///     batch.join(&prefill)?;
+/// }
+/// let tokens: Vec<u32> = tokens.iter().filter_map(RowResult::token).collect();
+/// let next = batch.step(&tokens)?.choose(&[RowChoice::Argmax; 2])?;
+/// assert_eq!(next.len(), 2);
+/// # }
+/// # Ok::<(), burn_gemma4::Gemma4Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Prefill {
+    model: Gemma4Model,
+    cache: Cache,
+    tokens: Vec<u32>,
+}
+
+impl Prefill {
+    /// Creates the prefill of the prompt `tokens`. No token is read yet.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the prompt is empty, or has a token outside the vocabulary, or leaves no position
+    /// for an answer. Returns the same error if the model does not support the storage format `kind`.
+    pub fn new(
+        model: &Gemma4Model,
+        tokens: Vec<u32>,
+        kind: CacheKind,
+    ) -> Result<Self, Gemma4Error> {
+        let config = model.config();
+        let positions = config.max_position_embeddings;
+        let refuse = |reason| {
+            let argument = "prompt";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        if tokens.is_empty() {
+            return refuse("has no tokens; it should have at least 1".into());
+        }
+        if tokens.len() >= positions {
+            return refuse(format!(
+                "has {} tokens, but the model has {positions} positions; at least one position must be left for the answer",
+                tokens.len()
+            ));
+        }
+        config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
+        Ok(Self {
+            model: model.clone(),
+            cache: model.cache_of(kind, vec![0])?,
+            tokens,
+        })
+    }
+
+    /// The number of prompt tokens that the model has not read yet.
+    pub fn remaining(&self) -> usize {
+        self.tokens.len() - self.cache.len()
+    }
+
+    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. Returns the logits after the prompt's
+    /// last token, or `None` if tokens remain.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the whole prompt has been read already. Returns [`Gemma4Error::Device`] if the
+    /// device failed.
+    pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
+        let start = self.cache.len();
+        let end = start.saturating_add(chunk.max(1)).min(self.tokens.len());
+        let device = self.model.device();
+        let tokens = Tokens::upload(self.tokens[start..end].to_vec(), [1, end - start], &device);
+        let asked = match end == self.tokens.len() {
+            true => Logits::Last(1),
+            false => Logits::None,
+        };
+        let hidden = self.model.step_hidden(&tokens, &mut self.cache, asked)?;
+        if hidden.is_none() {
+            // Wait for the chunk, so that a decode step does not wait behind a queue of chunks.
+            device
+                .sync()
+                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
+        }
+        Ok(hidden.map(|hidden| RowLogits::of(Next::of_hidden(&self.model, hidden), 1)))
+    }
+}
+
+/// Sequences of different lengths that are decoded together. A sequence joins after its prefill, and leaves between two steps.
+///
+/// The sequences have consecutive indices, in the order in which they joined. [`leave`](Self::leave) moves the last sequence to
+/// the free index, as [`Vec::swap_remove`] does.
+///
+/// On CubeCL devices a batch of up to 8 sequences runs the decode kernels, and CUDA graphs if the device supports them. A new
+/// graph is captured a few steps after a sequence has joined or left. See [`Decoder`](super::Decoder).
+pub struct Batch {
+    model: Gemma4Model,
+    cache: Cache,
+    kind: CacheKind,
+    /// The number of sequences.
+    count: usize,
+    /// The number of rows in the cache's buffers.
+    capacity: usize,
+    #[cfg(feature = "cube")]
+    may_capture: bool,
+    #[cfg(feature = "cube")]
+    graph: Option<GraphCapture>,
+    /// Makes the type `!Send`, like a decoder.
+    _of_one_thread: PhantomData<*const ()>,
+}
+
+impl fmt::Debug for Batch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch")
+            .field("lengths", &self.lengths())
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Batch {
+    /// Creates an empty batch whose KV cache has the storage format `kind`.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model does not support the format.
+    pub fn new(model: &Gemma4Model, kind: CacheKind) -> Result<Self, Gemma4Error> {
+        kind.check(model.config())?;
+        Ok(Self {
+            model: model.clone(),
+            cache: Cache::ragged(model.config(), kind),
+            kind,
+            count: 0,
+            capacity: 0,
+            #[cfg(feature = "cube")]
+            may_capture: true,
+            #[cfg(feature = "cube")]
+            graph: None,
+            _of_one_thread: PhantomData,
+        })
+    }
+
+    /// The largest number of tokens for which the KV cache's buffers have slots, for `sequences` sequences of up to `tokens`
+    /// tokens. Full-attention layers have that many slots. The ring buffers of sliding layers are smaller.
+    pub fn largest_slots(sequences: usize, tokens: usize) -> usize {
+        let rows = sequences.max(1).next_power_of_two();
+        rows.saturating_mul(Cache::largest_slots(tokens))
+    }
+
+    /// Disables CUDA graphs. Each decode step then launches its kernels one by one.
+    pub fn without_graph_capture(self) -> Self {
+        Self {
+            #[cfg(feature = "cube")]
+            may_capture: false,
+            ..self
+        }
+    }
+
+    /// The number of sequences.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// True if the batch has no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The number of tokens of each sequence in the KV cache.
+    pub fn lengths(&self) -> Vec<usize> {
+        let mut lengths = self.cache.lengths();
+        lengths.truncate(self.count);
+        lengths
+    }
+
+    /// The size of the KV cache on the device in bytes.
+    pub fn bytes(&self) -> usize {
+        self.cache.bytes()
+    }
+
+    /// Adds the sequence of a finished prefill, and returns the sequence's index. A prefill may join several times, for several
+    /// answers to one prompt.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if tokens of the prompt remain, or if the prefill's KV cache has another format.
+    pub fn join(&mut self, prefill: &Prefill) -> Result<usize, Gemma4Error> {
+        let refuse = |reason: String| {
+            let argument = "prefill";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        if prefill.remaining() > 0 {
+            return refuse(format!(
+                "has {} tokens left; expected 0",
+                prefill.remaining()
+            ));
+        }
+        if prefill.cache.kind() != self.kind {
+            return refuse("has a KV cache of another format than the batch".into());
+        }
+        let mut lengths = self.lengths();
+        self.release();
+        if self.count == self.capacity {
+            let capacity = (self.capacity * 2).max(1);
+            self.cache.set_capacity(capacity, self.count);
+            self.capacity = capacity;
+        }
+        let index = self.count;
+        self.cache.write_row(index, &prefill.cache, self.capacity);
+        lengths.push(prefill.cache.len());
+        self.count += 1;
+        self.set_lengths(lengths);
+        Ok(index)
+    }
+
+    /// Removes the sequence at `index`. The last sequence moves to this index.
+    ///
+    /// # Panics
+    /// If the batch has no sequence at `index`.
+    pub fn leave(&mut self, index: usize) {
+        assert!(index < self.count, "the batch has a sequence at `index`");
+        let mut lengths = self.lengths();
+        self.release();
+        lengths.swap_remove(index);
+        self.count -= 1;
+        if index < self.count {
+            self.cache.move_row(self.count, index);
+        }
+        if self.count == 0 {
+            self.cache = Cache::ragged(self.model.config(), self.kind);
+            self.capacity = 0;
+        } else if self.count * 2 <= self.capacity {
+            self.capacity /= 2;
+            self.cache.set_lengths(&lengths);
+            self.cache.set_capacity(self.capacity, self.count);
+        }
+        self.set_lengths(lengths);
+    }
+
+    /// Runs the model over one more token of each sequence, and returns the logits after these tokens. `tokens` has the token of
+    /// each sequence, in the order of the sequences' indices.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the number of tokens differs from the number of sequences, or if a token is outside
+    /// the vocabulary. Returns the same error if a sequence has no position left.
+    pub fn step(&mut self, tokens: &[u32]) -> Result<RowLogits<'_>, Gemma4Error> {
+        let config = self.model.config();
+        let refuse = |reason: String| {
+            let argument = "tokens";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        if tokens.is_empty() || tokens.len() != self.count {
+            return refuse(format!(
+                "are {}; expected one for each of {} sequences",
+                tokens.len(),
+                self.count
+            ));
+        }
+        config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
+        let positions = config.max_position_embeddings;
+        if self.cache.len() >= positions {
+            return refuse(format!(
+                "exceed the model's {positions} positions; expected that full sequences leave"
+            ));
+        }
+        // Rows without a sequence read an arbitrary token, and their logits are dropped.
+        let mut tokens = tokens.to_vec();
+        tokens.resize(self.cache.batch(), 0);
+        let count = self.count;
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph {
+            let outputs = graph.step(&self.model, &mut self.cache, &tokens);
+            return Ok(RowLogits::of(outputs.into(), count));
+        }
+        self.cache.ensure_slots(self.cache.len() + 1);
+        let shape = [tokens.len(), 1];
+        let tokens = Tokens::upload(tokens, shape, &self.model.device());
+        let hidden = self
+            .model
+            .step_hidden(&tokens, &mut self.cache, Logits::Last(1))?
+            .expect("Logits::Last(1) gives a hidden state for every sequence");
+        Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
+    }
+
+    /// Drops the captured graphs, which hold handles to the buffers.
+    fn release(&mut self) {
+        #[cfg(feature = "cube")]
+        {
+            self.graph = None;
+        }
+    }
+
+    /// Sets the lengths of the sequences, and prepares the decode kernels if they support the batch.
+    fn set_lengths(&mut self, mut lengths: Vec<usize>) {
+        #[cfg(feature = "cube")]
+        {
+            /// The granularity of batch sizes on devices that tune or compile a kernel for each size.
+            const ROWS: usize = GEMV_MAX_ROWS;
+            let rows = match self.model.is_accelerated() {
+                true if self.capacity <= GEMV_MAX_ROWS => self.capacity,
+                true => self.count.next_multiple_of(ROWS).min(self.capacity),
+                false => self.count,
+            };
+            lengths.resize(rows, 0);
+        }
+        lengths.truncate(self.capacity);
+        self.cache.set_lengths(&lengths);
+        // The decode kernels write a row of the buffers for each sequence, so both numbers must be equal.
+        #[cfg(feature = "cube")]
+        if self.count > 0 && lengths.len() == self.capacity {
+            let graph = GraphCapture::new(&self.model, &self.cache);
+            self.graph = match self.may_capture {
+                true => graph,
+                false => graph.map(GraphCapture::without_graph_capture),
+            };
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The logits of a batch's sequences, and the choice of a token from each row.
+
+use super::next::Next;
+use crate::error::Gemma4Error;
+use crate::generate::sampling::sampler::Sampler;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+
+/// The logits of some sequences, one row each. The logits stay on the device until they are chosen from.
+#[derive(Debug)]
+pub struct RowLogits<'a> {
+    next: Next<'a>,
+    count: usize,
+}
+
+/// The way to choose the next token of a sequence from its row of logits.
+#[derive(Clone, Copy, Debug)]
+pub enum RowChoice<'a> {
+    /// Take the argmax.
+    Argmax,
+    /// Draw with this sampler if the device can, and give the logits otherwise. The sampler does not record the token.
+    Draw(&'a Sampler),
+    /// Give the logits to the host.
+    Logits,
+}
+
+/// The result of a [`RowChoice`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum RowResult {
+    /// The chosen token, or `None` if every logit of the row is NaN or −∞.
+    Token(Option<u32>),
+    /// The logits of the whole vocabulary.
+    Logits(Vec<f32>),
+}
+
+impl RowResult {
+    /// The chosen token, or `None` if there is no token.
+    pub fn token(&self) -> Option<u32> {
+        match self {
+            Self::Token(token) => *token,
+            Self::Logits(_) => None,
+        }
+    }
+}
+
+impl<'a> RowLogits<'a> {
+    /// Wraps the first `count` rows of `next`.
+    pub(super) fn of(next: Next<'a>, count: usize) -> Self {
+        Self { next, count }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.count
+    }
+
+    /// Chooses from each row. `choices` has one element per row. Only the tokens are copied to the host, except for rows whose
+    /// logits are given.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the number of choices differs from the number of rows. Returns
+    /// [`Gemma4Error::Device`] if the device failed.
+    pub fn choose(self, choices: &[RowChoice<'_>]) -> Result<Vec<RowResult>, Gemma4Error> {
+        if choices.len() != self.count {
+            return Err(Gemma4Error::Argument {
+                argument: "choices",
+                reason: format!("are {}; expected {}", choices.len(), self.count),
+            });
+        }
+        let mut results = vec![RowResult::Token(None); self.count];
+        let (mut on_host, mut has_argmax) = (Vec::new(), false);
+        let mut groups: Vec<Vec<(usize, &Sampler)>> = Vec::new();
+        for (row, choice) in choices.iter().enumerate() {
+            match choice {
+                RowChoice::Argmax => has_argmax = true,
+                RowChoice::Logits => on_host.push(row),
+                RowChoice::Draw(sampler) => {
+                    let group = groups
+                        .iter_mut()
+                        .find(|group| group[0].1.draws_like(sampler));
+                    match group {
+                        Some(group) => group.push((row, sampler)),
+                        None => groups.push(vec![(row, sampler)]),
+                    }
+                }
+            }
+        }
+        for group in groups {
+            let (rows, samplers): (Vec<usize>, Vec<&Sampler>) = group.into_iter().unzip();
+            match Next::of(self.select(&rows).unsqueeze_dim(1)).draw(&samplers) {
+                Some(tokens) => {
+                    for (row, token) in rows.into_iter().zip(tokens?) {
+                        results[row] = RowResult::Token(token);
+                    }
+                }
+                None => on_host.extend(rows),
+            }
+        }
+        if !on_host.is_empty() {
+            on_host.sort_unstable();
+            let logits = self.select(&on_host).cast(DType::F32);
+            let logits = logits
+                .try_into_data()
+                .map_err(|error| Gemma4Error::Device(format!("cannot read the logits: {error}")))?;
+            let logits: Vec<f32> = logits.iter::<f32>().collect();
+            let vocabulary = logits.len() / on_host.len();
+            for (row, logits) in on_host.into_iter().zip(logits.chunks_exact(vocabulary)) {
+                results[row] = RowResult::Logits(logits.to_vec());
+            }
+        }
+        if has_argmax {
+            let tokens = self.next.try_argmax()?;
+            for ((result, choice), token) in results.iter_mut().zip(choices).zip(tokens) {
+                if matches!(choice, RowChoice::Argmax) {
+                    *result = RowResult::Token(token);
+                }
+            }
+        }
+        Ok(results)
+    }
+
+    /// Returns the given rows, in ascending order, as `[rows, vocabulary]`.
+    fn select(&self, rows: &[usize]) -> Tensor<2> {
+        let logits = self.next.rows();
+        if rows.len() == logits.dims()[0] {
+            return logits;
+        }
+        let rows: Vec<i32> = rows.iter().map(|row| *row as i32).collect();
+        let shape = [rows.len()];
+        let device = logits.device();
+        let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, shape), &device);
+        logits.select(0, rows)
+    }
+}

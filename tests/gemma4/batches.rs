@@ -1,0 +1,186 @@
+//! Tests batches that sequences join and leave between decode steps. Every sequence gets the tokens that it gets alone, with any
+//! number of other sequences, at any ages, and in any storage format of the KV cache.
+
+use crate::fixture::{greedy, on_every_device};
+use burn_gemma4::{
+    Batch, CacheKind, Gemma4, GenerateOptions, KvPrecision, Prefill, RowChoice, RowResult, Sampler,
+    Sampling,
+};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::ops::ControlFlow;
+
+const TOKENS: usize = 6;
+
+/// A sequence of the schedule.
+struct Sequence {
+    prompt: Vec<u32>,
+    expected: Vec<u32>,
+    tokens: Vec<u32>,
+    /// The number of tokens after which the sequence leaves the batch.
+    end: usize,
+}
+
+fn alone(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
+    gemma
+        .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
+        .expect("the generation succeeds")
+        .tokens
+}
+
+fn token(results: &[RowResult]) -> u32 {
+    results[0].token().expect("the logits are finite")
+}
+
+/// Runs `sequences` with random joins and leaves, and compares each with the tokens that it gets alone.
+fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64, name: &str) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut batch = Batch::new(gemma.model(), kind).expect("the format is supported");
+    let mut waiting: Vec<usize> = (0..sequences.len()).rev().collect();
+    let mut running: Vec<usize> = Vec::new();
+    while !waiting.is_empty() || !running.is_empty() {
+        while !waiting.is_empty() && (running.is_empty() || rng.random_bool(0.4)) {
+            let index = waiting.pop().expect("a sequence waits");
+            let prompt = sequences[index].prompt.clone();
+            let mut prefill = Prefill::new(gemma.model(), prompt, kind).expect("the prompt fits");
+            let chunk = rng.random_range(1..20);
+            let first = loop {
+                if let Some(logits) = prefill.advance(chunk).expect("the device works") {
+                    break token(&logits.choose(&[RowChoice::Argmax]).expect("one row"));
+                }
+            };
+            assert_eq!(batch.join(&prefill).expect("all is read"), running.len());
+            sequences[index].tokens.push(first);
+            running.push(index);
+        }
+        let last = |index: &usize| *sequences[*index].tokens.last().expect("a token");
+        let tokens: Vec<u32> = running.iter().map(last).collect();
+        // Each row may be chosen by the device or by the host. A greedy sampler with a seed draws the argmax too.
+        let sampler = Sampler::new(&Sampling::greedy());
+        let choices: Vec<RowChoice<'_>> = (0..tokens.len())
+            .map(|_| match rng.random_range(0..4) {
+                0 => RowChoice::Logits,
+                1 => RowChoice::Draw(&sampler),
+                _ => RowChoice::Argmax,
+            })
+            .collect();
+        let next = batch.step(&tokens).expect("the tokens fit");
+        let next = next.choose(&choices).expect("the device works");
+        for (index, next) in running.iter().zip(next) {
+            let token = match next {
+                RowResult::Token(token) => token.expect("finite"),
+                RowResult::Logits(logits) => sampler.clone().sample(&logits).expect("finite"),
+            };
+            sequences[*index].tokens.push(token);
+        }
+        for row in (0..running.len()).rev() {
+            let sequence = &sequences[running[row]];
+            if sequence.tokens.len() >= sequence.end {
+                batch.leave(row);
+                running.swap_remove(row);
+            }
+        }
+        assert_eq!(batch.len(), running.len());
+    }
+    assert_eq!(batch.bytes(), 0, "an empty batch frees its buffers");
+    for (index, sequence) in sequences.iter().enumerate() {
+        let expected = &sequence.expected[..sequence.end];
+        assert_eq!(
+            sequence.tokens[..sequence.end],
+            *expected,
+            "{name}: sequence {index}"
+        );
+    }
+}
+
+#[test]
+fn step_of_a_changing_batch_equals_single_sequences() {
+    on_every_device(|fixture, gemma, device| {
+        // The first schedule has more sequences than the decode kernels take.
+        let kinds = [
+            (10, false, KvPrecision::Model),
+            (4, true, KvPrecision::Model),
+            (4, false, KvPrecision::Q8),
+        ];
+        for (seed, (count, compact_keys, precision)) in (7..).zip(kinds) {
+            let kind = CacheKind {
+                compact_keys,
+                precision,
+            };
+            if Batch::new(gemma.model(), kind).is_err() {
+                continue;
+            }
+            let options = GenerateOptions {
+                compact_keys,
+                kv_precision: precision,
+                ..greedy(gemma, TOKENS)
+            };
+            let mut rng = StdRng::seed_from_u64(seed);
+            let vocabulary = gemma.config().vocab_size as u32;
+            let sequence = |_| {
+                let length = rng.random_range(1..60);
+                let prompt: Vec<u32> = (0..length)
+                    .map(|_| rng.random_range(0..vocabulary))
+                    .collect();
+                Sequence {
+                    expected: alone(gemma, &prompt, &options),
+                    prompt,
+                    tokens: Vec::new(),
+                    end: rng.random_range(2..=TOKENS),
+                }
+            };
+            let sequences = (0..count).map(sequence).collect();
+            let name = format!("{} on {}, {kind:?}", fixture.name, device.name);
+            run(gemma, kind, sequences, seed, &name);
+        }
+    });
+}
+
+#[test]
+fn join_of_one_prefill_twice_gives_equal_sequences() {
+    on_every_device(|fixture, gemma, _| {
+        let kind = CacheKind::default();
+        let mut batch = Batch::new(gemma.model(), kind).expect("the format is supported");
+        let mut prefill = Prefill::new(gemma.model(), fixture.prompt.clone(), kind).expect("fits");
+        let first = prefill.advance(usize::MAX).expect("the device works");
+        let first = first.expect("all is read").choose(&[RowChoice::Argmax]);
+        let first = token(&first.expect("one row"));
+        for row in 0..3 {
+            assert_eq!(batch.join(&prefill).expect("all is read"), row);
+        }
+        let mut tokens = vec![first; 3];
+        let mut found = vec![first];
+        for _ in 1..TOKENS {
+            let next = batch.step(&tokens).expect("the tokens fit");
+            let next = next.choose(&[RowChoice::Argmax; 3]).expect("three rows");
+            tokens = next.iter().filter_map(RowResult::token).collect();
+            assert_eq!(tokens, vec![tokens[0]; 3], "{}", fixture.name);
+            found.push(tokens[0]);
+        }
+        let expected = alone(gemma, &fixture.prompt, &greedy(gemma, TOKENS));
+        assert_eq!(found, expected, "{}", fixture.name);
+    });
+}
+
+#[test]
+fn wrong_calls_of_a_batch_are_refused() {
+    on_every_device(|fixture, gemma, _| {
+        let kind = CacheKind::default();
+        let model = gemma.model();
+        let mut batch = Batch::new(model, kind).expect("the format is supported");
+        let argument = |error: burn_gemma4::Gemma4Error| error.to_string();
+        assert!(
+            argument(Prefill::new(model, vec![], kind).expect_err("empty")).starts_with("prompt")
+        );
+        let vocabulary = gemma.config().vocab_size as u32;
+        assert!(Prefill::new(model, vec![vocabulary], kind).is_err());
+        let mut prefill = Prefill::new(model, fixture.prompt.clone(), kind).expect("fits");
+        assert!(argument(batch.join(&prefill).expect_err("unread")).starts_with("prefill"));
+        while prefill.advance(4).expect("the device works").is_none() {}
+        assert!(argument(prefill.advance(4).expect_err("read")).starts_with("tokens"));
+        assert!(argument(batch.step(&[]).expect_err("no sequence")).starts_with("tokens"));
+        batch.join(&prefill).expect("all is read");
+        assert!(argument(batch.step(&[1, 2]).expect_err("two tokens")).starts_with("tokens"));
+        assert!(batch.step(&[vocabulary]).is_err());
+        assert_eq!(batch.lengths(), [fixture.prompt.len()]);
+    });
+}
