@@ -50,6 +50,7 @@ fn rust_version_of_own_packages_equals_burns() {
         "attention-cube",
         "burn-gemma4",
         "gemma4-train",
+        "gemma4-serve",
         "gemma4-cli",
         "attention-workspace",
     ] {

@@ -142,6 +142,7 @@ fn packages() -> Result<()> {
         "--package=attention-cube",
         "--package=burn-gemma4",
         "--package=gemma4-train",
+        "--package=gemma4-serve",
         "--package=gemma4-cli",
         "--no-verify",
         "--allow-dirty",

@@ -43,6 +43,18 @@ const CRATES: &[Crate] = &[
         tests: &["source", "testing"],
     },
     Crate {
+        folder: "crates/gemma4-serve/src",
+        layers: &[
+            &["error"],
+            &["engine"],
+            &["text"],
+            &["http"],
+            &["batch_file"],
+            &["lib"],
+        ],
+        tests: &["testing"],
+    },
+    Crate {
         folder: "crates/burn-gemma4/src",
         layers: &[
             &["cancellation", "error", "escaped", "json"],

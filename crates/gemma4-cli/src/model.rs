@@ -415,7 +415,8 @@ impl GenerationArguments {
     }
 }
 
-fn positive(text: &str) -> Result<usize, String> {
+/// Parses a whole number of at least 1.
+pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("expected at least 1".into()),
         Ok(number) => Ok(number),

@@ -20,6 +20,8 @@ fn help_lists_each_command_in_one_line() {
     assert!(output.status.success(), "{output:?}");
     let help = text(&output.stdout);
     let commands = ["run", "chat"];
+    #[cfg(feature = "serve")]
+    let commands = [&commands[..], &["serve"]].concat();
     #[cfg(feature = "training")]
     let commands = [
         &commands[..],

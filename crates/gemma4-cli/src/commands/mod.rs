@@ -5,9 +5,13 @@ mod chat;
 mod evaluate;
 #[cfg(feature = "training")]
 mod finetune;
+#[cfg(feature = "serve")]
+mod prompts;
 #[cfg(feature = "training")]
 mod quantize;
 mod run;
+#[cfg(feature = "serve")]
+mod serve;
 #[cfg(feature = "training")]
 mod train;
 
@@ -19,6 +23,8 @@ pub use finetune::Finetune;
 #[cfg(feature = "training")]
 pub use quantize::Quantize;
 pub use run::Run;
+#[cfg(feature = "serve")]
+pub use serve::Serve;
 #[cfg(feature = "training")]
 pub use train::Train;
 
@@ -37,6 +43,8 @@ pub struct Gemma4 {
 enum Command {
     Run(Box<Run>),
     Chat(Box<Chat>),
+    #[cfg(feature = "serve")]
+    Serve(Box<Serve>),
     #[cfg(feature = "training")]
     Train(Box<Train>),
     #[cfg(feature = "training")]
@@ -53,6 +61,8 @@ impl Gemma4 {
         match self.command {
             Command::Run(command) => command.execute(),
             Command::Chat(command) => command.execute(),
+            #[cfg(feature = "serve")]
+            Command::Serve(command) => command.execute(),
             #[cfg(feature = "training")]
             Command::Train(command) => command.execute(),
             #[cfg(feature = "training")]

@@ -60,6 +60,9 @@ pub struct Run {
         conflicts_with_all = ["prompt", "chat", "system", "thinking"]
     )]
     prompt_tokens: Option<Vec<u32>>,
+    #[cfg(feature = "serve")]
+    #[command(flatten)]
+    prompts: super::prompts::PromptsArguments,
     #[command(flatten)]
     generation: GenerationArguments,
     /// Print the log probability of each token and of the COUNT most likely alternatives, in the report with --json, and
@@ -92,6 +95,10 @@ impl Run {
 }
 
 fn run(cli: &Run) -> Result<(), Error> {
+    #[cfg(feature = "serve")]
+    if let Some(files) = cli.prompts.files() {
+        return cli.prompts.run(files, &cli.model, &cli.generation);
+    }
     let interrupt = Interrupt::new()?;
     let mut cache = cli.generation.cache_file()?;
     let prompt = prompt(cli)?;

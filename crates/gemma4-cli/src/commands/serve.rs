@@ -1,0 +1,217 @@
+//! The command `gemma4 serve`: a server with the APIs of OpenAI and Anthropic.
+
+use crate::{
+    Error,
+    model::{Kv, ModelArguments, positive},
+    signals,
+    terminal::{WrongArgument, exit_code, note},
+};
+use burn_gemma4::{CacheKind, ChatTemplate};
+use clap::Parser;
+use gemma4_serve::{Server, ServerOptions, engine::EngineOptions};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+/// Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
+///
+/// The server listens on this machine only, unless --host names another address. SIGTERM and Ctrl-C finish the requests in
+/// progress; a second signal ends the program at once.
+#[derive(Parser)]
+#[command(version)]
+pub struct Serve {
+    #[command(flatten)]
+    model: ModelArguments,
+    /// Address to listen on. 0.0.0.0 serves other machines too.
+    #[arg(
+        long,
+        help_heading = "Server",
+        value_name = "ADDRESS",
+        default_value = "127.0.0.1"
+    )]
+    host: String,
+    /// Port to listen on; 0 takes a free port.
+    #[arg(
+        long,
+        help_heading = "Server",
+        value_name = "PORT",
+        default_value_t = 8080
+    )]
+    port: u16,
+    /// Name of the model in the APIs [default: the last part of --model].
+    #[arg(long, help_heading = "Server")]
+    name: Option<String>,
+    /// Key that clients must send. The argument may be repeated. Other users of this machine can read arguments;
+    /// --api-key-file avoids that.
+    #[arg(long, help_heading = "Server", value_name = "KEY")]
+    api_key: Vec<String>,
+    /// File with one API key per line.
+    #[arg(long, help_heading = "Server", value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Largest body of a request in bytes.
+    #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = 16 << 20, value_parser = positive)]
+    max_body: usize,
+    /// Largest number of open connections. Further connections wait.
+    #[arg(long, help_heading = "Server", value_name = "COUNT", default_value_t = 1024, value_parser = positive)]
+    max_connections: usize,
+    /// Seconds that the requests in progress get after SIGTERM.
+    #[arg(
+        long,
+        help_heading = "Server",
+        value_name = "SECONDS",
+        default_value_t = 30
+    )]
+    drain_seconds: u64,
+    /// Chat template to use in place of the checkpoint's.
+    #[arg(long, help_heading = "Server", value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    #[command(flatten)]
+    engine: EngineArguments,
+    #[command(flatten)]
+    cache: CacheArguments,
+}
+
+/// The arguments of the engine that decodes many requests together.
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Engine")]
+pub struct EngineArguments {
+    /// Largest number of answers to decode together.
+    #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = positive)]
+    max_running: usize,
+    /// Largest number of requests that wait. Further requests are refused with the status 429.
+    #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = positive)]
+    max_queue: usize,
+    /// Largest number of tokens of a prompt together with its answer.
+    #[arg(long, value_name = "TOKENS", default_value_t = 8192, value_parser = positive)]
+    context: usize,
+    /// Largest number of tokens in the KV cache of all answers together. A request waits until its worst case fits [default:
+    /// enough for --max-running answers of --context tokens].
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    kv_tokens: Option<usize>,
+    /// Number of prompt tokens to process between two decode steps [default: 2048; on a CPU 256].
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    prefill_chunk: Option<usize>,
+}
+
+impl EngineArguments {
+    /// Returns the options of the engine, with the given storage format of the KV cache.
+    pub fn options(&self, cache: CacheKind) -> EngineOptions {
+        EngineOptions {
+            max_running: self.max_running,
+            max_queue: self.max_queue,
+            context: self.context,
+            kv_tokens: self.kv_tokens,
+            prefill_chunk: self.prefill_chunk,
+            cache,
+            graph_capture: true,
+        }
+    }
+}
+
+/// The arguments of the KV cache.
+#[derive(clap::Args, Debug)]
+struct CacheArguments {
+    /// KV cache type: the model's dtype, or int8 with one scale per token and head.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PRECISION",
+        default_value_t,
+        help_heading = "Memory"
+    )]
+    kv: Kv,
+    /// Store only the rotated quarter of each key in layers that use one projection for both keys and values.
+    #[arg(long, help_heading = "Memory")]
+    compact_keys: bool,
+}
+
+impl Serve {
+    /// Executes the command and returns its exit code.
+    pub fn execute(&self) -> ExitCode {
+        exit_code(|| run(self))
+    }
+}
+
+fn run(cli: &Serve) -> Result<(), Error> {
+    let api_keys = api_keys(cli)?;
+    let template = cli.chat_template.as_ref().map(ChatTemplate::from_file);
+    let template = template.transpose()?;
+    let (stop, mut stopped) = watch::channel(false);
+    signals::handle(move |signal| {
+        if *stop.borrow() {
+            std::process::exit(signal.exit_code().into());
+        }
+        note("finishing the requests in progress; a second signal ends the program at once");
+        stop.send_replace(true);
+    })?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    // Bind before the model is loaded, so that a port in use is reported early.
+    let address = format!("{}:{}", cli.host, cli.port);
+    let listener = runtime
+        .block_on(TcpListener::bind((cli.host.as_str(), cli.port)))
+        .map_err(|error| {
+            WrongArgument(format!(
+                "--host, --port: cannot listen on {address}: {error}"
+            ))
+        })?;
+    let local = listener.local_addr()?;
+    let loaded = cli.model.load()?;
+    let name = cli.name.clone();
+    let name = name.unwrap_or_else(|| default_name(cli.model.model.as_deref()));
+    let options = ServerOptions {
+        model: name.clone(),
+        api_keys,
+        max_body: cli.max_body,
+        max_connections: cli.max_connections,
+        drain_timeout: Duration::from_secs(cli.drain_seconds),
+        ..ServerOptions::default()
+    };
+    let cache = CacheKind {
+        compact_keys: cli.cache.compact_keys,
+        precision: cli.cache.kv.into(),
+    };
+    let engine = cli.engine.options(cache);
+    let server = Server::with_template(loaded.gemma, engine, options, template)?;
+    note(format_args!("serving {name} on http://{local}"));
+    if !local.ip().is_loopback() && cli.api_key.is_empty() && cli.api_key_file.is_none() {
+        note("warning: other machines can use this server without a key; --api-key sets one");
+    }
+    let shutdown = async move {
+        // An error means that the sender is gone, which happens only at the end of the program.
+        let _ = stopped.wait_for(|stop| *stop).await;
+    };
+    Ok(runtime.block_on(server.serve(listener, shutdown))?)
+}
+
+/// Returns the keys of the arguments and of the file.
+fn api_keys(cli: &Serve) -> Result<Vec<String>, Error> {
+    let mut keys = cli.api_key.clone();
+    if let Some(path) = &cli.api_key_file {
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            WrongArgument(format!("--api-key-file: {}: {error}", path.display()))
+        })?;
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+        let before = keys.len();
+        keys.extend(lines.map(str::to_owned));
+        if keys.len() == before {
+            let reason = format!("--api-key-file: {} has no key", path.display());
+            return Err(WrongArgument(reason).into());
+        }
+    }
+    match keys.iter().any(|key| key.trim().is_empty()) {
+        true => Err(WrongArgument("--api-key: is empty; expected a key".into()).into()),
+        false => Ok(keys),
+    }
+}
+
+/// Returns the last part of the model's path, without the extension of a GGUF file.
+fn default_name(path: Option<&Path>) -> String {
+    let name = path.and_then(Path::file_name);
+    let name = name.map(|name| name.to_string_lossy().into_owned());
+    let name = name.unwrap_or_else(|| "gemma4".into());
+    name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
+}

@@ -1,0 +1,156 @@
+//! Measures a running server under load, with random prompts as in vLLM's `bench serve`.
+//!
+//! ```sh
+//! gemma4 serve --name tiny &
+//! cargo run --release -p gemma4-serve --example load -- 127.0.0.1:8080 tiny 8 64 100 64
+//! ```
+//!
+//! The arguments are the address, the model's name, the number of clients, the number of requests of all clients together, the
+//! number of prompt tokens, and the number of tokens of an answer.
+
+use serde_json::json;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The sizes of the load.
+struct Load {
+    address: String,
+    model: String,
+    clients: usize,
+    requests: usize,
+    prompt: usize,
+    tokens: usize,
+}
+
+/// The times of one request.
+struct Times {
+    first: Duration,
+    all: Duration,
+}
+
+fn main() -> Result<(), String> {
+    let load = arguments()?;
+    let next = AtomicUsize::new(0);
+    let start = Instant::now();
+    let results: Vec<Result<Vec<Times>, String>> = thread::scope(|scope| {
+        let client = || {
+            let mut times = Vec::new();
+            loop {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= load.requests {
+                    return Ok(times);
+                }
+                times.push(
+                    request(&load, number).map_err(|error| format!("request {number}: {error}"))?,
+                );
+            }
+        };
+        let threads: Vec<_> = (0..load.clients).map(|_| scope.spawn(client)).collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined
+            .map(|result| result.unwrap_or_else(|_| Err("a client has panicked".into())))
+            .collect()
+    });
+    let seconds = start.elapsed().as_secs_f64();
+    let mut times = Vec::new();
+    for result in results {
+        times.extend(result?);
+    }
+    let mut first: Vec<f64> = times
+        .iter()
+        .map(|time| time.first.as_secs_f64() * 1e3)
+        .collect();
+    let between = |time: &Times| {
+        let steps = (load.tokens - 1).max(1) as f64;
+        (time.all - time.first).as_secs_f64() * 1e3 / steps
+    };
+    let mut steps: Vec<f64> = times.iter().map(between).collect();
+    println!(
+        "{} clients: {:.1} output tokens/s, {:.1} prompt tokens/s; first token {:.1} / {:.1} ms, between tokens {:.2} / {:.2} ms \
+         (median / 99 %)",
+        load.clients,
+        (load.requests * load.tokens) as f64 / seconds,
+        (load.requests * load.prompt) as f64 / seconds,
+        percentile(&mut first, 0.5),
+        percentile(&mut first, 0.99),
+        percentile(&mut steps, 0.5),
+        percentile(&mut steps, 0.99),
+    );
+    Ok(())
+}
+
+fn arguments() -> Result<Load, String> {
+    let all: Vec<String> = std::env::args().skip(1).collect();
+    let usage = "usage: load ADDRESS MODEL CLIENTS REQUESTS PROMPT_TOKENS TOKENS";
+    let [address, model, numbers @ ..] = all.as_slice() else {
+        return Err(usage.into());
+    };
+    let numbers: Result<Vec<usize>, _> = numbers.iter().map(|number| number.parse()).collect();
+    match numbers.as_deref() {
+        Ok([clients, requests, prompt, tokens]) if *tokens > 0 && *prompt > 0 => Ok(Load {
+            address: address.clone(),
+            model: model.clone(),
+            clients: *clients,
+            requests: *requests,
+            prompt: *prompt,
+            tokens: *tokens,
+        }),
+        _ => Err(usage.into()),
+    }
+}
+
+/// Sends a request and reads its stream.
+fn request(load: &Load, number: usize) -> Result<Times, String> {
+    let failed = |error: std::io::Error| error.to_string();
+    // A multiplicative hash spreads the tokens, and the request's number makes each prompt different.
+    let token = |index: usize| 100 + (number * 7919 + index).wrapping_mul(2_654_435_761) % 1900;
+    let prompt: Vec<usize> = (0..load.prompt).map(token).collect();
+    let body = json!({
+        "model": load.model, "prompt": prompt, "max_tokens": load.tokens, "ignore_eos": true, "temperature": 0,
+        "stream": true,
+    });
+    let body = body.to_string();
+    let mut stream = TcpStream::connect(&load.address).map_err(failed)?;
+    let start = Instant::now();
+    write!(
+        stream,
+        "POST /v1/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\nconnection: close\r\n\
+         content-length: {}\r\n\r\n{body}",
+        load.address,
+        body.len()
+    )
+    .map_err(failed)?;
+    let mut first = None;
+    let (mut is_ok, mut has_ended) = (false, false);
+    for (index, line) in BufReader::new(stream).lines().enumerate() {
+        let line = line.map_err(failed)?;
+        match index {
+            0 if !line.contains(" 200 ") => return Err(line),
+            0 => is_ok = true,
+            _ => (),
+        }
+        if line.starts_with("data: {") && first.is_none() {
+            first = Some(start.elapsed());
+        }
+        has_ended |= line.starts_with("data: [DONE]");
+    }
+    match (is_ok && has_ended, first) {
+        (true, Some(first)) => Ok(Times {
+            first,
+            all: start.elapsed(),
+        }),
+        _ => Err("the stream has ended early".into()),
+    }
+}
+
+fn percentile(values: &mut [f64], share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let last = values.len().saturating_sub(1);
+    values
+        .get((last as f64 * share).round() as usize)
+        .copied()
+        .unwrap_or(0.0)
+}

@@ -1,0 +1,202 @@
+//! Files of requests: one JSON object per line, answered by the same engine as the server's requests.
+//!
+//! A line has one of three forms. The output has one line per request, in the same order.
+//!
+//! | form | example |
+//! |---|---|
+//! | a prompt | `{"prompt": "Once", "max_tokens": 20}`, with the fields of `/v1/completions` |
+//! | a conversation | `{"messages": [{"role": "user", "content": "Hi"}]}`, with the fields of `/v1/chat/completions` |
+//! | OpenAI's batch form | `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}` |
+
+use crate::engine::EngineOptions;
+use crate::http::{Server, ServerOptions};
+use axum::{
+    Router,
+    body::{Body, to_bytes},
+    http::Request,
+};
+use burn_gemma4::{Gemma4, Gemma4Error};
+use futures_util::stream::{self, StreamExt};
+use serde_json::{Map, Value, json};
+use std::io::{BufRead, Write};
+use tower::ServiceExt;
+
+/// The number of lines that are read ahead of the oldest unanswered request, beside the answers in the batch.
+const AHEAD: usize = 16;
+/// The largest line in bytes.
+const LONGEST_LINE: usize = 16 << 20;
+
+/// The counts of a file's requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BatchCounts {
+    /// The requests that were answered.
+    pub answered: usize,
+    /// The requests that were refused or failed.
+    pub failed: usize,
+    /// The tokens of all prompts that were answered.
+    pub prompt_tokens: u64,
+    /// The tokens of all answers.
+    pub generated_tokens: u64,
+}
+
+/// An error that ends the work on a file.
+#[derive(Debug, thiserror::Error)]
+pub enum BatchError {
+    /// The engine did not start.
+    #[error(transparent)]
+    Engine(#[from] Gemma4Error),
+    /// The engine failed, for this reason.
+    #[error("{0}")]
+    Failed(String),
+    /// The input cannot be read, or the output cannot be written.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// Answers all requests of `input`, and writes one line each to `output`. `defaults` are fields for requests that lack them.
+/// `is_cancelled` is asked before each request.
+///
+/// # Errors
+/// Returns an error if the engine fails, or if reading or writing fails. A malformed request only fails itself.
+pub fn run_batch_file(
+    gemma: Gemma4,
+    engine: EngineOptions,
+    input: impl BufRead + Send,
+    mut output: impl Write,
+    defaults: &Map<String, Value>,
+    is_cancelled: impl Fn() -> bool,
+) -> Result<BatchCounts, BatchError> {
+    let concurrency = engine.max_running + AHEAD;
+    let engine = EngineOptions {
+        max_queue: engine.max_queue.max(concurrency),
+        ..engine
+    };
+    let options = ServerOptions::default();
+    let model = options.model.clone();
+    let server = Server::new(gemma, engine, options)?;
+    let router = server.router();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    let mut counts = BatchCounts::default();
+    let lines = input
+        .lines()
+        .enumerate()
+        .filter(|(_, line)| !matches!(line, Ok(line) if line.trim().is_empty()))
+        .take_while(|_| !is_cancelled());
+    let answers = stream::iter(lines).map(|(index, line)| {
+        let (router, model) = (router.clone(), model.as_str());
+        async move { answer(router, index, line?, defaults, model).await }
+    });
+    runtime.block_on(async {
+        let mut answers = std::pin::pin!(answers.buffered(concurrency));
+        while let Some(answer) = answers.next().await {
+            let answer: Value = answer.map_err(BatchError::Io)?;
+            if let Some(failure) = server.engine().failure() {
+                return Err(BatchError::Failed(failure.message));
+            }
+            count(&answer, &mut counts);
+            writeln!(output, "{answer}")?;
+        }
+        output.flush()?;
+        Ok(counts)
+    })
+}
+
+fn count(answer: &Value, counts: &mut BatchCounts) {
+    match answer["response"]["status_code"] == 200 {
+        true => counts.answered += 1,
+        false => counts.failed += 1,
+    }
+    let usage = &answer["response"]["body"]["usage"];
+    counts.prompt_tokens += usage["prompt_tokens"].as_u64().unwrap_or(0);
+    counts.generated_tokens += usage["completion_tokens"].as_u64().unwrap_or(0);
+}
+
+/// Answers the request in a line, and returns the line of the output.
+async fn answer(
+    router: Router,
+    index: usize,
+    line: String,
+    defaults: &Map<String, Value>,
+    model: &str,
+) -> Result<Value, std::io::Error> {
+    let number = format!("line-{}", index + 1);
+    let (id, path, mut body) = match parse(&line, number.clone()) {
+        Ok(request) => request,
+        Err(reason) => return Ok(failed(&number, &format!("line {}: {reason}", index + 1))),
+    };
+    for (name, value) in defaults {
+        body.entry(name).or_insert_with(|| value.clone());
+    }
+    body.insert("model".into(), json!(model));
+    if body.get("stream") == Some(&json!(true)) {
+        return Ok(failed(&id, "stream: is true; expected false in a file"));
+    }
+    let request = Request::post(&path)
+        .header("content-type", "application/json")
+        .body(Body::from(Value::Object(body).to_string()))
+        .map_err(std::io::Error::other)?;
+    let response = router
+        .oneshot(request)
+        .await
+        .unwrap_or_else(|never| match never {});
+    let status = response.status().as_u16();
+    let bytes = to_bytes(response.into_body(), usize::MAX)
+        .await
+        .map_err(std::io::Error::other)?;
+    let body: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    Ok(json!({
+        "custom_id": id, "response": {"status_code": status, "body": body}, "error": null,
+    }))
+}
+
+/// Returns the id, the path and the body of a request.
+fn parse(line: &str, number: String) -> Result<(String, String, Map<String, Value>), String> {
+    if line.len() > LONGEST_LINE {
+        return Err(format!(
+            "has {} bytes; expected at most {LONGEST_LINE}",
+            line.len()
+        ));
+    }
+    let value: Value = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    let Value::Object(mut fields) = value else {
+        return Err("expected a JSON object".into());
+    };
+    let id = match fields.remove("custom_id") {
+        None => number,
+        Some(Value::String(id)) => id,
+        Some(_) => return Err("custom_id: expected a text".into()),
+    };
+    let chat = "/v1/chat/completions";
+    if let Some(url) = fields.remove("url") {
+        let known = [chat, "/v1/completions", "/v1/responses"];
+        let path = known.into_iter().find(|path| url == *path);
+        let path =
+            path.ok_or_else(|| format!("url: {url} is not supported; expected one of {known:?}"))?;
+        if fields.get("method").is_some_and(|method| method != "POST") {
+            return Err("method: expected \"POST\"".into());
+        }
+        return match fields.remove("body") {
+            Some(Value::Object(body)) => Ok((id, path.into(), body)),
+            _ => Err("body: expected a JSON object".into()),
+        };
+    }
+    let path = match (
+        fields.contains_key("messages"),
+        fields.contains_key("prompt"),
+    ) {
+        (true, false) => chat,
+        (false, true) => "/v1/completions",
+        _ => return Err("expected `prompt`, `messages`, or `url` with `body`".into()),
+    };
+    Ok((id, path.into(), fields))
+}
+
+fn failed(id: &str, message: &str) -> Value {
+    json!({
+        "custom_id": id, "response": null,
+        "error": {"code": "invalid_request", "message": message},
+    })
+}

@@ -1,0 +1,301 @@
+//! One answer in progress: the choice of its tokens, the division of its text, and its end.
+
+use super::adjust::Adjustments;
+use super::constraint::Constraint;
+use super::request::{AnswerOptions, AnswerUsage, EndReason, Event, TokenProbability};
+use super::stop::StopText;
+use crate::error::{ErrorKind, RequestError};
+use burn_gemma4::{
+    Gemma4Error, Parts, RowChoice, RowResult, Sampler, Sampling, TextKind, TextStream,
+    TokenLogprobs, Tokenizer,
+};
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::mpsc::UnboundedSender;
+
+/// The token that ends a thought.
+const END_OF_THOUGHT: &str = "<channel|>";
+
+/// The division of an answer's text.
+enum Splitter<'a> {
+    /// Thoughts and tool calls are told apart.
+    Parts(Box<Parts<'a>>),
+    /// The whole text is the answer.
+    Plain(TextStream<'a>),
+}
+
+/// An answer in progress.
+pub(super) struct Answer<'a> {
+    choice: usize,
+    options: Arc<AnswerOptions>,
+    sampler: Sampler,
+    adjustments: Adjustments,
+    constraint: Option<Constraint>,
+    splitter: Splitter<'a>,
+    stop: StopText,
+    end_of_thought: Option<u32>,
+    usage: AnswerUsage,
+    events: UnboundedSender<Event>,
+    /// The last token, which the next step of the batch reads.
+    pub last: u32,
+    /// The time of the last token.
+    pub last_time: Option<Instant>,
+}
+
+impl<'a> Answer<'a> {
+    /// Creates the answer with the index `choice` to `prompt`.
+    pub fn new(
+        choice: usize,
+        prompt: &[u32],
+        options: &Arc<AnswerOptions>,
+        constraint: Option<Constraint>,
+        tokenizer: &'a Tokenizer,
+        events: UnboundedSender<Event>,
+    ) -> Result<Self, Gemma4Error> {
+        let seed = options.sampling.seed;
+        let mut sampler = Sampler::new(&Sampling {
+            seed: seed.map(|seed| seed.wrapping_add(choice as u64)),
+            ..options.sampling.clone()
+        });
+        sampler.read(prompt);
+        Ok(Self {
+            choice,
+            sampler,
+            adjustments: Adjustments::new(options),
+            constraint,
+            splitter: match options.has_parts {
+                true => Splitter::Parts(Box::new(Parts::after(prompt, tokenizer)?)),
+                false => Splitter::Plain(tokenizer.stream()),
+            },
+            stop: StopText::new(&options.stop_strings),
+            end_of_thought: tokenizer.id(END_OF_THOUGHT),
+            usage: AnswerUsage::default(),
+            options: options.clone(),
+            events,
+            last: 0,
+            last_time: None,
+        })
+    }
+
+    /// True if the client no longer reads the events.
+    pub fn is_abandoned(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// The number of tokens of the answer.
+    pub fn tokens(&self) -> usize {
+        self.usage.tokens
+    }
+
+    /// Sends an error to the client. No event follows.
+    pub fn fail(&self, error: RequestError) {
+        // An error of the channel means that the client has left.
+        let _ = self.events.send(Event::Failed(error));
+    }
+
+    /// Returns the way to choose the next token.
+    pub fn row_choice(&self) -> RowChoice<'_> {
+        let sampling = &self.options.sampling;
+        let is_constrained = self.constraint.as_ref().is_some_and(Constraint::is_active);
+        if self.options.logprobs.is_some() || is_constrained || self.adjustments.is_active() {
+            return RowChoice::Logits;
+        }
+        let changes = sampling.repetition_penalty != 1.0 || !sampling.suppress_tokens.is_empty();
+        match sampling.is_greedy() && !changes {
+            true => RowChoice::Argmax,
+            false => RowChoice::Draw(&self.sampler),
+        }
+    }
+
+    /// Takes the next token from the result of its row. Returns true if the answer has ended.
+    pub fn take(&mut self, result: RowResult) -> Result<bool, RequestError> {
+        let (token, logprobs) = match result {
+            RowResult::Token(token) => {
+                let token = token.ok_or_else(no_token)?;
+                let token = self.forced_token().unwrap_or(token);
+                self.sampler.read(&[token]);
+                (token, Vec::new())
+            }
+            RowResult::Logits(logits) => self.choose(logits)?,
+        };
+        self.adjustments.record(token);
+        let is_complete = match &mut self.constraint {
+            Some(constraint) if !self.options.stop_tokens.contains(&token) => {
+                constraint.record(token)?
+            }
+            _ => false,
+        };
+        self.last = token;
+        self.usage.tokens += 1;
+        if self.kind() == TextKind::Thought {
+            self.usage.thinking_tokens += 1;
+        }
+        if !self.options.ignore_stop_tokens && self.options.stop_tokens.contains(&token) {
+            return self.end(EndReason::Stop);
+        }
+        if let Some(string) = self.push(token, logprobs)? {
+            self.send_end(EndReason::StopString(string));
+            return Ok(true);
+        }
+        if is_complete || self.has_single_call() {
+            return self.end(EndReason::Stop);
+        }
+        match self.usage.tokens >= self.options.max_tokens {
+            true => self.end(EndReason::Length),
+            false => Ok(false),
+        }
+    }
+
+    /// Chooses the next token on the host.
+    fn choose(&mut self, logits: Vec<f32>) -> Result<(u32, Vec<TokenProbability>), RequestError> {
+        let forced = self.forced_token();
+        let mut changed = logits.clone();
+        self.adjustments.apply(&mut changed);
+        if let Some(constraint) = &mut self.constraint
+            && constraint.is_active()
+        {
+            constraint.apply(&mut changed, &self.options.stop_tokens)?;
+        }
+        let token = match forced {
+            Some(token) => {
+                self.sampler.read(&[token]);
+                token
+            }
+            None => self.sampler.sample(&changed).map_err(|error| match error {
+                Gemma4Error::Argument { .. } => no_token(),
+                error => error.into(),
+            })?,
+        };
+        let probability = |count| {
+            let found = TokenLogprobs::of(&logits, token, count);
+            TokenProbability {
+                token,
+                logprob: found.logprob,
+                top: found.top,
+            }
+        };
+        let logprobs = self.options.logprobs.map(probability);
+        Ok((token, logprobs.into_iter().collect()))
+    }
+
+    /// Returns the token that ends a thought if the thought has reached its largest number of tokens.
+    fn forced_token(&self) -> Option<u32> {
+        let most = self.options.max_thinking_tokens?;
+        let is_over = self.kind() == TextKind::Thought && self.usage.thinking_tokens >= most.max(1);
+        self.end_of_thought.filter(|_| is_over)
+    }
+
+    fn kind(&self) -> TextKind {
+        match &self.splitter {
+            Splitter::Parts(parts) => parts.kind(),
+            Splitter::Plain(_) => TextKind::Answer,
+        }
+    }
+
+    /// True if the answer ends after its first tool call, and this call is complete.
+    fn has_single_call(&self) -> bool {
+        let Splitter::Parts(parts) = &self.splitter else {
+            return false;
+        };
+        self.options.single_tool_call
+            && !parts.tool_calls.is_empty()
+            && parts.kind() != TextKind::ToolCall
+    }
+
+    /// Adds a token to the text, and sends the text that becomes certain. Returns the stop string that ends the answer.
+    fn push(
+        &mut self,
+        token: u32,
+        logprobs: Vec<TokenProbability>,
+    ) -> Result<Option<Arc<str>>, RequestError> {
+        let (kind, text) = match &mut self.splitter {
+            Splitter::Plain(stream) => (TextKind::Answer, stream.push(token)?),
+            Splitter::Parts(parts) => {
+                let (before, calls) = (parts.kind(), parts.tool_calls.len());
+                let (kind, text) = parts.push(token)?;
+                let has_ended = before == TextKind::ToolCall
+                    && (parts.kind() != TextKind::ToolCall || parts.tool_calls.len() > calls);
+                if has_ended && let Some(call) = parts.tool_calls.get(calls.wrapping_sub(1)) {
+                    let call = call.clone();
+                    self.send_tool_call(call);
+                    return Ok(None);
+                }
+                (kind, text)
+            }
+        };
+        match kind {
+            TextKind::Answer => {
+                let (text, found) = self.stop.push(&text);
+                self.send_text(TextKind::Answer, text, logprobs);
+                Ok(found)
+            }
+            TextKind::Thought => {
+                self.send_text(TextKind::Thought, text, Vec::new());
+                Ok(None)
+            }
+            TextKind::ToolCall => Ok(None),
+        }
+    }
+
+    /// Sends the text that was held back, and the end of the answer.
+    fn end(&mut self, reason: EndReason) -> Result<bool, RequestError> {
+        let (kind, text, call) = match &mut self.splitter {
+            Splitter::Plain(stream) => (TextKind::Answer, stream.finish()?, None),
+            Splitter::Parts(parts) => {
+                let (kind, text) = parts.finish()?;
+                let call = (kind == TextKind::ToolCall).then(|| parts.tool_calls.last().cloned());
+                (kind, text, call.flatten())
+            }
+        };
+        match (kind, call) {
+            (TextKind::Thought, _) => self.send_text(kind, text, Vec::new()),
+            (TextKind::ToolCall, Some(call)) => self.send_tool_call(call),
+            (TextKind::ToolCall, None) => (),
+            (TextKind::Answer, _) => {
+                let (text, found) = self.stop.push(&text);
+                self.send_text(TextKind::Answer, text, Vec::new());
+                if let Some(string) = found {
+                    self.send_end(EndReason::StopString(string));
+                    return Ok(true);
+                }
+            }
+        }
+        let rest = self.stop.finish();
+        self.send_text(TextKind::Answer, rest, Vec::new());
+        self.send_end(reason);
+        Ok(true)
+    }
+
+    fn send_text(&self, kind: TextKind, text: String, logprobs: Vec<TokenProbability>) {
+        if !text.is_empty() || !logprobs.is_empty() {
+            let choice = self.choice;
+            let _ = self.events.send(Event::Text {
+                choice,
+                kind,
+                text,
+                logprobs,
+            });
+        }
+    }
+
+    fn send_tool_call(&self, text: String) {
+        let choice = self.choice;
+        let _ = self.events.send(Event::ToolCall { choice, text });
+    }
+
+    fn send_end(&self, reason: EndReason) {
+        let (choice, usage) = (self.choice, self.usage);
+        let _ = self.events.send(Event::End {
+            choice,
+            reason,
+            usage,
+        });
+    }
+}
+
+fn no_token() -> RequestError {
+    RequestError::new(
+        ErrorKind::Internal,
+        "no token can be chosen: each logit is NaN or -inf after the request's options",
+    )
+}

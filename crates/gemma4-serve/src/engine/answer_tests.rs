@@ -1,0 +1,165 @@
+//! Tests of answers: thoughts, tool calls and texts, ended at every token.
+
+use super::answer::Answer;
+use super::request::{AnswerOptions, EndReason, Event};
+use crate::testing::answer_options;
+use burn::tensor::Device;
+use burn_gemma4::{Gemma4, LoadOptions, RowResult, TextKind, Tokenizer};
+use std::sync::Arc;
+use tokio::sync::mpsc::unbounded_channel;
+
+/// The text that is generated, with marks of all kinds.
+const TEXT: &str = "<|channel>thought\nlet me <see><channel|>The café.<|tool_call>call:now{zone:<|\"|>a, {b}<|\"|>}<tool_call|>\
+                    <|tool_call>call:f{}<tool_call|>Done: STOP here<turn|>";
+
+fn tokenizer() -> Tokenizer {
+    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new());
+    gemma.expect("the model loads").tokenizer().clone()
+}
+
+/// What a client receives: thoughts, text, tool calls, and the reason for the end.
+#[derive(Debug, Default, PartialEq)]
+struct Received {
+    thoughts: String,
+    text: String,
+    calls: Vec<String>,
+    end: Option<EndReason>,
+    tokens: usize,
+}
+
+/// Gives `tokens` to an answer until the answer ends.
+fn receive(tokenizer: &Tokenizer, tokens: &[u32], options: AnswerOptions) -> Received {
+    let (events, mut receiver) = unbounded_channel();
+    let mut answer = Answer::new(0, &[2], &Arc::new(options), None, tokenizer, events)
+        .expect("the prompt is valid");
+    for token in tokens {
+        if answer
+            .take(RowResult::Token(Some(*token)))
+            .expect("the token is valid")
+        {
+            break;
+        }
+    }
+    let mut received = Received::default();
+    while let Ok(event) = receiver.try_recv() {
+        assert_eq!(received.end, None, "no event follows the end");
+        match event {
+            Event::Text {
+                kind: TextKind::Thought,
+                text,
+                ..
+            } => received.thoughts += &text,
+            Event::Text { text, .. } => received.text += &text,
+            Event::ToolCall { text, .. } => received.calls.push(text),
+            Event::End { reason, usage, .. } => {
+                received.end = Some(reason);
+                received.tokens = usage.tokens;
+            }
+            Event::Failed(error) => panic!("{error}"),
+        }
+    }
+    received
+}
+
+#[test]
+fn parts_are_told_apart_wherever_the_answer_ends() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    let stop = tokenizer.id("<turn|>").expect("the token exists");
+    let options = |max_tokens| AnswerOptions {
+        max_tokens,
+        stop_tokens: vec![stop],
+        ..answer_options()
+    };
+    let whole = receive(&tokenizer, &tokens, options(1000));
+    assert_eq!(whole.thoughts, "let me <see>");
+    assert_eq!(whole.text, "The café.Done: STOP here");
+    assert_eq!(
+        whole.calls,
+        ["call:now{zone:<|\"|>a, {b}<|\"|>}", "call:f{}"]
+    );
+    assert_eq!(whole.end, Some(EndReason::Stop));
+    assert_eq!(whole.tokens, tokens.len());
+    for end in 1..tokens.len() {
+        let found = receive(&tokenizer, &tokens, options(end));
+        assert_eq!(found.end, Some(EndReason::Length));
+        assert_eq!(found.tokens, end);
+        assert!(whole.thoughts.starts_with(&found.thoughts), "{found:?}");
+        let text = found.text.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        assert!(whole.text.starts_with(text), "{found:?}");
+        // Only the last call may be incomplete.
+        for (index, call) in found.calls.iter().enumerate() {
+            let expected = &whole.calls[index];
+            match index + 1 < found.calls.len() {
+                true => assert_eq!(call, expected),
+                false => assert!(expected.starts_with(call), "{found:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn stop_strings_hold_in_the_text_only() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    let with = |stop: &str| {
+        let options = AnswerOptions {
+            max_tokens: 1000,
+            stop_strings: vec![stop.into()],
+            ..answer_options()
+        };
+        receive(&tokenizer, &tokens, options)
+    };
+    let found = with("STOP");
+    assert_eq!(found.text, "The café.Done: ");
+    assert_eq!(found.end, Some(EndReason::StopString("STOP".into())));
+    // Thoughts and tool calls contain these strings, but the text does not.
+    for string in ["let me", "zone"] {
+        assert_eq!(with(string).text, "The café.Done: STOP here");
+    }
+    assert_eq!(with("é").text, "The caf");
+}
+
+#[test]
+fn single_tool_call_ends_the_answer() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    let options = AnswerOptions {
+        max_tokens: 1000,
+        single_tool_call: true,
+        ..answer_options()
+    };
+    let found = receive(&tokenizer, &tokens, options);
+    assert_eq!((found.calls.len(), found.end), (1, Some(EndReason::Stop)));
+}
+
+#[test]
+fn thought_ends_at_its_largest_number_of_tokens() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    let options = AnswerOptions {
+        max_tokens: 1000,
+        max_thinking_tokens: Some(2),
+        ..answer_options()
+    };
+    let found = receive(&tokenizer, &tokens[..8], options);
+    assert!(found.thoughts.len() < "let me <see>".len(), "{found:?}");
+    assert!(
+        !found.text.is_empty(),
+        "the answer follows the thought: {found:?}"
+    );
+}
+
+#[test]
+fn plain_answers_keep_all_text() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    let options = AnswerOptions {
+        max_tokens: tokens.len(),
+        has_parts: false,
+        ..answer_options()
+    };
+    let found = receive(&tokenizer, &tokens, options);
+    let expected = tokenizer.decode(&tokens, true).expect("the tokens decode");
+    assert_eq!(found.text, expected);
+}

@@ -1,0 +1,226 @@
+//! Answers that follow a JSON schema, a regular expression or a grammar. The crate `llguidance` computes the tokens that may
+//! come next.
+
+use crate::error::RequestError;
+use burn_gemma4::{Gemma4Error, Tokenizer};
+use llguidance::{
+    Matcher, ParserFactory,
+    api::TopLevelGrammar,
+    toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
+};
+use serde_json::Value;
+use std::sync::Arc;
+
+/// The longest source of a grammar, in bytes.
+const LONGEST_GRAMMAR: usize = 256 << 10;
+
+/// The source of a grammar.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Grammar {
+    /// A JSON schema.
+    JsonSchema(Value),
+    /// A regular expression.
+    Regex(String),
+    /// A grammar in the Lark format of llguidance.
+    Lark(String),
+}
+
+impl Grammar {
+    /// The grammar of any JSON object.
+    pub fn json_object() -> Self {
+        Self::JsonSchema(serde_json::json!({"type": "object"}))
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::JsonSchema(schema) => schema.to_string().len(),
+            Self::Regex(text) | Self::Lark(text) => text.len(),
+        }
+    }
+}
+
+/// Compiles grammars for the vocabulary of one tokenizer.
+pub struct Grammars {
+    factory: ParserFactory,
+    vocabulary: usize,
+}
+
+impl std::fmt::Debug for Grammars {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Grammars").finish_non_exhaustive()
+    }
+}
+
+impl Grammars {
+    /// Prepares the vocabulary of `tokenizer`. `end` is a token that ends a text.
+    ///
+    /// # Errors
+    /// Returns an error if the tokenizer rejects one of its own tokens, or if the vocabulary is not usable.
+    pub fn new(tokenizer: &Tokenizer, end: u32) -> Result<Self, Gemma4Error> {
+        let vocabulary = tokenizer.vocab_size().max(end as usize + 1);
+        let mut token_bytes = Vec::with_capacity(vocabulary);
+        for token in 0..vocabulary as u32 {
+            let bytes = match (tokenizer.special(token), tokenizer.token_bytes(token)?) {
+                (Some(special), _) => {
+                    [&[TokTrie::SPECIAL_TOKEN_MARKER][..], special.as_bytes()].concat()
+                }
+                (None, Some(bytes)) => bytes,
+                (None, None) => Vec::new(),
+            };
+            token_bytes.push(bytes);
+        }
+        let info = TokRxInfo::new(vocabulary as u32, end);
+        let trie = TokTrie::from(&info, &token_bytes);
+        let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let failed = |error| Gemma4Error::Tokenizer(format!("grammar vocabulary: {error}"));
+        let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &[])
+            .map_err(failed)?;
+        factory.quiet();
+        Ok(Self {
+            factory,
+            vocabulary,
+        })
+    }
+
+    /// Compiles a grammar. `thought` holds the tokens that begin and end a thought, if a thought may precede the answer.
+    ///
+    /// # Errors
+    /// Returns an error that names `field` if the grammar is malformed, too large, or uses an unsupported feature.
+    pub fn compile(
+        &self,
+        field: &str,
+        grammar: &Grammar,
+        thought: Option<[u32; 2]>,
+    ) -> Result<Constraint, RequestError> {
+        let bytes = grammar.bytes();
+        if bytes > LONGEST_GRAMMAR {
+            let reason = format!("has {bytes} bytes; expected at most {LONGEST_GRAMMAR}");
+            return Err(RequestError::field(field, reason));
+        }
+        let source = match grammar.clone() {
+            Grammar::JsonSchema(schema) => {
+                TopLevelGrammar::from_json_schema(with_bounded_space(schema))
+            }
+            Grammar::Regex(regex) => TopLevelGrammar::from_regex(&regex),
+            Grammar::Lark(lark) => TopLevelGrammar::from_lark(lark),
+        };
+        let refuse = |error: String| RequestError::field(field, error);
+        let parser = self.factory.create_parser(source);
+        let mut matcher = Matcher::new(parser);
+        if let Some(error) = matcher.get_error() {
+            return Err(refuse(error));
+        }
+        // Compute the first mask here, where an error is still an error of the request.
+        matcher
+            .compute_mask_or_eos()
+            .map_err(|error| refuse(error.to_string()))?;
+        Ok(Constraint {
+            matcher,
+            vocabulary: self.vocabulary,
+            thought,
+            state: match thought {
+                Some(_) => State::MayThink,
+                None => State::Answer,
+            },
+        })
+    }
+}
+
+/// Limits the white space between two tokens of JSON. Without a limit, a model can write white space until the answer is full.
+fn with_bounded_space(mut schema: Value) -> Value {
+    if let Some(fields) = schema.as_object_mut() {
+        let guidance = serde_json::json!({"whitespace_pattern": "[ \\n\\r\\t]{0,16}"});
+        fields.entry("x-guidance").or_insert(guidance);
+    }
+    schema
+}
+
+/// The place of an answer relative to the thought before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The answer has not begun, and the next token may begin a thought.
+    MayThink,
+    /// The answer is inside of a thought, which the grammar does not restrict.
+    Thought,
+    /// The grammar restricts the next token.
+    Answer,
+}
+
+/// The state of a grammar in one answer.
+pub struct Constraint {
+    matcher: Matcher,
+    vocabulary: usize,
+    thought: Option<[u32; 2]>,
+    state: State,
+}
+
+impl std::fmt::Debug for Constraint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Constraint")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Constraint {
+    /// Copies the state for another answer to the same prompt.
+    pub(super) fn copy(&self) -> Self {
+        Self {
+            matcher: self.matcher.deep_clone(),
+            ..*self
+        }
+    }
+
+    /// True if the grammar restricts the next token.
+    pub(super) fn is_active(&self) -> bool {
+        self.state != State::Thought
+    }
+
+    /// Forbids the tokens that the grammar does not allow. Once the grammar may end, `stop_tokens` are allowed.
+    pub(super) fn apply(
+        &mut self,
+        logits: &mut [f32],
+        stop_tokens: &[u32],
+    ) -> Result<(), RequestError> {
+        let mask = self.matcher.compute_mask_or_eos().map_err(failed)?;
+        let is_accepting =
+            self.matcher.is_stopped() || self.matcher.is_accepting().map_err(failed)?;
+        let begins_thought = match (self.state, self.thought) {
+            (State::MayThink, Some([begin, _])) => Some(begin),
+            _ => None,
+        };
+        for (token, logit) in (0u32..).zip(logits.iter_mut()) {
+            let is_allowed = (token as usize) < self.vocabulary && mask.is_allowed(token)
+                || is_accepting && stop_tokens.contains(&token)
+                || begins_thought == Some(token);
+            if !is_allowed {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records a token of the answer. Returns true if the grammar is complete, so that nothing may follow.
+    pub(super) fn record(&mut self, token: u32) -> Result<bool, RequestError> {
+        match (self.state, self.thought) {
+            (State::MayThink, Some([begin, _])) if token == begin => self.state = State::Thought,
+            (State::Thought, Some([_, end])) => {
+                if token == end {
+                    self.state = State::Answer;
+                }
+            }
+            _ => {
+                self.state = State::Answer;
+                self.matcher.consume_token(token).map_err(failed)?;
+            }
+        }
+        Ok(self.matcher.is_stopped())
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> RequestError {
+    RequestError::new(
+        crate::error::ErrorKind::Internal,
+        format!("the grammar failed: {error}"),
+    )
+}

@@ -1,0 +1,355 @@
+//! The handle to the engine, by which the server submits requests.
+
+use super::metrics::Metrics;
+use super::request::{Event, Request};
+use super::scheduler::Scheduler;
+use crate::error::{ErrorKind, RequestError};
+use burn_gemma4::{Batch, CacheKind, Gemma4, Gemma4Error};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::Instant;
+use tokio::sync::{mpsc as channel, oneshot};
+
+/// The options of an engine.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// The largest number of answers that are decoded together.
+    pub max_running: usize,
+    /// The largest number of requests that wait. Further requests are refused.
+    pub max_queue: usize,
+    /// The largest number of tokens of a prompt together with its answer. The model's number of positions is another limit.
+    pub context: usize,
+    /// The largest number of tokens in the KV cache of all answers together, or `None` for `max_running` answers of `context`
+    /// tokens. The admitted requests never need more. The prompt that is being read has a KV cache of its own.
+    pub kv_tokens: Option<usize>,
+    /// The number of prompt tokens that are read between two decode steps, or `None` for a default.
+    pub prefill_chunk: Option<usize>,
+    /// The storage format of the KV cache.
+    pub cache: CacheKind,
+    /// True if CUDA graphs capture decode steps, on devices that support graphs.
+    pub graph_capture: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            max_running: 32,
+            max_queue: 256,
+            context: 8192,
+            kv_tokens: None,
+            prefill_chunk: None,
+            cache: CacheKind::default(),
+            graph_capture: true,
+        }
+    }
+}
+
+/// The limits that follow from the options and the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub context: usize,
+    pub kv_tokens: usize,
+    pub max_running: usize,
+    max_queue: usize,
+    vocabulary: usize,
+}
+
+/// A request on its way to the engine's thread.
+pub(super) struct Job {
+    pub request: Request,
+    pub events: channel::UnboundedSender<Event>,
+    pub arrived: Instant,
+}
+
+impl Job {
+    /// The largest number of tokens that an answer of this request can have in the KV cache.
+    pub fn reserved(&self) -> usize {
+        reserved(&self.request)
+    }
+}
+
+fn reserved(request: &Request) -> usize {
+    request.prompt.len() + request.options.max_tokens
+}
+
+/// A message to the engine's thread.
+pub(super) enum Message {
+    Submit(Box<Job>),
+    Wake,
+}
+
+/// The state that the handles and the engine's thread share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    waiting: AtomicUsize,
+    draining: AtomicBool,
+    failure: OnceLock<String>,
+    pub limits: Limits,
+    pub metrics: Metrics,
+}
+
+impl Shared {
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Frees the places of `count` requests in the queue.
+    pub fn leave_queue(&self, count: usize) {
+        let before = self.waiting.fetch_sub(count, Ordering::SeqCst);
+        self.metrics.queued.set((before - count) as i64);
+    }
+
+    /// The number of tokens for which the KV cache may allocate memory, in the worst case.
+    pub fn slots(answers: usize, longest: usize) -> usize {
+        Batch::largest_slots(answers, longest)
+    }
+
+    fn enter_queue(&self) -> bool {
+        let most = self.limits.max_queue;
+        let entered = self
+            .waiting
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |waiting| {
+                (waiting < most).then_some(waiting + 1)
+            });
+        if let Ok(before) = entered {
+            self.metrics.queued.set((before + 1) as i64);
+        }
+        entered.is_ok()
+    }
+}
+
+/// A handle to the engine. Clones share one engine.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    inbox: mpsc::Sender<Message>,
+    shared: Arc<Shared>,
+}
+
+impl Engine {
+    /// Starts the engine's thread, which owns the model. The receiver gets the outcome when the thread ends: the reason of a
+    /// failure, or `Ok` after [`drain`](Self::drain).
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the options do not fit the model, and [`Gemma4Error::Device`] if the system cannot
+    /// start a thread.
+    pub fn start(
+        gemma: Gemma4,
+        options: EngineOptions,
+    ) -> Result<(Self, oneshot::Receiver<Result<(), String>>), Gemma4Error> {
+        let config = gemma.config();
+        let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
+        for (argument, value) in [
+            ("max_running", options.max_running),
+            ("max_queue", options.max_queue),
+            ("context", options.context),
+        ] {
+            if value == 0 {
+                return refuse(argument, "is 0; expected at least 1".into());
+            }
+        }
+        // Check the storage format before the thread starts, where an error is still an error of the caller.
+        Batch::new(gemma.model(), options.cache)?;
+        let context = options.context.min(config.max_position_embeddings);
+        let all = Shared::slots(options.max_running, context);
+        let limits = Limits {
+            context,
+            kv_tokens: options.kv_tokens.unwrap_or(all),
+            max_running: options.max_running,
+            max_queue: options.max_queue,
+            vocabulary: config.vocab_size,
+        };
+        let shared = Arc::new(Shared {
+            waiting: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            limits,
+            metrics: Metrics::new(),
+        });
+        let (inbox, messages) = mpsc::channel();
+        let (ended, outcome) = oneshot::channel();
+        let of_thread = shared.clone();
+        std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || {
+                let outcome = supervise(|| {
+                    Scheduler::new(&gemma, &options, of_thread.clone())
+                        .and_then(|mut scheduler| scheduler.run(&messages))
+                });
+                if let Err(reason) = &outcome {
+                    // The cell is empty, because no other code writes it.
+                    let _ = of_thread.failure.set(reason.clone());
+                }
+                // The receiver may be gone, because the server may have ended first.
+                let _ = ended.send(outcome);
+            })
+            .map_err(|error| Gemma4Error::Device(format!("cannot start a thread: {error}")))?;
+        Ok((Self { inbox, shared }, outcome))
+    }
+
+    /// Submits a request. The receiver gets the events of all answers. Dropping the receiver cancels the request.
+    ///
+    /// # Errors
+    /// Returns an error if the request does not fit, the queue is full, or the engine drains or has failed.
+    pub fn submit(
+        &self,
+        request: Request,
+    ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
+        self.check(&request)?;
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        if self.shared.is_draining() {
+            let message = "the server is shutting down; send the request to another server";
+            return Err(RequestError::new(ErrorKind::Draining, message));
+        }
+        if !self.shared.enter_queue() {
+            self.count_refused();
+            let message = format!(
+                "the queue is full with {} requests; try again later",
+                self.shared.limits.max_queue
+            );
+            return Err(RequestError::new(ErrorKind::Busy, message));
+        }
+        let (events, receiver) = channel::unbounded_channel();
+        let job = Job {
+            request,
+            events,
+            arrived: Instant::now(),
+        };
+        match self.inbox.send(Message::Submit(Box::new(job))) {
+            Ok(()) => Ok(receiver),
+            Err(_) => {
+                self.shared.leave_queue(1);
+                Err(self.stopped())
+            }
+        }
+    }
+
+    fn count_refused(&self) {
+        let requests = &self.shared.metrics.requests;
+        requests.with_label_values(&["refused"]).inc();
+    }
+
+    /// Checks that the request fits the limits.
+    fn check(&self, request: &Request) -> Result<(), RequestError> {
+        let limits = &self.shared.limits;
+        let (prompt, max_tokens) = (request.prompt.len(), request.options.max_tokens);
+        let refuse = |field, reason: String| Err(RequestError::field(field, reason));
+        if prompt == 0 {
+            return refuse("prompt", "has no tokens; expected at least 1".into());
+        }
+        if let Some(token) = request
+            .prompt
+            .iter()
+            .find(|token| **token as usize >= limits.vocabulary)
+        {
+            let reason = format!(
+                "has the token {token}; expected tokens below {}",
+                limits.vocabulary
+            );
+            return refuse("prompt", reason);
+        }
+        if request.choices == 0 || request.choices > limits.max_running {
+            let reason = format!(
+                "is {}; expected 1 to {}",
+                request.choices, limits.max_running
+            );
+            return refuse("n", reason);
+        }
+        if max_tokens == 0 {
+            return refuse("max_tokens", "is 0; expected at least 1".into());
+        }
+        if prompt.saturating_add(max_tokens) > limits.context {
+            let message = format!(
+                "the context has {} tokens, but the prompt has {prompt} and the answer may have {max_tokens}; \
+                 shorten the prompt or lower max_tokens",
+                limits.context
+            );
+            return Err(RequestError::new(ErrorKind::ContextLength, message));
+        }
+        let slots = Shared::slots(request.choices, reserved(request));
+        if slots > limits.kv_tokens {
+            let message = format!(
+                "the KV cache has {} tokens, but this request needs {slots}; lower n or max_tokens",
+                limits.kv_tokens
+            );
+            return Err(RequestError::new(ErrorKind::ContextLength, message));
+        }
+        Ok(())
+    }
+
+    /// Refuses further requests. The engine's thread ends after the requests that it already has.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Ordering::SeqCst);
+        // An error means that the thread has ended already.
+        let _ = self.inbox.send(Message::Wake);
+    }
+
+    /// True after [`drain`](Self::drain).
+    pub fn is_draining(&self) -> bool {
+        self.shared.is_draining()
+    }
+
+    /// The error for a request whose events ended early.
+    pub fn stopped(&self) -> RequestError {
+        self.failure().unwrap_or_else(|| {
+            RequestError::new(
+                ErrorKind::Internal,
+                "the engine has ended before the answer",
+            )
+        })
+    }
+
+    /// The failure of the engine, if it has failed.
+    pub fn failure(&self) -> Option<RequestError> {
+        let reason = self.shared.failure.get()?;
+        let message = format!("the engine has failed: {reason}");
+        Some(RequestError::new(ErrorKind::Internal, message))
+    }
+
+    /// The metrics of the engine.
+    pub fn metrics(&self) -> &Metrics {
+        &self.shared.metrics
+    }
+
+    /// The largest number of tokens of a prompt together with its answer.
+    pub fn context(&self) -> usize {
+        self.shared.limits.context
+    }
+
+    /// The largest number of answers to one prompt.
+    pub fn max_choices(&self) -> usize {
+        self.shared.limits.max_running
+    }
+}
+
+/// Runs the work of the engine's thread. Returns the reason if the work fails or panics.
+fn supervise(work: impl FnOnce() -> Result<(), Gemma4Error>) -> Result<(), String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(outcome) => outcome.map_err(|error| error.to_string()),
+        Err(panic) => Err(text(&*panic)),
+    }
+}
+
+/// Returns the text of a panic.
+fn text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()))
+        .unwrap_or_else(|| "a panic without a message".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn supervise_gives_the_reason_of_an_error_or_panic() {
+        assert_eq!(supervise(|| Ok(())), Ok(()));
+        let failed = supervise(|| Err(Gemma4Error::Device("out of memory".into())));
+        assert_eq!(failed, Err("device: out of memory".into()));
+        let number = 3;
+        let panicked = supervise(|| panic!("kernel {number} failed"));
+        assert_eq!(panicked, Err("kernel 3 failed".into()));
+    }
+}

@@ -1,0 +1,112 @@
+//! The engine's metrics, in the text format of Prometheus.
+
+use prometheus::{
+    Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
+    TextEncoder,
+};
+
+/// The metrics of an engine.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Registry,
+    /// Requests that wait for a place in the batch.
+    pub queued: IntGauge,
+    /// Requests whose prompts are being read.
+    pub prefilling: IntGauge,
+    /// Answers in the batch.
+    pub running: IntGauge,
+    /// Tokens for which KV cache is reserved.
+    pub reserved_tokens: IntGauge,
+    /// Bytes of the KV cache on the device.
+    pub cache_bytes: IntGauge,
+    /// Requests by outcome.
+    pub requests: IntCounterVec,
+    /// Prompt tokens that the model has read.
+    pub prompt_tokens: IntCounter,
+    /// Generated tokens.
+    pub generated_tokens: IntCounter,
+    /// Seconds from the arrival of a request to its first token.
+    pub first_token: Histogram,
+    /// Seconds between two tokens of an answer.
+    pub between_tokens: Histogram,
+    /// Seconds from the arrival of a request to its admission.
+    pub waiting: Histogram,
+}
+
+impl Metrics {
+    /// Creates the metrics with a registry of their own.
+    pub fn new() -> Self {
+        // The names are constant and distinct, so neither creation nor registration fails.
+        Self::try_new().expect("the metrics have valid and distinct names")
+    }
+
+    fn try_new() -> prometheus::Result<Self> {
+        let registry = Registry::new_custom(Some("gemma4".into()), None)?;
+        let gauge = |name: &str, help: &str| {
+            let gauge = IntGauge::new(name, help)?;
+            registry.register(Box::new(gauge.clone()))?;
+            prometheus::Result::Ok(gauge)
+        };
+        let counter = |name: &str, help: &str| {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            prometheus::Result::Ok(counter)
+        };
+        let histogram = |name: &str, help: &str| {
+            let buckets = prometheus::exponential_buckets(0.001, 2.0, 17)?;
+            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets))?;
+            registry.register(Box::new(histogram.clone()))?;
+            prometheus::Result::Ok(histogram)
+        };
+        let requests = IntCounterVec::new(
+            Opts::new("requests_total", "Requests by outcome"),
+            &["outcome"],
+        )?;
+        registry.register(Box::new(requests.clone()))?;
+        Ok(Self {
+            queued: gauge(
+                "queued_requests",
+                "Requests that wait for a place in the batch",
+            )?,
+            prefilling: gauge(
+                "prefilling_requests",
+                "Requests whose prompts are being read",
+            )?,
+            running: gauge("running_answers", "Answers in the batch")?,
+            reserved_tokens: gauge("reserved_tokens", "Tokens for which KV cache is reserved")?,
+            cache_bytes: gauge("kv_cache_bytes", "Bytes of the KV cache on the device")?,
+            requests,
+            prompt_tokens: counter("prompt_tokens_total", "Prompt tokens that were read")?,
+            generated_tokens: counter("generated_tokens_total", "Generated tokens")?,
+            first_token: histogram(
+                "time_to_first_token_seconds",
+                "Time from the arrival of a request to its first token",
+            )?,
+            between_tokens: histogram(
+                "time_between_tokens_seconds",
+                "Time between two tokens of an answer",
+            )?,
+            waiting: histogram(
+                "queue_time_seconds",
+                "Time from the arrival of a request to its admission",
+            )?,
+            registry,
+        })
+    }
+
+    /// Returns all metrics in the text format.
+    pub fn text(&self) -> String {
+        let mut bytes = Vec::new();
+        // The encoder fails only for metrics without a value, which the registry leaves out.
+        match TextEncoder::new().encode(&self.registry.gather(), &mut bytes) {
+            Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(error) => format!("# error: {error}\n"),
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,317 @@
+//! The loop of the engine's thread: admission, prefill in chunks, and decode steps of all answers together.
+
+use super::answer::Answer;
+use super::handle::{EngineOptions, Job, Message, Shared};
+use super::request::Event;
+use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, RowChoice, RowResult};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
+
+/// The default number of prompt tokens that are read between two decode steps, on a CPU.
+const CPU_CHUNK: usize = 256;
+/// The default number of prompt tokens that are read between two decode steps, on a GPU.
+const GPU_CHUNK: usize = 2048;
+
+/// A request whose prompt is being read.
+struct Prefilling<'a> {
+    prefill: Prefill,
+    answers: Vec<Answer<'a>>,
+    reserved: usize,
+    arrived: Instant,
+}
+
+/// An answer in the batch.
+struct Running<'a> {
+    answer: Answer<'a>,
+    reserved: usize,
+    arrived: Instant,
+}
+
+/// The state of the engine's thread.
+pub(super) struct Scheduler<'a> {
+    gemma: &'a Gemma4,
+    options: &'a EngineOptions,
+    shared: Arc<Shared>,
+    batch: Batch,
+    chunk: usize,
+    queue: VecDeque<Job>,
+    prefilling: Option<Prefilling<'a>>,
+    /// The answers, in the order of the batch's indices.
+    running: Vec<Running<'a>>,
+}
+
+impl<'a> Scheduler<'a> {
+    pub fn new(
+        gemma: &'a Gemma4,
+        options: &'a EngineOptions,
+        shared: Arc<Shared>,
+    ) -> Result<Self, Gemma4Error> {
+        let batch = Batch::new(gemma.model(), options.cache)?;
+        let chunk = match gemma.model().is_accelerated() {
+            true => GPU_CHUNK,
+            false => CPU_CHUNK,
+        };
+        Ok(Self {
+            batch: match options.graph_capture {
+                true => batch,
+                false => batch.without_graph_capture(),
+            },
+            chunk: options.prefill_chunk.unwrap_or(chunk).max(1),
+            gemma,
+            options,
+            shared,
+            queue: VecDeque::new(),
+            prefilling: None,
+            running: Vec::new(),
+        })
+    }
+
+    /// Serves requests until the engine drains and all requests have ended.
+    pub fn run(&mut self, inbox: &Receiver<Message>) -> Result<(), Gemma4Error> {
+        loop {
+            if !self.receive(inbox) {
+                return Ok(());
+            }
+            self.remove_abandoned();
+            self.read_prompts()?;
+            self.decode()?;
+            self.update_gauges();
+        }
+    }
+
+    /// Takes new requests from the inbox. Waits for one if there is no work. Returns false if the engine's work is over.
+    fn receive(&mut self, inbox: &Receiver<Message>) -> bool {
+        loop {
+            let is_idle =
+                self.queue.is_empty() && self.prefilling.is_none() && self.running.is_empty();
+            if is_idle && self.shared.is_draining() {
+                return false;
+            }
+            let message = match is_idle {
+                true => inbox.recv().map_err(|_| TryRecvError::Disconnected),
+                false => inbox.try_recv(),
+            };
+            match message {
+                Ok(Message::Submit(job)) => self.queue.push_back(*job),
+                Ok(Message::Wake) => (),
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return !is_idle,
+            }
+        }
+    }
+
+    /// Removes the requests whose clients have left.
+    fn remove_abandoned(&mut self) {
+        let before = self.queue.len();
+        self.queue.retain(|job| !job.events.is_closed());
+        let gone = before - self.queue.len();
+        self.shared.leave_queue(gone);
+        self.count_outcome("cancelled", gone);
+        if self
+            .prefilling
+            .as_ref()
+            .is_some_and(|prefilling| prefilling.answers.iter().all(Answer::is_abandoned))
+        {
+            self.prefilling = None;
+            self.count_outcome("cancelled", 1);
+        }
+        for index in (0..self.running.len()).rev() {
+            if self.running[index].answer.is_abandoned() {
+                self.leave(index);
+                self.count_outcome("cancelled", 1);
+            }
+        }
+    }
+
+    fn leave(&mut self, index: usize) {
+        self.batch.leave(index);
+        self.running.swap_remove(index);
+    }
+
+    fn count_outcome(&self, outcome: &str, count: usize) {
+        let counter = self.shared.metrics.requests.with_label_values(&[outcome]);
+        counter.inc_by(count as u64);
+    }
+
+    /// Reads prompts until a chunk of tokens has been read, or no request can be admitted.
+    fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
+        let mut budget = self.chunk;
+        while budget > 0 {
+            self.admit();
+            let Some(prefilling) = &mut self.prefilling else {
+                return Ok(());
+            };
+            let before = prefilling.prefill.remaining();
+            let choices: Vec<RowChoice<'_>> = match prefilling.answers.first() {
+                Some(first) => vec![first.row_choice()],
+                None => return Ok(()),
+            };
+            // All answers share one row of logits. If they draw, each needs the logits for its own seed.
+            let choices = match (prefilling.answers.len(), &choices[0]) {
+                (1, _) | (_, RowChoice::Argmax) => choices,
+                _ => vec![RowChoice::Logits],
+            };
+            let read = match prefilling.prefill.advance(budget) {
+                Ok(Some(logits)) => Some(logits.choose(&choices)?.remove(0)),
+                Ok(None) => None,
+                Err(error) => return Err(error),
+            };
+            let count = before - prefilling.prefill.remaining();
+            self.shared.metrics.prompt_tokens.inc_by(count as u64);
+            budget = budget.saturating_sub(count.max(1));
+            if let Some(result) = read
+                && let Some(prefilling) = self.prefilling.take()
+            {
+                self.join(prefilling, &result)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins the prefill of the first request in the queue, if its worst case fits beside the other requests.
+    fn admit(&mut self) {
+        while self.prefilling.is_none()
+            && let Some(job) = self.queue.front()
+        {
+            let answers = self.running.len() + job.request.choices;
+            let longest = self.running.iter().map(|running| running.reserved);
+            let longest = longest.max().unwrap_or(0).max(job.reserved());
+            let is_full = answers > self.options.max_running
+                || Shared::slots(answers, longest) > self.shared.limits.kv_tokens;
+            if is_full {
+                return;
+            }
+            let Some(job) = self.queue.pop_front() else {
+                return;
+            };
+            self.shared.leave_queue(1);
+            let metrics = &self.shared.metrics;
+            metrics.waiting.observe(job.arrived.elapsed().as_secs_f64());
+            let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
+            match self.begin(job) {
+                Ok((prefill, answers)) => {
+                    self.prefilling = Some(Prefilling {
+                        prefill,
+                        answers,
+                        reserved,
+                        arrived,
+                    });
+                }
+                Err(error) => {
+                    // An error of the channel means that the client has left.
+                    let _ = events.send(Event::Failed(error.into()));
+                    self.count_outcome("failed", 1);
+                }
+            }
+        }
+    }
+
+    fn begin(&self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), Gemma4Error> {
+        let request = job.request;
+        let options = Arc::new(request.options);
+        let answers = (0..request.choices).map(|choice| {
+            Answer::new(
+                choice,
+                &request.prompt,
+                &options,
+                request
+                    .constraint
+                    .as_ref()
+                    .map(|constraint| constraint.copy()),
+                self.gemma.tokenizer(),
+                job.events.clone(),
+            )
+        });
+        let answers = answers.collect::<Result<Vec<_>, _>>()?;
+        let prefill = Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?;
+        Ok((prefill, answers))
+    }
+
+    /// Takes the first token of each answer, and adds the unfinished answers to the batch.
+    fn join(&mut self, prefilling: Prefilling<'a>, result: &RowResult) -> Result<(), Gemma4Error> {
+        let Prefilling {
+            prefill,
+            answers,
+            reserved,
+            arrived,
+        } = prefilling;
+        let waited = arrived.elapsed().as_secs_f64();
+        self.shared.metrics.first_token.observe(waited);
+        for mut answer in answers {
+            if self.take(&mut answer, result.clone()) {
+                self.batch.join(&prefill)?;
+                self.running.push(Running {
+                    answer,
+                    reserved,
+                    arrived,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a token to an answer. Returns true if the answer goes on.
+    fn take(&self, answer: &mut Answer<'_>, result: RowResult) -> bool {
+        let metrics = &self.shared.metrics;
+        let now = Instant::now();
+        if let Some(last) = answer.last_time.replace(now) {
+            metrics.between_tokens.observe((now - last).as_secs_f64());
+        }
+        metrics.generated_tokens.inc();
+        match answer.take(result) {
+            Ok(false) => true,
+            Ok(true) => {
+                self.count_outcome("finished", 1);
+                false
+            }
+            Err(error) => {
+                answer.fail(error);
+                self.count_outcome("failed", 1);
+                false
+            }
+        }
+    }
+
+    /// Runs one decode step for all answers in the batch.
+    fn decode(&mut self) -> Result<(), Gemma4Error> {
+        if self.running.is_empty() {
+            return Ok(());
+        }
+        let tokens: Vec<u32> = self.running.iter().map(|one| one.answer.last).collect();
+        let answers = self.running.iter();
+        let choices: Vec<RowChoice<'_>> = answers.map(|one| one.answer.row_choice()).collect();
+        let results = self.batch.step(&tokens)?.choose(&choices)?;
+        let mut running = std::mem::take(&mut self.running);
+        let goes_on: Vec<bool> = running
+            .iter_mut()
+            .zip(results)
+            .map(|(running, result)| self.take(&mut running.answer, result))
+            .collect();
+        self.running = running;
+        for (index, goes_on) in goes_on.into_iter().enumerate().rev() {
+            if !goes_on {
+                let running = &self.running[index];
+                log::debug!(
+                    "answer of {} tokens in {:.3} s",
+                    running.answer.tokens(),
+                    running.arrived.elapsed().as_secs_f64()
+                );
+                self.leave(index);
+            }
+        }
+        Ok(())
+    }
+
+    fn update_gauges(&self) {
+        let metrics = &self.shared.metrics;
+        let reserved: usize = self.running.iter().map(|one| one.reserved).sum();
+        let prefilling = self.prefilling.as_ref();
+        let reserved = reserved + prefilling.map_or(0, |one| one.reserved * one.answers.len());
+        metrics.running.set(self.running.len() as i64);
+        metrics.prefilling.set(prefilling.is_some() as i64);
+        metrics.reserved_tokens.set(reserved as i64);
+        metrics.cache_bytes.set(self.batch.bytes() as i64);
+    }
+}

@@ -1,0 +1,129 @@
+//! Complete answers, collected from the engine's events.
+
+use super::app::{App, new_id};
+use crate::engine::{AnswerUsage, EndReason, Event, TokenProbability};
+use crate::error::RequestError;
+use crate::text::{ToolCall, parse_tool_call};
+use burn_gemma4::TextKind;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// A tool call with the id under which the client answers.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub id: String,
+    pub name: String,
+    /// The arguments as JSON.
+    pub arguments: String,
+}
+
+/// A part of an answer.
+#[derive(Clone, Debug)]
+pub(crate) enum Part {
+    Text(String),
+    Thought(String),
+    Call(Call),
+}
+
+impl Part {
+    /// Converts a text of a kind.
+    pub fn of_text(kind: TextKind, text: String) -> Self {
+        match kind {
+            TextKind::Thought => Self::Thought(text),
+            TextKind::Answer | TextKind::ToolCall => Self::Text(text),
+        }
+    }
+
+    /// Converts the text of a tool call. A text that is not a complete call stays text, so that nothing is lost.
+    pub fn of_call(text: String, prefix: &str) -> Self {
+        match parse_tool_call(&text) {
+            Some(ToolCall { name, arguments }) => Self::Call(Call {
+                id: new_id(prefix),
+                name,
+                arguments: serde_json::Value::Object(arguments).to_string(),
+            }),
+            None => Self::Text(text),
+        }
+    }
+}
+
+/// A complete answer.
+#[derive(Debug, Default)]
+pub(crate) struct CompleteAnswer {
+    /// The parts in order. Consecutive texts of one kind are joined.
+    pub parts: Vec<Part>,
+    pub logprobs: Vec<TokenProbability>,
+    pub end: Option<EndReason>,
+    pub usage: AnswerUsage,
+}
+
+impl CompleteAnswer {
+    fn push(&mut self, part: Part) {
+        match (self.parts.last_mut(), part) {
+            (Some(Part::Text(text)), Part::Text(more))
+            | (Some(Part::Thought(text)), Part::Thought(more)) => *text += &more,
+            (_, part) => self.parts.push(part),
+        }
+    }
+
+    pub fn text(&self) -> String {
+        let texts = self.parts.iter().filter_map(|part| match part {
+            Part::Text(text) => Some(text.as_str()),
+            _ => None,
+        });
+        texts.collect()
+    }
+
+    pub fn thoughts(&self) -> String {
+        let texts = self.parts.iter().filter_map(|part| match part {
+            Part::Thought(text) => Some(text.as_str()),
+            _ => None,
+        });
+        texts.collect()
+    }
+
+    pub fn calls(&self) -> impl Iterator<Item = &Call> {
+        self.parts.iter().filter_map(|part| match part {
+            Part::Call(call) => Some(call),
+            _ => None,
+        })
+    }
+}
+
+/// Waits for all answers. `prefix` begins the ids of tool calls.
+pub(crate) async fn collect(
+    app: &App,
+    mut events: UnboundedReceiver<Event>,
+    choices: usize,
+    prefix: &str,
+) -> Result<Vec<CompleteAnswer>, RequestError> {
+    let mut answers: Vec<CompleteAnswer> = (0..choices).map(|_| Default::default()).collect();
+    while answers.iter().any(|answer| answer.end.is_none()) {
+        match events.recv().await {
+            Some(Event::Text {
+                choice,
+                kind,
+                text,
+                logprobs,
+            }) => {
+                if !text.is_empty() {
+                    answers[choice].push(Part::of_text(kind, text));
+                }
+                answers[choice].logprobs.extend(logprobs);
+            }
+            Some(Event::ToolCall { choice, text }) => {
+                answers[choice].push(Part::of_call(text, prefix));
+            }
+            Some(Event::End {
+                choice,
+                reason,
+                usage,
+            }) => {
+                answers[choice].end = Some(reason);
+                answers[choice].usage = usage;
+            }
+            Some(Event::Failed(error)) => return Err(error),
+            None => return Err(app.engine.stopped()),
+        }
+    }
+    Ok(answers)
+}

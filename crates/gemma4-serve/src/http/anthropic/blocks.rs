@@ -1,0 +1,189 @@
+//! The messages of a request, which consist of content blocks.
+
+use crate::error::RequestError;
+use crate::text::ChatMessage;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+
+/// A message as the client sends it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MessageField {
+    role: String,
+    content: Blocks,
+}
+
+/// A content: a text or blocks.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Blocks {
+    Text(String),
+    Blocks(Vec<Block>),
+}
+
+/// A content block. The fields of all types are together, so that an error can name the type.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Block {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+    thinking: Option<String>,
+    id: Option<String>,
+    name: Option<String>,
+    input: Option<Map<String, Value>>,
+    tool_use_id: Option<String>,
+    content: Option<Blocks>,
+    is_error: Option<bool>,
+}
+
+impl Blocks {
+    /// Returns the text of blocks that are all texts.
+    pub fn into_text(self, field: &str) -> Result<String, RequestError> {
+        let blocks = match self {
+            Self::Text(text) => return Ok(text),
+            Self::Blocks(blocks) => blocks,
+        };
+        let texts = blocks.into_iter().enumerate().map(|(index, block)| {
+            let field = format!("{field}[{index}]");
+            match (block.kind.as_str(), block.text) {
+                ("text", Some(text)) => Ok(text),
+                ("text", None) => Err(missing(&field, "text")),
+                (kind, _) => Err(refused_type(&field, kind, "\"text\"")),
+            }
+        });
+        texts.collect()
+    }
+
+    fn into_blocks(self) -> Vec<Block> {
+        match self {
+            Self::Blocks(blocks) => blocks,
+            Self::Text(text) => vec![Block {
+                kind: "text".into(),
+                text: Some(text),
+                thinking: None,
+                id: None,
+                name: None,
+                input: None,
+                tool_use_id: None,
+                content: None,
+                is_error: None,
+            }],
+        }
+    }
+}
+
+fn missing(field: &str, name: &str) -> RequestError {
+    RequestError::field(format!("{field}.{name}"), "is missing")
+}
+
+fn refused_type(field: &str, kind: &str, expected: &str) -> RequestError {
+    let reason = format!("is {kind:?}; expected {expected}, because this server reads text only");
+    RequestError::field(format!("{field}.type"), reason)
+}
+
+/// Converts the messages. A message of the user may hold several results of tools, which become messages of their own.
+pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessage>, RequestError> {
+    if messages.is_empty() {
+        return Err(RequestError::field(
+            "messages",
+            "expected at least 1 message",
+        ));
+    }
+    let (mut converted, mut names) = (Vec::new(), HashMap::new());
+    for (index, message) in messages.into_iter().enumerate() {
+        let field = format!("messages[{index}]");
+        let blocks = message.content.into_blocks();
+        match message.role.as_str() {
+            "user" => convert_user(&field, blocks, &names, &mut converted)?,
+            "assistant" => converted.push(convert_assistant(&field, blocks, &mut names)?),
+            role => {
+                let reason = format!("is {role:?}; expected \"user\" or \"assistant\"");
+                return Err(RequestError::field(format!("{field}.role"), reason));
+            }
+        }
+    }
+    match converted.last() {
+        Some(ChatMessage::Assistant { .. }) => Err(RequestError::field(
+            "messages",
+            "the last message is of the assistant; expected a message of the user, because an answer cannot be continued",
+        )),
+        _ => Ok(converted),
+    }
+}
+
+fn convert_user(
+    message: &str,
+    blocks: Vec<Block>,
+    names: &HashMap<String, String>,
+    converted: &mut Vec<ChatMessage>,
+) -> Result<(), RequestError> {
+    let (mut text, mut has_text) = (String::new(), false);
+    for (index, block) in blocks.into_iter().enumerate() {
+        let field = format!("{message}.content[{index}]");
+        match block.kind.as_str() {
+            "text" => {
+                text += &block.text.ok_or_else(|| missing(&field, "text"))?;
+                has_text = true;
+            }
+            "tool_result" => {
+                let id = block
+                    .tool_use_id
+                    .ok_or_else(|| missing(&field, "tool_use_id"))?;
+                let Some(name) = names.get(&id) else {
+                    let reason = "does not belong to an earlier tool_use";
+                    return Err(RequestError::field(format!("{field}.tool_use_id"), reason));
+                };
+                let content = block.content.unwrap_or(Blocks::Text(String::new()));
+                let mut text = content.into_text(&format!("{field}.content"))?;
+                if block.is_error.unwrap_or(false) {
+                    text = format!("error: {text}");
+                }
+                converted.push(ChatMessage::Tool {
+                    name: name.clone(),
+                    id,
+                    text,
+                });
+            }
+            kind => return Err(refused_type(&field, kind, "\"text\" or \"tool_result\"")),
+        }
+    }
+    if has_text {
+        converted.push(ChatMessage::User(text));
+    }
+    Ok(())
+}
+
+fn convert_assistant(
+    message: &str,
+    blocks: Vec<Block>,
+    names: &mut HashMap<String, String>,
+) -> Result<ChatMessage, RequestError> {
+    let (mut text, mut thoughts, mut calls) = (String::new(), None, Vec::new());
+    for (index, block) in blocks.into_iter().enumerate() {
+        let field = format!("{message}.content[{index}]");
+        match block.kind.as_str() {
+            "text" => text += &block.text.ok_or_else(|| missing(&field, "text"))?,
+            "thinking" => {
+                let thinking = block.thinking.ok_or_else(|| missing(&field, "thinking"))?;
+                *thoughts.get_or_insert_with(String::new) += &thinking;
+            }
+            "redacted_thinking" => (),
+            "tool_use" => {
+                let id = block.id.ok_or_else(|| missing(&field, "id"))?;
+                let name = block.name.ok_or_else(|| missing(&field, "name"))?;
+                names.insert(id.clone(), name.clone());
+                calls.push((id, name, block.input.unwrap_or_default()));
+            }
+            kind => {
+                let expected = "\"text\", \"thinking\" or \"tool_use\"";
+                return Err(refused_type(&field, kind, expected));
+            }
+        }
+    }
+    Ok(ChatMessage::Assistant {
+        text,
+        thoughts,
+        calls,
+    })
+}

@@ -1,0 +1,86 @@
+//! `/v1/messages` and `/v1/messages/count_tokens`.
+
+use super::super::answers::{CompleteAnswer, Part, collect};
+use super::super::app::{App, new_id};
+use super::super::body::read_json;
+use super::super::form::Form;
+use super::super::stream::respond;
+use super::request::MessagesRequest;
+use super::writer::MessageWriter;
+use crate::engine::EndReason;
+use crate::error::{ErrorKind, RequestError};
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::Request,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The beginning of the ids of tool calls.
+pub(super) const CALL_PREFIX: &str = "toolu_";
+
+/// Handles a request.
+pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
+    match answer(app, request).await {
+        Ok(response) => response,
+        Err(error) => Form::Anthropic.response(&error),
+    }
+}
+
+/// Counts the tokens of a prompt.
+pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
+    let counted = async {
+        let request: MessagesRequest = read_json(request, &app.options).await?;
+        let app = app.clone();
+        let counted = tokio::task::spawn_blocking(move || request.count_tokens(&app)).await;
+        counted
+            .unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
+    };
+    match counted.await {
+        Ok(count) => Json(json!({"input_tokens": count})).into_response(),
+        Err(error) => Form::Anthropic.response(&error),
+    }
+}
+
+async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+    let request: MessagesRequest = read_json(request, &app.options).await?;
+    let (events, prompt_tokens, stream) = app.submit(|app| request.prepare(app)).await?;
+    if stream {
+        let writer = MessageWriter::new(app.options.model.clone(), prompt_tokens);
+        return Ok(respond(app, events, writer));
+    }
+    let mut answers = collect(&app, events, 1, CALL_PREFIX).await?;
+    let answer = answers.pop().unwrap_or_default();
+    Ok(Json(complete(&app, &answer, prompt_tokens)).into_response())
+}
+
+/// The reason for the end in Anthropic's words, and the stop string.
+pub(super) fn stop_reason(reason: &EndReason, has_calls: bool) -> (&'static str, Value) {
+    match reason {
+        EndReason::StopString(string) => ("stop_sequence", json!(**string)),
+        EndReason::Length => ("max_tokens", Value::Null),
+        EndReason::Stop if has_calls => ("tool_use", Value::Null),
+        EndReason::Stop => ("end_turn", Value::Null),
+    }
+}
+
+fn complete(app: &App, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
+    let content = answer.parts.iter().map(|part| match part {
+        Part::Text(text) => json!({"type": "text", "text": text}),
+        Part::Thought(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
+        Part::Call(call) => {
+            let input: Value = serde_json::from_str(&call.arguments).unwrap_or_default();
+            json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
+        }
+    });
+    let end = answer.end.as_ref().unwrap_or(&EndReason::Stop);
+    let (reason, string) = stop_reason(end, answer.calls().next().is_some());
+    json!({
+        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": app.options.model,
+        "content": content.collect::<Value>(), "stop_reason": reason, "stop_sequence": string,
+        "usage": {"input_tokens": prompt_tokens, "output_tokens": answer.usage.tokens},
+    })
+}

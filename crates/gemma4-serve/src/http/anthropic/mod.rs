@@ -1,0 +1,6 @@
+//! Anthropic's Messages API.
+
+mod blocks;
+pub(crate) mod messages;
+mod request;
+mod writer;

@@ -1,0 +1,248 @@
+//! The request of `/v1/messages`.
+
+use super::super::app::App;
+use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
+use super::super::openai::tools::{SelectedTools, answer_grammar};
+use super::super::overrides::Overrides;
+use super::blocks::{Blocks, MessageField, conversation};
+use crate::engine::Request;
+use crate::error::RequestError;
+use crate::text::{ChatMessage, Tool, ToolChoice};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The fields of the request. Unknown fields are errors.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MessagesRequest {
+    model: String,
+    messages: Vec<MessageField>,
+    max_tokens: Option<u64>,
+    system: Option<Blocks>,
+    stop_sequences: Option<Vec<String>>,
+    stream: Option<bool>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    tools: Option<Vec<ToolField>>,
+    tool_choice: Option<ToolChoiceField>,
+    thinking: Option<Thinking>,
+    output_config: Option<OutputConfig>,
+    // Fields that describe the request to a platform, and have no effect here.
+    #[serde(rename = "metadata")]
+    _metadata: Option<Value>,
+    #[serde(rename = "service_tier")]
+    _service_tier: Option<Value>,
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
+    #[serde(rename = "user_profile_id")]
+    _user_profile_id: Option<Value>,
+    #[serde(rename = "workspace_id")]
+    _workspace_id: Option<Value>,
+    // Fields that the server does not support.
+    container: Option<Value>,
+    mcp_servers: Option<Value>,
+    context_management: Option<Value>,
+    output_format: Option<Value>,
+}
+
+/// A tool. Tools that the platform itself runs have a type of their own, and are refused.
+#[derive(Debug, Deserialize)]
+struct ToolField {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    name: String,
+    description: Option<String>,
+    input_schema: Option<Value>,
+}
+
+/// The choice of a tool.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToolChoiceField {
+    #[serde(rename = "type")]
+    kind: String,
+    name: Option<String>,
+    disable_parallel_tool_use: Option<bool>,
+}
+
+/// The setting of thoughts.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Thinking {
+    #[serde(rename = "type")]
+    kind: String,
+    budget_tokens: Option<u64>,
+    #[serde(rename = "display")]
+    _display: Option<Value>,
+}
+
+/// The form of the answer. The effort is a hint for models that have several, and has no effect here.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OutputConfig {
+    format: Option<OutputFormat>,
+    #[serde(rename = "effort")]
+    _effort: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum OutputFormat {
+    JsonSchema { schema: Value },
+}
+
+/// A prepared prompt with its tools.
+struct Prepared {
+    tokens: Vec<u32>,
+    tools: SelectedTools,
+    thinking: Option<usize>,
+}
+
+impl MessagesRequest {
+    /// Converts the request to a request of the engine. The second result is true if the answer is streamed.
+    pub fn prepare(mut self, app: &App) -> Result<(Request, bool), RequestError> {
+        let max_tokens = self
+            .max_tokens
+            .ok_or_else(|| RequestError::field("max_tokens", "is missing"))?;
+        let prepared = self.prompt(app)?;
+        if let Some(budget) = prepared.thinking
+            && budget as u64 >= max_tokens
+        {
+            let reason = format!("is {budget}; expected less than max_tokens, {max_tokens}");
+            return Err(RequestError::field("thinking.budget_tokens", reason));
+        }
+        let overrides = Overrides {
+            max_tokens: Some(("max_tokens", max_tokens)),
+            temperature: self.temperature,
+            max_temperature: 1.0,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            stop: ("stop_sequences", self.stop_sequences.unwrap_or_default()),
+            ..Overrides::default()
+        };
+        let left = app.engine.context().saturating_sub(prepared.tokens.len());
+        let vocabulary = app.text.tokenizer.vocab_size();
+        let mut options = overrides.apply(app.text.options(true), left, 1, vocabulary)?;
+        options.max_thinking_tokens = prepared.thinking.filter(|budget| *budget < usize::MAX);
+        prepared.tools.apply(&app.text.tokenizer, &mut options);
+        let may_think = prepared.thinking.is_some();
+        let format = self.output_config.and_then(|config| config.format);
+        let format = format.map(
+            |OutputFormat::JsonSchema { schema }| ResponseFormat::JsonSchema {
+                json_schema: JsonSchemaField::new(Some(schema)),
+            },
+        );
+        let constraint = answer_grammar(app, &prepared.tools, format, may_think)?;
+        let request = Request {
+            prompt: prepared.tokens,
+            choices: 1,
+            options,
+            constraint,
+        };
+        Ok((request, self.stream.unwrap_or(false)))
+    }
+
+    /// Counts the tokens of the prompt.
+    pub fn count_tokens(mut self, app: &App) -> Result<usize, RequestError> {
+        Ok(self.prompt(app)?.tokens.len())
+    }
+
+    fn prompt(&mut self, app: &App) -> Result<Prepared, RequestError> {
+        app.check_model(&self.model)?;
+        for (field, value) in [
+            ("container", &self.container),
+            ("mcp_servers", &self.mcp_servers),
+            ("context_management", &self.context_management),
+            ("output_format", &self.output_format),
+        ] {
+            if value.as_ref().is_some_and(|value| !value.is_null()) {
+                return Err(RequestError::field(field, "is not supported"));
+            }
+        }
+        let thinking = self.thinking_budget()?;
+        let mut messages = Vec::new();
+        if let Some(system) = self.system.take() {
+            messages.push(ChatMessage::System(system.into_text("system")?));
+        }
+        messages.extend(conversation(std::mem::take(&mut self.messages))?);
+        let tools = self.selected_tools()?;
+        let tokens = app
+            .text
+            .chat_prompt(&messages, &tools.tools, thinking.is_some())?;
+        Ok(Prepared {
+            tokens,
+            tools,
+            thinking,
+        })
+    }
+
+    /// The largest number of tokens of a thought, or `None` if the model does not think.
+    fn thinking_budget(&self) -> Result<Option<usize>, RequestError> {
+        let Some(thinking) = &self.thinking else {
+            return Ok(None);
+        };
+        match (thinking.kind.as_str(), thinking.budget_tokens) {
+            ("disabled", _) => Ok(None),
+            ("adaptive", None) => Ok(Some(usize::MAX)),
+            ("enabled", Some(0)) => {
+                let field = "thinking.budget_tokens";
+                Err(RequestError::field(field, "is 0; expected at least 1"))
+            }
+            ("enabled", Some(count)) => Ok(Some(usize::try_from(count).unwrap_or(usize::MAX))),
+            ("enabled", None) => Err(RequestError::field("thinking.budget_tokens", "is missing")),
+            ("adaptive", Some(_)) => {
+                let reason = "expected only with the type \"enabled\"";
+                Err(RequestError::field("thinking.budget_tokens", reason))
+            }
+            (kind, _) => {
+                let reason =
+                    format!("is {kind:?}; expected \"enabled\", \"adaptive\" or \"disabled\"");
+                Err(RequestError::field("thinking.type", reason))
+            }
+        }
+    }
+
+    fn selected_tools(&mut self) -> Result<SelectedTools, RequestError> {
+        let tools = self.tools.take().unwrap_or_default().into_iter();
+        let tools = tools.enumerate().map(|(index, tool)| {
+            if let Some(kind) = tool.kind.filter(|kind| kind != "custom") {
+                let reason = format!("is {kind:?}; expected \"custom\"");
+                return Err(RequestError::field(format!("tools[{index}].type"), reason));
+            }
+            let Some(parameters) = tool.input_schema else {
+                let field = format!("tools[{index}].input_schema");
+                return Err(RequestError::field(field, "is missing"));
+            };
+            Ok(Tool {
+                name: tool.name,
+                description: tool.description,
+                parameters: Some(parameters),
+            })
+        });
+        let tools = tools.collect::<Result<Vec<_>, _>>()?;
+        let mut is_parallel = true;
+        let choice = match &self.tool_choice {
+            None => ToolChoice::Auto,
+            Some(choice) => {
+                is_parallel = !choice.disable_parallel_tool_use.unwrap_or(false);
+                match (choice.kind.as_str(), &choice.name) {
+                    ("auto", None) => ToolChoice::Auto,
+                    ("none", None) => ToolChoice::None,
+                    ("any", None) => ToolChoice::Required,
+                    ("tool", Some(name)) => ToolChoice::Named(name.clone()),
+                    ("tool", None) => {
+                        return Err(RequestError::field("tool_choice.name", "is missing"));
+                    }
+                    (kind, _) => {
+                        let reason = format!(
+                            "is {kind:?}; expected \"auto\", \"any\", \"none\", or \"tool\" with a name"
+                        );
+                        return Err(RequestError::field("tool_choice.type", reason));
+                    }
+                }
+            }
+        };
+        SelectedTools::new(tools, choice, is_parallel)
+    }
+}

@@ -1,0 +1,124 @@
+//! The state that all handlers share.
+
+use crate::engine::{Constraint, Engine, Event, Grammar, Grammars, Request};
+use crate::error::{ErrorKind, RequestError};
+use crate::text::TextModel;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// The options of the server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// The name of the model in the APIs.
+    pub model: String,
+    /// The keys that clients may use. Without keys the server is open to every client that reaches it.
+    pub api_keys: Vec<String>,
+    /// The largest body of a request in bytes.
+    pub max_body: usize,
+    /// The largest number of open connections. Further connections wait.
+    pub max_connections: usize,
+    /// The longest time for the body of a request to arrive.
+    pub body_timeout: Duration,
+    /// The time between two heartbeats of a stream.
+    pub heartbeat: Duration,
+    /// The longest time that the requests in progress get after a shutdown has begun.
+    pub drain_timeout: Duration,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            model: "gemma4".into(),
+            api_keys: Vec::new(),
+            max_body: 16 << 20,
+            max_connections: 1024,
+            body_timeout: Duration::from_secs(30),
+            heartbeat: Duration::from_secs(10),
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// The state that all handlers share.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub engine: Engine,
+    pub text: TextModel,
+    pub options: ServerOptions,
+    pub started: u64,
+    grammars: OnceLock<Result<Grammars, RequestError>>,
+}
+
+impl App {
+    pub fn new(engine: Engine, text: TextModel, options: ServerOptions) -> Self {
+        Self {
+            engine,
+            text,
+            options,
+            started: now(),
+            grammars: OnceLock::new(),
+        }
+    }
+
+    /// Checks the name of the model in a request.
+    pub fn check_model(&self, name: &str) -> Result<(), RequestError> {
+        match name == self.options.model {
+            true => Ok(()),
+            false => Err(RequestError {
+                kind: ErrorKind::NotFound,
+                message: format!(
+                    "model: {name:?} does not exist; expected {:?}",
+                    self.options.model
+                ),
+                field: Some("model".into()),
+            }),
+        }
+    }
+
+    /// Compiles a grammar. The vocabulary is prepared at the first grammar.
+    pub fn compile(
+        &self,
+        field: &str,
+        grammar: &Grammar,
+        may_think: bool,
+    ) -> Result<Constraint, RequestError> {
+        let grammars = self.grammars.get_or_init(|| {
+            Grammars::new(&self.text.tokenizer, self.text.end_token()).map_err(RequestError::from)
+        });
+        let thought = self.text.thought_tokens().filter(|_| may_think);
+        let grammars = grammars.as_ref().map_err(Clone::clone)?;
+        grammars.compile(field, grammar, thought)
+    }
+
+    /// Runs the preparation of a request on a thread for blocking work, and submits the result. Templates, the tokenizer and
+    /// grammars may take long, and must not delay other connections.
+    pub async fn submit<T: Send + 'static>(
+        self: &Arc<Self>,
+        prepare: impl FnOnce(&Self) -> Result<(Request, T), RequestError> + Send + 'static,
+    ) -> Result<(UnboundedReceiver<Event>, usize, T), RequestError> {
+        let app = self.clone();
+        let prepared = tokio::task::spawn_blocking(move || {
+            let (request, context) = prepare(&app)?;
+            let prompt_tokens = request.prompt.len();
+            let events = app.engine.submit(request)?;
+            Ok((events, prompt_tokens, context))
+        });
+        prepared.await.unwrap_or_else(|error| {
+            let message = format!("the preparation of the request failed: {error}");
+            Err(RequestError::new(ErrorKind::Internal, message))
+        })
+    }
+}
+
+/// The current time in seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_secs())
+}
+
+/// Returns a new identifier with a prefix, such as `chatcmpl-`.
+pub(crate) fn new_id(prefix: &str) -> String {
+    format!("{prefix}{:032x}", rand::random::<u128>())
+}

@@ -1,0 +1,66 @@
+//! The bodies of requests: limits, and JSON with errors that name the field.
+
+use super::app::ServerOptions;
+use crate::error::{ErrorKind, RequestError};
+use axum::body::{Body, to_bytes};
+use axum::http::{Request, header};
+use serde::de::DeserializeOwned;
+use std::error::Error;
+
+/// Reads the body of a request as JSON.
+pub(crate) async fn read_json<T: DeserializeOwned>(
+    request: Request<Body>,
+    options: &ServerOptions,
+) -> Result<T, RequestError> {
+    let media_type = request.headers().get(header::CONTENT_TYPE);
+    let media_type = media_type.and_then(|value| value.to_str().ok());
+    let is_json = media_type.is_some_and(|value| {
+        let name = value.split(';').next().unwrap_or_default().trim();
+        name.eq_ignore_ascii_case("application/json")
+    });
+    if !is_json {
+        let message = "Content-Type: expected application/json";
+        return Err(RequestError::new(ErrorKind::MediaType, message));
+    }
+    let bytes = to_bytes(request.into_body(), options.max_body);
+    let Ok(bytes) = tokio::time::timeout(options.body_timeout, bytes).await else {
+        let message = format!(
+            "the body did not arrive within {} s",
+            options.body_timeout.as_secs()
+        );
+        return Err(RequestError::new(ErrorKind::Timeout, message));
+    };
+    let bytes = bytes.map_err(|error| refused_body(&error, options.max_body))?;
+    parse(&bytes)
+}
+
+fn refused_body(error: &axum::Error, limit: usize) -> RequestError {
+    let is_limit = error
+        .source()
+        .is_some_and(|source| source.to_string().contains("length limit"));
+    match is_limit {
+        true => {
+            let message = format!("the body is too large; expected at most {limit} bytes");
+            RequestError::new(ErrorKind::TooLarge, message)
+        }
+        false => {
+            let message = format!("the body cannot be read: {error}");
+            RequestError::new(ErrorKind::Invalid, message)
+        }
+    }
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = error.path().to_string();
+        let reason = error.into_inner();
+        match path.as_str() {
+            "." => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),
+            _ => RequestError::field(path, reason),
+        }
+    })?;
+    json.end()
+        .map_err(|error| RequestError::new(ErrorKind::Invalid, format!("the body: {error}")))?;
+    Ok(parsed)
+}

@@ -1,0 +1,17 @@
+//! The HTTP side of the server: one module per API, and what they share.
+
+mod answers;
+mod anthropic;
+mod app;
+mod body;
+mod form;
+mod listener;
+mod openai;
+mod overrides;
+mod page;
+mod router;
+mod server;
+mod stream;
+
+pub use app::ServerOptions;
+pub use server::Server;

@@ -1,0 +1,225 @@
+//! `/v1/chat/completions`.
+
+use super::super::answers::{Call, CompleteAnswer, Part, collect};
+use super::super::app::{App, new_id, now};
+use super::super::body::read_json;
+use super::super::form::Form;
+use super::super::stream::{Message, StreamWriter, respond};
+use super::chat_request::{ChatContext, ChatRequest};
+use super::logprobs;
+use crate::engine::{EndReason, Event};
+use crate::error::RequestError;
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::Request,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The beginning of the ids of tool calls.
+pub(crate) const CALL_PREFIX: &str = "call_";
+
+/// Handles a request.
+pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
+    match answer(app, request).await {
+        Ok(response) => response,
+        Err(error) => Form::OpenAi.response(&error),
+    }
+}
+
+async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+    let request: ChatRequest = read_json(request, &app.options).await?;
+    let (events, prompt_tokens, context) = app.submit(|app| request.prepare(app)).await?;
+    let writer = ChatWriter::new(app.clone(), context, prompt_tokens);
+    if writer.context.stream {
+        return Ok(respond(app, events, writer));
+    }
+    let answers = collect(&app, events, writer.context.choices, CALL_PREFIX).await?;
+    Ok(Json(writer.complete(&answers)).into_response())
+}
+
+/// The reason for the end in OpenAI's words.
+pub(crate) fn finish_reason(reason: &EndReason, has_calls: bool) -> &'static str {
+    match reason {
+        EndReason::Length => "length",
+        _ if has_calls => "tool_calls",
+        EndReason::Stop | EndReason::StopString(_) => "stop",
+    }
+}
+
+/// The state of one choice in a stream.
+#[derive(Clone, Debug, Default)]
+struct Choice {
+    calls: usize,
+    has_ended: bool,
+}
+
+struct ChatWriter {
+    app: Arc<App>,
+    context: ChatContext,
+    id: String,
+    created: u64,
+    prompt_tokens: usize,
+    tokens: usize,
+    thinking_tokens: usize,
+    choices: Vec<Choice>,
+}
+
+impl ChatWriter {
+    fn new(app: Arc<App>, context: ChatContext, prompt_tokens: usize) -> Self {
+        Self {
+            app,
+            id: new_id("chatcmpl-"),
+            created: now(),
+            prompt_tokens,
+            tokens: 0,
+            thinking_tokens: 0,
+            choices: vec![Choice::default(); context.choices],
+            context,
+        }
+    }
+
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id, "object": kind, "created": self.created, "model": self.app.options.model,
+            "choices": choices,
+        })
+    }
+
+    fn usage(&self, tokens: usize, thinking_tokens: usize) -> Value {
+        json!({
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
+            "completion_tokens_details": {"reasoning_tokens": thinking_tokens},
+        })
+    }
+
+    fn complete(&self, answers: &[CompleteAnswer]) -> Value {
+        let choices = answers.iter().enumerate().map(|(index, answer)| {
+            let calls: Vec<Value> = answer.calls().map(call_json).collect();
+            let (text, thoughts) = (answer.text(), answer.thoughts());
+            let mut message = json!({"role": "assistant", "content": text, "refusal": null});
+            if !thoughts.is_empty() {
+                message["reasoning_content"] = json!(thoughts);
+            }
+            if !calls.is_empty() {
+                if text.is_empty() {
+                    message["content"] = Value::Null;
+                }
+                message["tool_calls"] = json!(calls);
+            }
+            let reason = answer.end.as_ref().unwrap_or(&EndReason::Stop);
+            let logprobs = self.logprobs(&answer.logprobs);
+            json!({
+                "index": index, "message": message, "logprobs": logprobs,
+                "finish_reason": finish_reason(reason, !calls.is_empty()),
+            })
+        });
+        let mut object = self.object("chat.completion", choices.collect());
+        let tokens = answers.iter().map(|answer| answer.usage.tokens).sum();
+        let thinking = answers.iter().map(|answer| answer.usage.thinking_tokens);
+        object["usage"] = self.usage(tokens, thinking.sum());
+        object
+    }
+
+    fn logprobs(&self, tokens: &[crate::engine::TokenProbability]) -> Value {
+        match self.context.has_logprobs {
+            true => logprobs::of_chat(&self.app.text.tokenizer, tokens),
+            false => Value::Null,
+        }
+    }
+
+    fn chunk(&self, choice: usize, delta: Value, logprobs: Value, reason: Option<&str>) -> Message {
+        let choice = json!({
+            "index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason,
+        });
+        let mut object = self.object("chat.completion.chunk", json!([choice]));
+        if self.context.include_usage {
+            object["usage"] = Value::Null;
+        }
+        Message::data(&object)
+    }
+
+    fn part(&mut self, choice: usize, part: Part, logprobs: Value) -> Message {
+        let delta = match part {
+            Part::Text(text) => json!({"content": text}),
+            Part::Thought(text) => json!({"reasoning_content": text}),
+            Part::Call(call) => {
+                let mut value = call_json(&call);
+                value["index"] = json!(self.choices[choice].calls);
+                self.choices[choice].calls += 1;
+                json!({"tool_calls": [value]})
+            }
+        };
+        self.chunk(choice, delta, logprobs, None)
+    }
+}
+
+fn call_json(call: &Call) -> Value {
+    let function = json!({"name": call.name, "arguments": call.arguments});
+    json!({"id": call.id, "type": "function", "function": function})
+}
+
+impl StreamWriter for ChatWriter {
+    fn begin(&mut self) -> Vec<Message> {
+        let first = |choice| {
+            let delta = json!({"role": "assistant", "content": ""});
+            self.chunk(choice, delta, Value::Null, None)
+        };
+        (0..self.context.choices).map(first).collect()
+    }
+
+    fn event(&mut self, event: Event) -> Vec<Message> {
+        match event {
+            Event::Text {
+                choice,
+                kind,
+                text,
+                logprobs,
+            } => {
+                let logprobs = match logprobs.is_empty() {
+                    true => Value::Null,
+                    false => self.logprobs(&logprobs),
+                };
+                vec![self.part(choice, Part::of_text(kind, text), logprobs)]
+            }
+            Event::ToolCall { choice, text } => {
+                vec![self.part(choice, Part::of_call(text, CALL_PREFIX), Value::Null)]
+            }
+            Event::End {
+                choice,
+                reason,
+                usage,
+            } => {
+                self.tokens += usage.tokens;
+                self.thinking_tokens += usage.thinking_tokens;
+                self.choices[choice].has_ended = true;
+                let reason = finish_reason(&reason, self.choices[choice].calls > 0);
+                vec![self.chunk(choice, json!({}), Value::Null, Some(reason))]
+            }
+            Event::Failed(error) => self.fail(&error),
+        }
+    }
+
+    fn fail(&mut self, error: &RequestError) -> Vec<Message> {
+        vec![Message::data(&Form::OpenAi.body(error))]
+    }
+
+    fn end(&mut self) -> Vec<Message> {
+        let mut messages = Vec::new();
+        if self.context.include_usage {
+            let mut object = self.object("chat.completion.chunk", json!([]));
+            object["usage"] = self.usage(self.tokens, self.thinking_tokens);
+            messages.push(Message::data(&object));
+        }
+        messages.push(Message::done());
+        messages
+    }
+
+    fn has_ended(&self) -> bool {
+        self.choices.iter().all(|choice| choice.has_ended)
+    }
+}

@@ -1,0 +1,176 @@
+//! `/v1/completions`.
+
+use super::super::answers::{CompleteAnswer, collect};
+use super::super::app::{App, new_id, now};
+use super::super::body::read_json;
+use super::super::form::Form;
+use super::super::stream::{Message, StreamWriter, respond};
+use super::chat::{CALL_PREFIX, finish_reason};
+use super::completions_request::{CompletionContext, CompletionRequest};
+use super::logprobs;
+use crate::engine::{EndReason, Event, TokenProbability};
+use crate::error::RequestError;
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::Request,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Handles a request.
+pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
+    match answer(app, request).await {
+        Ok(response) => response,
+        Err(error) => Form::OpenAi.response(&error),
+    }
+}
+
+async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+    let request: CompletionRequest = read_json(request, &app.options).await?;
+    let (context, prompts) = request.split()?;
+    let mut submitted = Vec::new();
+    for prompt in prompts {
+        let context = context.clone();
+        let prepare = move |app: &App| Ok((context.request(prompt, app)?, ()));
+        let (events, prompt_tokens, ()) = app.submit(prepare).await?;
+        submitted.push((events, prompt_tokens));
+    }
+    let prompt_tokens = submitted.iter().map(|(_, tokens)| tokens).sum();
+    let mut writer = CompletionWriter::new(app.clone(), context, prompt_tokens);
+    if writer.context.stream
+        && let Some((events, _)) = submitted.pop()
+    {
+        return Ok(respond(app, events, writer));
+    }
+    let mut answers = Vec::new();
+    for (events, _) in submitted {
+        answers.extend(collect(&app, events, writer.context.choices, CALL_PREFIX).await?);
+    }
+    Ok(Json(writer.complete(&answers)).into_response())
+}
+
+struct CompletionWriter {
+    app: Arc<App>,
+    context: CompletionContext,
+    id: String,
+    created: u64,
+    prompt_tokens: usize,
+    tokens: usize,
+    ended: usize,
+    /// The number of characters of each choice, for the offsets of logprobs.
+    offsets: Vec<usize>,
+}
+
+impl CompletionWriter {
+    fn new(app: Arc<App>, context: CompletionContext, prompt_tokens: usize) -> Self {
+        Self {
+            app,
+            id: new_id("cmpl-"),
+            created: now(),
+            prompt_tokens,
+            tokens: 0,
+            ended: 0,
+            offsets: vec![0; context.choices],
+            context,
+        }
+    }
+
+    fn object(&self, choices: Value) -> Value {
+        json!({
+            "id": self.id, "object": "text_completion", "created": self.created,
+            "model": self.app.options.model, "choices": choices,
+        })
+    }
+
+    fn usage(&self, tokens: usize) -> Value {
+        json!({
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
+        })
+    }
+
+    fn logprobs(&self, tokens: &[TokenProbability], offset: &mut usize) -> Value {
+        match self.context.logprobs {
+            Some(_) => logprobs::of_text(&self.app.text.tokenizer, tokens, offset),
+            None => Value::Null,
+        }
+    }
+
+    fn complete(&mut self, answers: &[CompleteAnswer]) -> Value {
+        let choices = answers.iter().enumerate().map(|(index, answer)| {
+            let reason = answer.end.as_ref().unwrap_or(&EndReason::Stop);
+            json!({
+                "index": index, "text": answer.text(),
+                "logprobs": self.logprobs(&answer.logprobs, &mut 0),
+                "finish_reason": finish_reason(reason, false),
+            })
+        });
+        let choices = choices.collect();
+        let mut object = self.object(choices);
+        object["usage"] = self.usage(answers.iter().map(|answer| answer.usage.tokens).sum());
+        object
+    }
+
+    fn chunk(&self, choice: usize, text: &str, logprobs: Value, reason: Option<&str>) -> Message {
+        let choice = json!({
+            "index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason,
+        });
+        Message::data(&self.object(json!([choice])))
+    }
+}
+
+impl StreamWriter for CompletionWriter {
+    fn begin(&mut self) -> Vec<Message> {
+        Vec::new()
+    }
+
+    fn event(&mut self, event: Event) -> Vec<Message> {
+        match event {
+            Event::Text {
+                choice,
+                text,
+                logprobs,
+                ..
+            } => {
+                let mut offset = self.offsets[choice];
+                let logprobs = self.logprobs(&logprobs, &mut offset);
+                self.offsets[choice] = offset;
+                vec![self.chunk(choice, &text, logprobs, None)]
+            }
+            Event::ToolCall { choice, text } => vec![self.chunk(choice, &text, Value::Null, None)],
+            Event::End {
+                choice,
+                reason,
+                usage,
+            } => {
+                self.tokens += usage.tokens;
+                self.ended += 1;
+                let reason = finish_reason(&reason, false);
+                vec![self.chunk(choice, "", Value::Null, Some(reason))]
+            }
+            Event::Failed(error) => self.fail(&error),
+        }
+    }
+
+    fn fail(&mut self, error: &RequestError) -> Vec<Message> {
+        vec![Message::data(&Form::OpenAi.body(error))]
+    }
+
+    fn end(&mut self) -> Vec<Message> {
+        let mut messages = Vec::new();
+        if self.context.include_usage {
+            let mut object = self.object(json!([]));
+            object["usage"] = self.usage(self.tokens);
+            messages.push(Message::data(&object));
+        }
+        messages.push(Message::done());
+        messages
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended == self.context.choices
+    }
+}

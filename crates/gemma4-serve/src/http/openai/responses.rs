@@ -1,0 +1,44 @@
+//! `/v1/responses`.
+
+use super::super::app::App;
+use super::super::body::read_json;
+use super::super::form::Form;
+use super::super::stream::{StreamWriter, respond};
+use super::responses_request::ResponsesRequest;
+use super::responses_writer::ResponseWriter;
+use crate::engine::Event;
+use crate::error::RequestError;
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::Request,
+    response::{IntoResponse, Response},
+};
+use std::sync::Arc;
+
+/// Handles a request.
+pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
+    match answer(app, request).await {
+        Ok(response) => response,
+        Err(error) => Form::OpenAi.response(&error),
+    }
+}
+
+async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+    let request: ResponsesRequest = read_json(request, &app.options).await?;
+    let (mut events, prompt_tokens, context) = app.submit(|app| request.prepare(app)).await?;
+    let stream = context.stream;
+    let mut writer = ResponseWriter::new(app.options.model.clone(), context, prompt_tokens);
+    if stream {
+        return Ok(respond(app, events, writer));
+    }
+    while !writer.has_ended() {
+        match events.recv().await {
+            Some(Event::Failed(error)) => return Err(error),
+            Some(event) => drop(writer.event(event)),
+            None => return Err(app.engine.stopped()),
+        }
+    }
+    Ok(Json(writer.response()).into_response())
+}

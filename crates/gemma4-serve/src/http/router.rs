@@ -1,0 +1,97 @@
+//! The paths of the server, and the check of API keys.
+
+use super::app::App;
+use super::form::Form;
+use super::{anthropic, openai, page};
+use crate::error::{ErrorKind, RequestError};
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::State,
+    http::{HeaderMap, Request, StatusCode, header},
+    middleware::{Next, from_fn_with_state},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use serde_json::json;
+use std::sync::Arc;
+use subtle::ConstantTimeEq;
+
+/// Returns the server's paths.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(openai::chat::handle))
+        .route("/v1/completions", post(openai::completions::handle))
+        .route("/v1/responses", post(openai::responses::handle))
+        .route("/v1/models", get(openai::models::list))
+        .route("/v1/models/{*name}", get(openai::models::one))
+        .route("/v1/messages", post(anthropic::messages::handle))
+        .route(
+            "/v1/messages/count_tokens",
+            post(anthropic::messages::count),
+        )
+        .route("/metrics", get(metrics))
+        .layer(from_fn_with_state(app.clone(), check_key))
+        .route("/health", get(health))
+        .route("/", get(page::page))
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(app)
+}
+
+/// Refuses requests without one of the API keys.
+async fn check_key(State(app): State<Arc<App>>, request: Request<Body>, next: Next) -> Response {
+    let keys = &app.options.api_keys;
+    if keys.is_empty() || has_key(request.headers(), keys) {
+        return next.run(request).await;
+    }
+    let message =
+        "API key: missing or wrong; expected `Authorization: Bearer KEY` or `x-api-key: KEY`";
+    let error = RequestError::new(ErrorKind::Authentication, message);
+    Form::of_path(request.uri().path()).response(&error)
+}
+
+fn has_key(headers: &HeaderMap, keys: &[String]) -> bool {
+    let bearer = headers.get(header::AUTHORIZATION);
+    let bearer = bearer.and_then(|value| value.to_str().ok());
+    let bearer = bearer.and_then(|value| value.strip_prefix("Bearer "));
+    let direct = headers.get("x-api-key");
+    let direct = direct.and_then(|value| value.to_str().ok());
+    let given: Vec<&str> = [bearer, direct].into_iter().flatten().collect();
+    // Compare with all keys, so that the time does not tell which key is close.
+    let equal = |given: &&str| {
+        let matches = keys
+            .iter()
+            .map(|key| given.as_bytes().ct_eq(key.as_bytes()));
+        matches.fold(false, |found, matches| found | bool::from(matches))
+    };
+    given.iter().any(equal)
+}
+
+async fn health(State(app): State<Arc<App>>) -> Response {
+    let (status, text) = match (app.engine.failure(), app.engine.is_draining()) {
+        (Some(_), _) => (StatusCode::INTERNAL_SERVER_ERROR, "failed"),
+        (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        (None, false) => (StatusCode::OK, "ok"),
+    };
+    (status, Json(json!({"status": text}))).into_response()
+}
+
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let media_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4")];
+    (media_type, app.engine.metrics().text()).into_response()
+}
+
+async fn not_found(request: Request<Body>) -> Response {
+    let path = request.uri().path();
+    let message = format!("path: {path:?} does not exist");
+    let error = RequestError::new(ErrorKind::NotFound, message);
+    Form::of_path(path).response(&error)
+}
+
+async fn wrong_method(request: Request<Body>) -> Response {
+    let path = request.uri().path();
+    let message = format!("method: {path:?} does not serve {}", request.method());
+    let error = RequestError::new(ErrorKind::MethodNotAllowed, message);
+    Form::of_path(path).response(&error)
+}

@@ -1,0 +1,138 @@
+//! Streams of server-sent events.
+
+use super::app::App;
+use crate::engine::Event;
+use crate::error::RequestError;
+use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::unfold;
+use serde_json::Value;
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::sync::Arc;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+/// A message of a stream: the name of its event, if the API has names, and its data.
+#[derive(Debug)]
+pub(crate) struct Message {
+    name: Option<Cow<'static, str>>,
+    data: String,
+}
+
+impl Message {
+    /// A message with data only.
+    pub fn data(data: &Value) -> Self {
+        Self {
+            name: None,
+            data: data.to_string(),
+        }
+    }
+
+    /// A message with a name.
+    pub fn named(name: &'static str, data: &Value) -> Self {
+        Self {
+            name: Some(name.into()),
+            data: data.to_string(),
+        }
+    }
+
+    /// A message with a name that is put together.
+    pub fn owned_name(name: String, data: &Value) -> Self {
+        Self {
+            name: Some(name.into()),
+            data: data.to_string(),
+        }
+    }
+
+    /// The message that ends a stream of OpenAI's completions.
+    pub fn done() -> Self {
+        Self {
+            name: None,
+            data: "[DONE]".into(),
+        }
+    }
+
+    fn into_event(self) -> SseEvent {
+        let event = SseEvent::default().data(self.data);
+        match self.name {
+            Some(name) => event.event(name),
+            None => event,
+        }
+    }
+}
+
+/// Writes the events of the engine in the form of an API.
+pub(crate) trait StreamWriter: Send + 'static {
+    /// The messages before the first event.
+    fn begin(&mut self) -> Vec<Message>;
+    /// The messages for an event.
+    fn event(&mut self, event: Event) -> Vec<Message>;
+    /// The messages for an error, which ends the stream.
+    fn fail(&mut self, error: &RequestError) -> Vec<Message>;
+    /// The messages after the last event.
+    fn end(&mut self) -> Vec<Message>;
+    /// True if all answers have ended.
+    fn has_ended(&self) -> bool;
+    /// The heartbeat, or `None` for a comment.
+    fn heartbeat(&self) -> Option<Message> {
+        None
+    }
+}
+
+struct State<W> {
+    app: Arc<App>,
+    events: UnboundedReceiver<Event>,
+    writer: W,
+    pending: VecDeque<Message>,
+    is_over: bool,
+}
+
+/// Returns the response that streams the events. If the client leaves, the stream is dropped, and with it the receiver.
+pub(crate) fn respond(
+    app: Arc<App>,
+    events: UnboundedReceiver<Event>,
+    mut writer: impl StreamWriter,
+) -> Response {
+    let mut keep_alive = KeepAlive::new().interval(app.options.heartbeat);
+    if let Some(heartbeat) = writer.heartbeat() {
+        keep_alive = keep_alive.event(heartbeat.into_event());
+    }
+    let state = State {
+        pending: writer.begin().into(),
+        app,
+        events,
+        writer,
+        is_over: false,
+    };
+    let stream = unfold(state, |mut state| async move {
+        loop {
+            if let Some(message) = state.pending.pop_front() {
+                return Some((Ok::<_, Infallible>(message.into_event()), state));
+            }
+            if state.is_over {
+                return None;
+            }
+            let messages = match state.events.recv().await {
+                Some(Event::Failed(error)) => {
+                    state.is_over = true;
+                    state.writer.fail(&error)
+                }
+                Some(event) => {
+                    let mut messages = state.writer.event(event);
+                    if state.writer.has_ended() {
+                        state.is_over = true;
+                        messages.extend(state.writer.end());
+                    }
+                    messages
+                }
+                None => {
+                    state.is_over = true;
+                    state.writer.fail(&state.app.engine.stopped())
+                }
+            };
+            state.pending.extend(messages);
+        }
+    });
+    Sse::new(stream).keep_alive(keep_alive).into_response()
+}

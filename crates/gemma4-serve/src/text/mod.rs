@@ -1,0 +1,11 @@
+//! The text side of the server: prompts from conversations, and tool calls from answers.
+
+mod conversation;
+mod prompt;
+mod tool_call;
+mod tool_grammar;
+
+pub use conversation::{ChatMessage, Tool, ToolChoice};
+pub use prompt::TextModel;
+pub use tool_call::{ToolCall, parse as parse_tool_call};
+pub use tool_grammar::grammar as tool_grammar;

@@ -1,0 +1,194 @@
+//! Prompts: the tokens of texts and conversations, and the checkpoint's options of answers.
+
+use super::conversation::{ChatMessage, Tool};
+use crate::engine::AnswerOptions;
+use crate::error::RequestError;
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Tokenizer};
+use serde_json::{Map, Value};
+
+/// The default number of tokens of an answer, if neither the request nor the checkpoint has a number.
+const MAX_TOKENS: usize = 1024;
+
+/// The parts of a checkpoint that turn texts to tokens. The model itself belongs to the engine.
+#[derive(Debug)]
+pub struct TextModel {
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    template: ChatTemplate,
+    begin: u32,
+    plain: GenerateOptions,
+    chat: GenerateOptions,
+    max_tokens: Option<usize>,
+}
+
+impl TextModel {
+    /// Copies the parts from a checkpoint.
+    pub fn new(gemma: &Gemma4) -> Self {
+        Self {
+            tokenizer: gemma.tokenizer().clone(),
+            template: gemma.chat_template().clone(),
+            begin: gemma.config().bos_token,
+            plain: gemma.options(),
+            chat: gemma.chat_options(),
+            max_tokens: gemma.defaults().max_new_tokens,
+        }
+    }
+
+    /// Replaces the chat template.
+    pub fn with_template(self, template: ChatTemplate) -> Self {
+        Self { template, ..self }
+    }
+
+    /// A token that ends a text.
+    pub fn end_token(&self) -> u32 {
+        let stop = self.plain.stop_tokens.first().copied();
+        stop.or_else(|| self.tokenizer.id("<eos>")).unwrap_or(0)
+    }
+
+    /// The tokens that begin and end a thought, if the vocabulary has them.
+    pub fn thought_tokens(&self) -> Option<[u32; 2]> {
+        let tokenizer = &self.tokenizer;
+        Some([tokenizer.id("<|channel>")?, tokenizer.id("<channel|>")?])
+    }
+
+    /// The largest number of tokens of an answer if the request has none. `left` is the number of tokens that the context has
+    /// left.
+    pub fn default_max_tokens(&self, left: usize) -> usize {
+        self.max_tokens.unwrap_or(MAX_TOKENS).min(left).max(1)
+    }
+
+    /// The checkpoint's options of an answer in a conversation, or of a continued text.
+    pub fn options(&self, is_chat: bool) -> AnswerOptions {
+        let options = match is_chat {
+            true => &self.chat,
+            false => &self.plain,
+        };
+        AnswerOptions {
+            max_tokens: options.max_tokens,
+            min_tokens: options.min_new_tokens.unwrap_or(0),
+            sampling: options.sampling.clone(),
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            begin_suppress_tokens: options.begin_suppress_tokens.clone(),
+            stop_tokens: options.stop_tokens.clone(),
+            ignore_stop_tokens: false,
+            stop_strings: options.stop_strings.clone(),
+            logprobs: None,
+            has_parts: is_chat,
+            max_thinking_tokens: None,
+            single_tool_call: false,
+        }
+    }
+
+    /// Encodes a text to continue. Special tokens in the text are encoded as special tokens.
+    ///
+    /// # Errors
+    /// Returns an error if the tokenizer rejects the text.
+    pub fn text_prompt(&self, text: &str) -> Result<Vec<u32>, RequestError> {
+        let mut tokens = self.tokenizer.encode(text)?;
+        if tokens.first() != Some(&self.begin) {
+            tokens.insert(0, self.begin);
+        }
+        Ok(tokens)
+    }
+
+    /// Encodes a conversation with the checkpoint's chat template. Special tokens in messages and tools are encoded as plain
+    /// text, so that a message cannot end its own turn.
+    ///
+    /// # Errors
+    /// Returns an error if the template rejects the conversation, or does not support the tools.
+    pub fn chat_prompt(
+        &self,
+        messages: &[ChatMessage],
+        tools: &[Tool],
+        enable_thinking: bool,
+    ) -> Result<Vec<u32>, RequestError> {
+        let messages: Vec<Value> = merged(messages).iter().map(ChatMessage::to_json).collect();
+        let tools: Vec<Value> = tools.iter().map(Tool::to_json).collect();
+        let mut texts = Vec::new();
+        messages
+            .iter()
+            .chain(&tools)
+            .for_each(|value| collect(value, &mut texts));
+        let marking = self.tokenizer.marking(texts)?;
+        let marked = |values: &[Value]| {
+            let values = values.iter().map(|value| mark(value, &marking));
+            values.collect::<Result<Vec<_>, RequestError>>()
+        };
+        let (messages, tools) = (marked(&messages)?, marked(&tools)?);
+        let options = ChatOptions {
+            enable_thinking,
+            ..ChatOptions::default()
+        };
+        let mut variables = Map::new();
+        let prompt = match tools.is_empty() {
+            true => self.template.render_json(&messages, &variables, options)?,
+            false => {
+                let without = self.template.render_json(&messages, &variables, options)?;
+                variables.insert("tools".into(), Value::Array(tools));
+                let with = self.template.render_json(&messages, &variables, options)?;
+                if with == without {
+                    return Err(RequestError::field(
+                        "tools",
+                        "are not supported by the model's chat template; expected none",
+                    ));
+                }
+                with
+            }
+        };
+        Ok(marking.encode(&prompt)?)
+    }
+}
+
+/// Joins the system messages at the beginning, because templates expect at most one.
+fn merged(messages: &[ChatMessage]) -> Vec<ChatMessage> {
+    let system: Vec<&str> = messages
+        .iter()
+        .map_while(|message| match message {
+            ChatMessage::System(text) => Some(text.as_str()),
+            _ => None,
+        })
+        .collect();
+    match system.len() {
+        0 | 1 => messages.to_vec(),
+        count => {
+            let first = ChatMessage::System(system.join("\n\n"));
+            let rest = messages[count..].iter().cloned();
+            std::iter::once(first).chain(rest).collect()
+        }
+    }
+}
+
+/// Collects all strings of a JSON value.
+fn collect<'a>(value: &'a Value, texts: &mut Vec<&'a str>) {
+    match value {
+        Value::String(text) => texts.push(text),
+        Value::Array(values) => values.iter().for_each(|value| collect(value, texts)),
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                texts.push(name);
+                collect(value, texts);
+            }
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => (),
+    }
+}
+
+/// Marks the special tokens in all strings of a JSON value.
+fn mark(value: &Value, marking: &Marking<'_>) -> Result<Value, RequestError> {
+    Ok(match value {
+        Value::String(text) => Value::String(marking.mark(text)?),
+        Value::Array(values) => {
+            let values = values.iter().map(|value| mark(value, marking));
+            Value::Array(values.collect::<Result<_, _>>()?)
+        }
+        Value::Object(fields) => {
+            let fields = fields.iter().map(|(name, value)| {
+                Ok::<_, RequestError>((marking.mark(name)?, mark(value, marking)?))
+            });
+            Value::Object(fields.collect::<Result<_, _>>()?)
+        }
+        other => other.clone(),
+    })
+}

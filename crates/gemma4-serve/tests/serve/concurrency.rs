@@ -1,0 +1,392 @@
+//! Tests many requests at once: each answer equals the answer alone, and cancelled requests free their places.
+
+use crate::harness::{Harness, gemma, user, with_model};
+use axum::body::Body;
+use axum::http::Request;
+use burn_gemma4::{Gemma4, GenerateOptions, Sampling};
+use gemma4_serve::ServerOptions;
+use gemma4_serve::engine::{AnswerOptions, EndReason, Engine, EngineOptions, Event};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use serde_json::{Value, json};
+use std::ops::ControlFlow;
+use std::time::Duration;
+use tower::ServiceExt;
+
+/// The options of an answer like those of a generation.
+fn answer_options(gemma: &Gemma4, max_tokens: usize) -> AnswerOptions {
+    AnswerOptions {
+        max_tokens,
+        min_tokens: 0,
+        sampling: Sampling::greedy(),
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        logit_bias: Vec::new(),
+        begin_suppress_tokens: Vec::new(),
+        stop_tokens: gemma.options().stop_tokens,
+        ignore_stop_tokens: false,
+        stop_strings: Vec::new(),
+        logprobs: None,
+        has_parts: true,
+        max_thinking_tokens: None,
+        single_tool_call: false,
+    }
+}
+
+fn random_prompt(rng: &mut StdRng) -> Vec<u32> {
+    // Some prompts are longer than the window of 128 tokens, so that ring buffers wrap around.
+    let length = match rng.random_bool(0.2) {
+        true => rng.random_range(100..400),
+        false => rng.random_range(1..60),
+    };
+    (0..length).map(|_| rng.random_range(20..2000)).collect()
+}
+
+#[tokio::test]
+async fn random_requests_equal_the_same_requests_alone() {
+    const REQUESTS: usize = 60;
+    let alone = gemma();
+    let mut rng = StdRng::seed_from_u64(1);
+    let options = EngineOptions {
+        max_running: 9,
+        prefill_chunk: Some(50),
+        ..EngineOptions::default()
+    };
+    let (engine, outcome) = Engine::start(gemma(), options).expect("the engine starts");
+    let mut tasks = Vec::new();
+    for number in 0..REQUESTS {
+        let prompt = random_prompt(&mut rng);
+        let max_tokens = rng.random_range(1..40);
+        let mut options = answer_options(&alone, max_tokens);
+        if rng.random_bool(0.4) {
+            options.sampling = Sampling {
+                temperature: rng.random_range(0.3..1.5),
+                top_k: rng.random_bool(0.5).then_some(40),
+                top_p: rng.random_bool(0.5).then_some(0.9),
+                min_p: rng.random_bool(0.3).then_some(0.05),
+                repetition_penalty: if rng.random_bool(0.3) { 1.2 } else { 1.0 },
+                seed: Some(number as u64),
+                ..Sampling::greedy()
+            };
+        }
+        if rng.random_bool(0.3) {
+            options.logprobs = Some(2);
+        }
+        let expected = alone
+            .generate(
+                prompt.clone(),
+                &GenerateOptions {
+                    max_tokens,
+                    sampling: options.sampling.clone(),
+                    ..alone.options()
+                },
+                |_| ControlFlow::Continue(()),
+            )
+            .expect("the generation succeeds");
+        let case = format!(
+            "request {number}, {} prompt tokens, {:?}, logprobs {:?}",
+            prompt.len(),
+            options.sampling,
+            options.logprobs
+        );
+        let is_cancelled = rng.random_bool(0.25);
+        let request = gemma4_serve::engine::Request {
+            prompt,
+            choices: if rng.random_bool(0.2) && options.sampling.is_greedy() {
+                2
+            } else {
+                1
+            },
+            options,
+            constraint: None,
+        };
+        let choices = request.choices;
+        let mut events = engine.submit(request).expect("the queue is not full");
+        let engine = engine.clone();
+        tasks.push(tokio::spawn(async move {
+            let (mut texts, mut ended) = (vec![String::new(); choices], 0);
+            let mut received = 0;
+            while ended < choices {
+                match events.recv().await {
+                    Some(Event::Text { choice, text, .. }) => texts[choice] += &text,
+                    Some(Event::End { usage, reason, .. }) => {
+                        assert_eq!(usage.tokens, expected.tokens.len(), "request {number}");
+                        let is_length = reason == EndReason::Length;
+                        assert_eq!(
+                            is_length,
+                            expected.finish_reason == burn_gemma4::FinishReason::Length
+                        );
+                        ended += 1;
+                    }
+                    Some(Event::ToolCall { .. }) => (),
+                    Some(Event::Failed(error)) => panic!("request {number}: {error}"),
+                    None => panic!("request {number}: {}", engine.stopped()),
+                }
+                received += 1;
+                if is_cancelled && received == 3 {
+                    // Dropping the receiver cancels the request.
+                    return;
+                }
+            }
+            if expected.tool_calls.is_empty() && expected.thoughts.is_empty() {
+                for text in texts {
+                    assert_eq!(text, expected.text, "{case}");
+                }
+            }
+        }));
+    }
+    for task in tasks {
+        task.await.expect("each request succeeds");
+    }
+    engine.drain();
+    let ended = outcome.await.expect("the engine reports its end");
+    assert_eq!(ended, Ok(()));
+    assert_eq!(engine.metrics().running.get(), 0);
+    assert_eq!(engine.metrics().queued.get(), 0);
+    assert_eq!(
+        engine.metrics().cache_bytes.get(),
+        0,
+        "the KV cache is free"
+    );
+}
+
+#[tokio::test]
+async fn full_queue_refuses_requests_and_recovers() {
+    let options = EngineOptions {
+        max_running: 1,
+        max_queue: 2,
+        ..EngineOptions::default()
+    };
+    let harness = std::sync::Arc::new(Harness::new(options, ServerOptions::default()));
+    let body =
+        json!({"messages": user("x"), "max_tokens": 60, "ignore_eos": true, "temperature": 0});
+    let mut tasks = Vec::new();
+    for _ in 0..12 {
+        let (harness, body) = (harness.clone(), body.clone());
+        tasks.push(tokio::spawn(async move { harness.chat(body).await }));
+    }
+    let (mut served, mut refused) = (0, 0);
+    for task in tasks {
+        let answer = task.await.expect("the task ends");
+        match answer.status.as_u16() {
+            200 => served += 1,
+            429 => {
+                refused += 1;
+                assert_eq!(answer.headers["retry-after"], "1");
+                assert_eq!(answer.json()["error"]["type"], "rate_limit_error");
+            }
+            status => panic!("{status}: {}", answer.text),
+        }
+    }
+    assert!(served >= 2 && refused >= 1, "{served} {refused}");
+    harness
+        .chat(json!({"messages": user("x"), "max_tokens": 2}))
+        .await
+        .ok();
+}
+
+#[tokio::test]
+async fn dropped_client_frees_its_place_at_once() {
+    let options = EngineOptions {
+        max_running: 1,
+        ..EngineOptions::default()
+    };
+    let harness = Harness::new(options, ServerOptions::default());
+    let long = json!({
+        "messages": user("x"), "max_tokens": 7000, "ignore_eos": true, "stream": true, "temperature": 0,
+    });
+    let request = crate::harness::post("/v1/chat/completions", &with_model(long));
+    let response = harness.router().oneshot(request).await.expect("infallible");
+    assert_eq!(response.status(), 200);
+    harness.wait_for("gemma4_running_answers", 1.0).await;
+    drop(response);
+    let started = std::time::Instant::now();
+    let body = json!({"messages": user("y"), "max_tokens": 2, "temperature": 0});
+    harness.chat(body).await.ok();
+    assert!(started.elapsed() < Duration::from_secs(5));
+    harness.wait_for("gemma4_running_answers", 0.0).await;
+}
+
+#[tokio::test]
+async fn slow_client_does_not_delay_others() {
+    let harness = Harness::plain();
+    let long = json!({
+        "messages": user("x"), "max_tokens": 300, "ignore_eos": true, "stream": true, "temperature": 0,
+    });
+    let request = crate::harness::post("/v1/chat/completions", &with_model(long));
+    // The body of this response is not read until the other requests have ended.
+    let slow = harness.router().oneshot(request).await.expect("infallible");
+    for _ in 0..3 {
+        let body = json!({"messages": user("y"), "max_tokens": 5, "temperature": 0});
+        harness.chat(body).await.ok();
+    }
+    harness.wait_for("gemma4_running_answers", 0.0).await;
+    let body = http_body_util::BodyExt::collect(slow.into_body())
+        .await
+        .expect("the body");
+    let text = String::from_utf8(body.to_bytes().to_vec()).expect("UTF-8");
+    assert!(text.trim_end().ends_with("data: [DONE]"));
+}
+
+#[tokio::test]
+async fn request_beyond_the_kv_cache_is_refused() {
+    let options = EngineOptions {
+        kv_tokens: Some(2048),
+        ..EngineOptions::default()
+    };
+    let harness = Harness::new(options, ServerOptions::default());
+    let body = json!({"messages": user("x"), "max_tokens": 3000});
+    let answer = harness.chat(body).await;
+    assert_eq!(answer.status, 400);
+    assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
+    // Requests that fit one after the other are all served.
+    let body = json!({"messages": user("x"), "max_tokens": 20, "n": 2, "temperature": 0});
+    let (first, second) = tokio::join!(harness.chat(body.clone()), harness.chat(body));
+    assert_eq!(first.ok()["choices"], second.ok()["choices"]);
+}
+
+#[tokio::test]
+async fn heartbeats_are_sent_while_an_answer_waits() {
+    let engine = EngineOptions {
+        max_running: 1,
+        ..EngineOptions::default()
+    };
+    let options = ServerOptions {
+        heartbeat: Duration::from_millis(20),
+        ..ServerOptions::default()
+    };
+    let harness = Harness::new(engine, options);
+    let long = |stream| json!({"messages": user("x"), "max_tokens": 400, "ignore_eos": true, "temperature": 0, "stream": stream});
+    let first = harness.chat(long(false));
+    let second = async {
+        harness.wait_for("gemma4_running_answers", 1.0).await;
+        harness
+            .chat(json!({"messages": user("y"), "max_tokens": 1, "stream": true}))
+            .await
+    };
+    let third = async {
+        harness.wait_for("gemma4_running_answers", 1.0).await;
+        harness
+            .messages(json!({"messages": user("y"), "max_tokens": 1, "stream": true}))
+            .await
+    };
+    let (first, second, third) = tokio::join!(first, second, third);
+    first.ok();
+    assert!(
+        second.text.lines().any(|line| line.starts_with(':')),
+        "{}",
+        second.text
+    );
+    assert!(third.text.contains("event: ping"), "{}", third.text);
+}
+
+#[tokio::test]
+async fn drain_finishes_requests_and_refuses_new_ones() {
+    let server = Harness::plain().server;
+    let engine = server.engine().clone();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let (shutdown, stopped) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(server.serve(listener, async {
+        let _ = stopped.await;
+    }));
+    let body = with_model(json!({"messages": user("x"), "max_tokens": 200, "ignore_eos": true}))
+        .to_string();
+    let request = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let client = tokio::task::spawn_blocking(move || {
+        use std::io::{Read, Write};
+        let mut stream = std::net::TcpStream::connect(address).expect("a connection");
+        stream
+            .write_all(request.as_bytes())
+            .expect("the request is sent");
+        let mut text = String::new();
+        stream
+            .read_to_string(&mut text)
+            .expect("the response arrives");
+        text
+    });
+    while engine.metrics().running.get() == 0 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    shutdown.send(()).expect("the server runs");
+    let text = client.await.expect("the client ends");
+    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    assert!(text.contains("\"completion_tokens\":200"), "{text}");
+    assert_eq!(serving.await.expect("the server ends"), Ok(()));
+    let alone = gemma();
+    let request = gemma4_serve::engine::Request {
+        prompt: vec![2],
+        choices: 1,
+        options: answer_options(&alone, 1),
+        constraint: None,
+    };
+    let error = engine.submit(request).expect_err("the engine has drained");
+    assert_eq!(error.status(), 503);
+}
+
+#[tokio::test]
+async fn connection_beyond_the_limit_waits() {
+    let options = ServerOptions {
+        max_connections: 1,
+        ..ServerOptions::default()
+    };
+    let server = Harness::new(EngineOptions::default(), options).server;
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let serving = tokio::spawn(server.serve(listener, std::future::pending()));
+    let client = tokio::task::spawn_blocking(move || {
+        use std::io::{Read, Write};
+        let health = "GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        let first = std::net::TcpStream::connect(address).expect("a connection");
+        // The server must have taken the first connection before the second one begins.
+        std::thread::sleep(Duration::from_millis(100));
+        let mut second = std::net::TcpStream::connect(address).expect("a connection");
+        second
+            .write_all(health.as_bytes())
+            .expect("the request is sent");
+        second
+            .set_read_timeout(Some(Duration::from_millis(200)))
+            .expect("a timeout");
+        let mut byte = [0];
+        assert!(
+            second.read(&mut byte).is_err(),
+            "the second connection waits"
+        );
+        drop(first);
+        second.set_read_timeout(None).expect("a timeout");
+        let mut text = String::new();
+        second
+            .read_to_string(&mut text)
+            .expect("the response arrives");
+        text
+    });
+    let text = client.await.expect("the client ends");
+    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    serving.abort();
+}
+
+#[tokio::test]
+async fn unread_request_bodies_do_not_panic_the_server() {
+    let harness = Harness::plain();
+    // A body that ends with an error, as of a client that has left.
+    let stream = futures_util::stream::iter([
+        Ok::<_, std::io::Error>(Vec::from(&b"{\"model\":"[..])),
+        Err(std::io::Error::other("gone")),
+    ]);
+    let request = Request::post("/v1/chat/completions")
+        .header("content-type", "application/json")
+        .body(Body::from_stream(stream))
+        .expect("a request");
+    assert_eq!(harness.send(request).await.status, 400);
+    let answer: Value = harness
+        .chat(json!({"messages": user("x"), "max_tokens": 1}))
+        .await
+        .ok();
+    assert_eq!(answer["object"], "chat.completion");
+}
