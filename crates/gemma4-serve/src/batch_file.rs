@@ -53,6 +53,9 @@ pub enum BatchError {
     Io(#[from] std::io::Error),
 }
 
+/// The most prompts of one completions request, which all take a place in the queue.
+const MOST_PROMPTS: usize = 128;
+
 /// Answers all requests of `input`, and writes one line each to `output`. `defaults` are fields for requests that lack them.
 /// `is_cancelled` is asked before each request.
 ///
@@ -68,7 +71,7 @@ pub fn run_batch_file(
 ) -> Result<BatchCounts, BatchError> {
     let concurrency = engine.max_running + AHEAD;
     let engine = EngineOptions {
-        max_queue: engine.max_queue.max(concurrency),
+        max_queue: engine.max_queue.max(concurrency * MOST_PROMPTS),
         ..engine
     };
     let options = ServerOptions::default();
@@ -128,6 +131,10 @@ async fn answer(
         Err(reason) => return Ok(failed(&number, &format!("line {}: {reason}", index + 1))),
     };
     for (name, value) in defaults {
+        let name = match (path.as_str(), name.as_str()) {
+            ("/v1/responses", "max_tokens") => "max_output_tokens",
+            (_, name) => name,
+        };
         body.entry(name).or_insert_with(|| value.clone());
     }
     body.insert("model".into(), json!(model));

@@ -59,6 +59,10 @@ impl PromptsArguments {
             WrongArgument(format!("{name}: {}: {error}", path.display()))
         };
         let input = File::open(prompts).map_err(|error| wrong("--prompts", prompts, error))?;
+        if out.exists() && same_file(prompts, out) {
+            let reason = "--out: is the file of --prompts, whose prompts would be lost".to_owned();
+            return Err(WrongArgument(reason).into());
+        }
         let output = File::create(out).map_err(|error| wrong("--out", out, error))?;
         let loaded = model.load()?;
         let engine = EngineOptions {
@@ -97,6 +101,11 @@ impl PromptsArguments {
             None => Ok(()),
         }
     }
+}
+
+/// True if both paths lead to one file.
+fn same_file(one: &Path, other: &Path) -> bool {
+    matches!((one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Returns the fields that the arguments set for every request.

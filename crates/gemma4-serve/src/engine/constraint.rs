@@ -14,6 +14,13 @@ use std::sync::Arc;
 /// The longest source of a grammar, in bytes.
 const LONGEST_GRAMMAR: usize = 256 << 10;
 
+/// The most lines of a Lark grammar, the deepest nesting of brackets in a regular expression or a Lark grammar, and the most
+/// references in a JSON schema. llguidance recurses without a limit, and a stack overflow would end the process. On a stack
+/// of 2 MB, 15,000 rules, 100,000 brackets and 3,000 references overflow.
+const MOST_LINES: usize = 2_000;
+const DEEPEST_NESTING: usize = 200;
+const MOST_REFERENCES: usize = 300;
+
 /// The source of a grammar.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Grammar {
@@ -35,6 +42,34 @@ impl Grammar {
         match self {
             Self::JsonSchema(schema) => schema.to_string().len(),
             Self::Regex(text) | Self::Lark(text) => text.len(),
+        }
+    }
+
+    /// Checks that the compiler needs a bounded stack.
+    fn check_depth(&self) -> Result<(), String> {
+        let too_many = |count: usize, what: &str, most: usize| match count > most {
+            true => Err(format!("has {count} {what}; expected at most {most}")),
+            false => Ok(()),
+        };
+        match self {
+            Self::JsonSchema(schema) => {
+                let references = schema.to_string().matches("$ref").count();
+                too_many(references, "references", MOST_REFERENCES)
+            }
+            Self::Regex(text) | Self::Lark(text) => {
+                let mut depth = 0usize;
+                let mut deepest = 0;
+                for character in text.chars() {
+                    match character {
+                        '(' | '[' | '{' => depth += 1,
+                        ')' | ']' | '}' => depth = depth.saturating_sub(1),
+                        _ => (),
+                    }
+                    deepest = deepest.max(depth);
+                }
+                too_many(deepest, "nested brackets", DEEPEST_NESTING)?;
+                too_many(text.lines().count(), "lines", MOST_LINES)
+            }
         }
     }
 }
@@ -97,6 +132,9 @@ impl Grammars {
             let reason = format!("has {bytes} bytes; expected at most {LONGEST_GRAMMAR}");
             return Err(RequestError::field(field, reason));
         }
+        grammar
+            .check_depth()
+            .map_err(|reason| RequestError::field(field, reason))?;
         let source = match grammar.clone() {
             Grammar::JsonSchema(schema) => {
                 TopLevelGrammar::from_json_schema(with_bounded_space(schema))

@@ -86,17 +86,16 @@ impl<'a> Scheduler<'a> {
         loop {
             let is_idle =
                 self.queue.is_empty() && self.prefilling.is_none() && self.running.is_empty();
-            if is_idle && self.shared.is_draining() {
-                return false;
-            }
-            let message = match is_idle {
+            let is_draining = self.shared.is_draining();
+            let message = match is_idle && !is_draining {
                 true => inbox.recv().map_err(|_| TryRecvError::Disconnected),
                 false => inbox.try_recv(),
             };
             match message {
                 Ok(Message::Submit(job)) => self.queue.push_back(*job),
                 Ok(Message::Wake) => (),
-                Err(TryRecvError::Empty) => return true,
+                // A request that was accepted before the engine drains may still lie in the inbox.
+                Err(TryRecvError::Empty) => return !(is_idle && is_draining),
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }
         }

@@ -6,9 +6,15 @@ use super::router::router;
 use crate::engine::{Engine, EngineOptions};
 use crate::text::TextModel;
 use axum::Router;
+use axum::serve::Listener;
 use burn_gemma4::{ChatTemplate, Gemma4, Gemma4Error};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
@@ -99,16 +105,14 @@ impl Server {
         let drained = app.engine.clone();
         let drain_timeout = app.options.drain_timeout;
         let listener = LimitedListener::new(listener, app.options.max_connections);
-        let served = axum::serve(listener, router(app)).with_graceful_shutdown(graceful);
-        let mut served = tokio::spawn(async move { served.await });
+        let mut served = tokio::spawn(serve_connections(listener, router(app), graceful));
         let timeout = wait_drained(drained.clone(), drain_timeout);
         tokio::pin!(timeout);
         let mut ended = None;
         loop {
             tokio::select! {
                 result = &mut served => {
-                    let result = result.map_err(|error| error.to_string())?;
-                    result.map_err(|error| format!("the listener has failed: {error}"))?;
+                    result.map_err(|error| error.to_string())?;
                     drained.drain();
                     return match ended {
                         Some(outcome) => outcome,
@@ -134,6 +138,40 @@ impl Server {
             }
         }
     }
+}
+
+/// The time that a client has for the headers of a request. A silent connection would otherwise hold its place for ever.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Serves connections until `shutdown` completes, and then waits until the open connections have their answers.
+async fn serve_connections(
+    mut listener: LimitedListener,
+    router: Router,
+    shutdown: impl Future<Output = ()>,
+) {
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT);
+    let service = TowerToHyperService::new(router);
+    let connections = GracefulShutdown::new();
+    tokio::pin!(shutdown);
+    loop {
+        tokio::select! {
+            (stream, _) = listener.accept() => {
+                let connection = http.serve_connection(TokioIo::new(stream), service.clone());
+                let connection = connections.watch(connection);
+                tokio::spawn(async move {
+                    // An error concerns only this connection: its client has left or sent no HTTP.
+                    if let Err(error) = connection.await {
+                        log::debug!("connection: {error}");
+                    }
+                });
+            }
+            () = &mut shutdown => break,
+        }
+    }
+    drop(listener);
+    connections.shutdown().await;
 }
 
 /// Completes when the drain timeout has passed since the engine began to drain.

@@ -106,7 +106,7 @@ impl MessagesRequest {
             .max_tokens
             .ok_or_else(|| RequestError::field("max_tokens", "is missing"))?;
         let prepared = self.prompt(app)?;
-        if let Some(budget) = prepared.thinking
+        if let Some(budget) = prepared.thinking.filter(|budget| *budget < usize::MAX)
             && budget as u64 >= max_tokens
         {
             let reason = format!("is {budget}; expected less than max_tokens, {max_tokens}");
