@@ -16,6 +16,10 @@ pub(crate) struct DropoutArguments {
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
     /// `-1 / kept`.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "only kernels for tensor cores read it")
+    )]
     pub minus_inverse_kept: f32,
     /// The number of query heads per sequence.
     pub q_heads: u32,
