@@ -90,6 +90,10 @@ pub(crate) fn pack_intervals<I: Int>(
 /// If `spans`, the kernel also does the work of [`span_blocks`] for the query blocks. This requires a problem without
 /// segments.
 #[cube(launch_unchecked)]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
 pub(crate) fn bound_intervals(
     packed: &mut Tensor<i32>,
     records: u32,
