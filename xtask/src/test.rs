@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, ExitStatus},
     thread,
 };
@@ -77,36 +77,40 @@ fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
     Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
 }
 
-/// Returns the names of the workspace's test targets. A test target is a folder `tests/NAME` with a `main.rs`, or a file
-/// `crates/*/tests/NAME.rs`.
+/// Returns the names of the workspace's test targets.
 fn test_targets(root: &Path) -> Result<Vec<String>> {
-    let entries = |folder: &Path| -> Result<Vec<_>> {
-        let listing = fs::read_dir(folder).and_then(|entries| entries.collect());
-        listing.map_err(|error| format!("{}: {error}", folder.display()))
-    };
-    let stem = |path: &Path| {
-        path.file_stem()
-            .map(|stem| stem.to_string_lossy().into_owned())
-    };
-    let mut names = Vec::new();
-    for entry in entries(&root.join("tests"))? {
-        if entry.path().join("main.rs").is_file() {
-            names.extend(stem(&entry.path()));
-        }
-    }
+    let mut names = targets_in(&root.join("tests"))?;
     for package in entries(&root.join("crates"))? {
-        let folder = package.path().join("tests");
+        let folder = package.join("tests");
         if folder.is_dir() {
-            let files = entries(&folder)?.into_iter().map(|entry| entry.path());
-            names.extend(
-                files
-                    .filter(|path| path.is_file())
-                    .filter_map(|path| stem(&path)),
-            );
+            names.extend(targets_in(&folder)?);
         }
     }
     names.sort();
     Ok(names)
+}
+
+/// Returns the names of the test targets in one folder. A target is a file `NAME.rs` or a folder `NAME` with a `main.rs`.
+fn targets_in(folder: &Path) -> Result<Vec<String>> {
+    let is_target = |path: &PathBuf| {
+        path.join("main.rs").is_file() || path.extension().is_some_and(|it| it == "rs")
+    };
+    let stem = |path: PathBuf| {
+        path.file_stem()
+            .map(|stem| stem.to_string_lossy().into_owned())
+    };
+    let targets = entries(folder)?.into_iter().filter(is_target);
+    Ok(targets.filter_map(stem).collect())
+}
+
+/// Returns the paths of a folder's entries.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).and_then(|entries| {
+        entries
+            .map(|entry| entry.map(|entry| entry.path()))
+            .collect()
+    });
+    entries.map_err(|error| format!("{}: {error}", folder.display()))
 }
 
 /// Returns the exit code of a command that has ended, or an error if a signal stopped the command.
