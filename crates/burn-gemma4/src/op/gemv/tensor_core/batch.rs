@@ -13,7 +13,7 @@
 //! Bound: memory bandwidth, up to about 32 rows. With more rows, the input rows that each warp reads from the caches cost
 //! as much as the weights.
 
-use super::super::concat::{WeightMatrices, side_of_cube};
+use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
 use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
 use super::kernel::{STEP_BYTES, read_weights, weight_address};
@@ -119,12 +119,38 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
         }
     }
 
+    finish_tiles(
+        &sums,
+        &epilogue_inputs,
+        output,
+        side,
+        first,
+        lane,
+        plan,
+        epilogue,
+    );
+}
+
+/// Adds up the warps' sums of all row tiles, applies the epilogue, and writes the outputs. The row tiles take turns in shared
+/// memory. `first` is the team's first output. Synchronizes the cube.
+#[cube]
+pub(super) fn finish_tiles<E: Float>(
+    sums: &Array<Vector<f32, Const<4>>>,
+    epilogue_inputs: &EpilogueInputs<E>,
+    output: &mut Tensor<E>,
+    side: Side,
+    first: u32,
+    lane: Lane,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    let tiles = comptime!(plan.row_tiles());
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.of_row_tile(0).partials()));
     #[unroll]
     for tile in 0..tiles {
         let tile_plan = comptime!(plan.of_row_tile(tile));
         #[unroll]
-        for fragment in 0..fragments {
+        for fragment in 0..plan.fragments() {
             leave_tile_parts(
                 &mut partial,
                 sums[comptime!(fragment * tiles + tile)],
@@ -142,7 +168,7 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
         };
         finish_parts(
             &partial,
-            &epilogue_inputs,
+            epilogue_inputs,
             output,
             of_outputs,
             tile_plan,
@@ -157,7 +183,7 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
 
 /// Writes a warp's partial sums of a fragment and a row tile to shared memory.
 #[cube]
-pub(super) fn leave_tile_parts(
+fn leave_tile_parts(
     partial: &mut Shared<[f32]>,
     sum: Vector<f32, Const<4>>,
     lane: Lane,

@@ -10,11 +10,11 @@
 //! Bound: memory bandwidth, unless the conversion of codes or the reads of the input take longer.
 
 use super::super::concat::{WeightMatrices, side_of_cube};
-use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
-use super::batch::{TILE_ROWS, leave_tile_parts, read_input_piece};
+use super::super::sums::{Epilogue, EpilogueInputs, ProjectPlan};
+use super::batch::{finish_tiles, read_input_piece};
 use super::codes::{Codes, GROUP, STEP, as_codes_lie, numbers};
 use super::parts::{Lane, lane, weight_row};
-use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address_of_side, read_codes};
+use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address_of_side, exchange_codes, read_codes};
 use cube_kit::ampere::cp_async::half_address;
 use cube_kit::ampere::gemv::{PRODUCT_ROWS, add_pairs_of_two_rows, read_word};
 use cube_kit::nvidia::Half;
@@ -137,35 +137,16 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
         );
     }
 
-    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.of_row_tile(0).partials()));
-    #[unroll]
-    for tile in 0..tiles {
-        let tile_plan = comptime!(plan.of_row_tile(tile));
-        #[unroll]
-        for fragment in 0..fragments {
-            let sum = sums[comptime!(fragment * tiles + tile)];
-            leave_tile_parts(&mut partial, sum, lane, fragment, tile_plan);
-        }
-        let of_outputs = Outputs {
-            row: comptime!((tile * TILE_ROWS) as u32).runtime(),
-            first,
-            outputs: side.outputs,
-            column: side.column,
-            all_outputs: side.all_outputs,
-        };
-        finish_parts(
-            &partial,
-            &epilogue_inputs,
-            output,
-            of_outputs,
-            tile_plan,
-            epilogue,
-        );
-        // The next row tile overwrites the sums in shared memory.
-        if comptime!(tile + 1 < tiles) {
-            sync_cube();
-        }
-    }
+    finish_tiles(
+        &sums,
+        &epilogue_inputs,
+        output,
+        side,
+        first,
+        lane,
+        plan,
+        epilogue,
+    );
 }
 
 /// Multiplies the codes in a step of 64 columns by the inputs of all rows, and adds the scaled results to the sums.
@@ -184,7 +165,6 @@ fn multiply<N: Size>(
     let tiles = comptime!(plan.row_tiles());
     let fragments = comptime!(plan.fragments());
     let half_words = comptime!(codes.words() / 2);
-    let gives_first = lane.column >= 2u32;
     // The numbers of both groups: four words of two numbers for each group and fragment.
     let mut weights = Array::<u32>::new(comptime!(8 * fragments));
     // The scales of the thread's two outputs, for both groups.
@@ -194,14 +174,7 @@ fn multiply<N: Size>(
         let own = read[comptime!(step * fragments + fragment)];
         let mut of_group = Array::<u32>::new(half_words);
         let mut of_next = Array::<u32>::new(half_words);
-        #[unroll]
-        for word in 0..half_words {
-            let one = own.extract(word);
-            let other = own.extract(comptime!(half_words + word));
-            let received = plane_shuffle_xor(select(gives_first, one, other), 2u32);
-            of_group[word] = select(gives_first, received, one);
-            of_next[word] = select(gives_first, other, received);
-        }
+        exchange_codes::<N>(&mut of_group, &mut of_next, own, lane, codes);
         #[unroll]
         for pair in 0..4usize {
             weights[comptime!(8 * fragment + pair)] = numbers(&of_group, pair, codes);

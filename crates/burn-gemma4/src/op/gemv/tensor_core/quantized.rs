@@ -237,6 +237,28 @@ pub(super) fn read_codes<N: Size>(
     }
 }
 
+/// Exchanges codes of a weight row among the four threads of the row. `own` holds the thread's 16 adjacent codes of a step.
+/// Afterwards, the thread has a quarter of each of the step's two groups: `of_group` and `of_next`.
+#[cube]
+pub(super) fn exchange_codes<N: Size>(
+    of_group: &mut Array<u32>,
+    of_next: &mut Array<u32>,
+    own: Vector<u32, N>,
+    lane: Lane,
+    #[comptime] codes: Codes,
+) {
+    let half_words = comptime!(codes.words() / 2);
+    let gives_first = lane.column >= 2u32;
+    #[unroll]
+    for word in 0..half_words {
+        let one = own.extract(word);
+        let other = own.extract(comptime!(half_words + word));
+        let received = plane_shuffle_xor(select(gives_first, one, other), 2u32);
+        of_group[word] = select(gives_first, received, one);
+        of_next[word] = select(gives_first, other, received);
+    }
+}
+
 /// Multiplies the codes in a step of 64 columns by the inputs, and adds the scaled results to the sums.
 #[cube]
 fn multiply<N: Size>(
@@ -258,20 +280,12 @@ fn multiply<N: Size>(
     as_codes_lie(&mut pairs, row, codes);
     as_codes_lie(&mut next_pairs, next_row, codes);
     let half_words = comptime!(codes.words() / 2);
-    let gives_first = lane.column >= 2u32;
     #[unroll]
     for fragment in 0..comptime!(plan.fragments()) {
         let own = read[comptime!(step * plan.fragments() + fragment)];
         let mut of_group = Array::<u32>::new(half_words);
         let mut of_next = Array::<u32>::new(half_words);
-        #[unroll]
-        for word in 0..half_words {
-            let one = own.extract(word);
-            let other = own.extract(comptime!(half_words + word));
-            let received = plane_shuffle_xor(select(gives_first, one, other), 2u32);
-            of_group[word] = select(gives_first, received, one);
-            of_next[word] = select(gives_first, other, received);
-        }
+        exchange_codes::<N>(&mut of_group, &mut of_next, own, lane, codes);
         let group = group_sums(&of_group, &pairs, codes);
         let next = group_sums(&of_next, &next_pairs, codes);
         #[unroll]
