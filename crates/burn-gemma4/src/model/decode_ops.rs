@@ -16,7 +16,7 @@ use crate::config::LayerType;
 use crate::op;
 use crate::op::column_slice::ColumnSlice;
 use crate::op::geglu::gelu;
-use crate::op::gemv::{BATCH_MAX_ROWS, Factors, GEMV_MAX_ROWS, Origin};
+use crate::op::gemv::{Factors, Origin};
 use crate::op::linear::Matrix;
 use crate::op::residual::Next;
 use crate::op::rope::heads::{HeadOptions, LayerColumns, LayerParts};
@@ -66,8 +66,7 @@ impl DecodeOps<'_> {
         let dtype = model.dtype();
         let experts = model.config().experts.as_ref();
         experts.is_none_or(|experts| moe_router::chooses(experts.num_experts))
-            && (rows <= GEMV_MAX_ROWS
-                || rows <= BATCH_MAX_ROWS && gemv::serves_batches(&model.device(), dtype))
+            && rows <= gemv::most_rows(&model.device(), dtype)
             && op::serves(&model.device(), dtype)
             && OneDtype::is_of(model, dtype)
     }

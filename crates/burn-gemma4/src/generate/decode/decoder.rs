@@ -9,13 +9,11 @@ use crate::error::Gemma4Error;
 use crate::generate::sampling::device::DeviceSampler;
 use crate::generate::sampling::sampler::Sampler;
 use crate::model::cache::Cache;
-#[cfg(feature = "cube")]
-use crate::model::decode_ops::DecodeOps;
 use crate::model::observe::Part;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 #[cfg(feature = "cube")]
-use crate::op::gemv::GEMV_MAX_ROWS;
+use crate::op::gemv;
 use crate::speculative::drafter::Drafter;
 use std::marker::PhantomData;
 
@@ -190,9 +188,8 @@ impl<'a> Decoder<'a> {
     /// attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
-        let rows = batch * count;
-        let serves = rows <= GEMV_MAX_ROWS || DecodeOps::serve(self.model, rows);
-        serves && count <= 1 + self.cache.spare()
+        let most = gemv::most_rows(&self.model.device(), self.model.dtype());
+        batch * count <= most && count <= 1 + self.cache.spare()
     }
 
     /// Attaches one sampler per sequence. Each [`step`](Self::step) then draws the next tokens on the device, and

@@ -96,8 +96,22 @@ pub(super) fn multiply(
 ) -> CubeTensor {
     let launched = LaunchOptions::of(&tensors, options);
     let first = tensor_of(&tensors.first).expect("a product has a matrix");
+    #[cfg(feature = "cuda")]
+    match options.layout {
+        None => {
+            if let Some(plan) = tensor_core::plan_of_whole(&tensors.input, &first, &launched) {
+                return tensor_core::multiply(tensors.input, first, launched, plan);
+            }
+        }
+        Some(layout) => {
+            let plan = tensor_core::plan_of_words(&tensors.input, &first, layout, &launched);
+            if let Some(plan) = plan {
+                return tensor_core::multiply_words(tensors.input, first, layout, launched, plan);
+            }
+        }
+    }
     let rows = tensors.input.meta.shape()[0];
-    if rows > GEMV_MAX_ROWS && !takes_batch(&tensors.input, &first, &launched, options.layout) {
+    if rows > GEMV_MAX_ROWS {
         let starts = (0..rows).step_by(GEMV_MAX_ROWS);
         let chunks = starts.map(|start| start..rows.min(start + GEMV_MAX_ROWS));
         let products = chunks.map(|chunk| multiply(rows_of_product(&tensors, chunk), options));
@@ -107,26 +121,6 @@ pub(super) fn multiply(
         None => launch(tensors.input, first, launched),
         Some(layout) => quantized::launch(tensors.input, first, layout, launched),
     }
-}
-
-/// True if one launch multiplies more than [`GEMV_MAX_ROWS`] rows.
-fn takes_batch(
-    input: &CubeTensor,
-    first: &CubeTensor,
-    options: &LaunchOptions,
-    layout: Option<Layout>,
-) -> bool {
-    #[cfg(feature = "cuda")]
-    let plan = match layout {
-        None => tensor_core::plan_of_whole(input, first, options),
-        Some(layout) => tensor_core::plan_of_words(input, first, layout, options),
-    };
-    #[cfg(not(feature = "cuda"))]
-    let plan = {
-        let _ = (input, first, options, layout);
-        None::<ProjectPlan>
-    };
-    plan.is_some()
 }
 
 /// Returns the tensors of the product for the given rows of the input.
@@ -152,24 +146,19 @@ fn rows_of_product(
     }
 }
 
-/// True if the device multiplies batches of rows of `dtype` on tensor cores.
-pub(super) fn serves_batches(client: &Client, dtype: DType) -> bool {
+/// Returns the largest number of input rows that the device multiplies with few reads of the weights.
+pub(super) fn most_rows(client: &Client, dtype: DType) -> usize {
     #[cfg(feature = "cuda")]
-    let serves = tensor_core::serves_batches(client, dtype);
+    if tensor_core::serves_batches(client, dtype) {
+        return super::BATCH_MAX_ROWS;
+    }
     #[cfg(not(feature = "cuda"))]
-    let serves = {
-        let _ = (client, dtype);
-        false
-    };
-    serves
+    let _ = (client, dtype);
+    GEMV_MAX_ROWS
 }
 
 /// Multiplies `input`, `[rows, columns in]`, by the transpose of `weight`, `[columns out, columns in]`.
 fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> CubeTensor {
-    #[cfg(feature = "cuda")]
-    if let Some(plan) = tensor_core::plan_of_whole(&input, &weight, &options) {
-        return tensor_core::multiply(input, weight, options, plan);
-    }
     let client = input.client.clone();
     let reads_parameters = options.reads_parameters(&weight);
     let (input, weight) = (into_contiguous(input), rows_of(weight));

@@ -31,19 +31,19 @@ use burn::{
 /// The largest number of input rows of a GEMV on CUDA cores.
 pub(crate) const GEMV_MAX_ROWS: usize = 8;
 
-/// The largest number of input rows of a batch, which tensor cores multiply with few reads of the weights. See
-/// [`serves_batches`].
+/// The largest number of input rows of a batch, which tensor cores multiply with few reads of the weights. See [`most_rows`].
 pub(crate) const BATCH_MAX_ROWS: usize = 64;
 
-/// True if the device multiplies batches of 9 to [`BATCH_MAX_ROWS`] rows of `dtype` on tensor cores.
-pub(crate) fn serves_batches(device: &Device, dtype: DType) -> bool {
+/// Returns the largest number of input rows of `dtype` that the device multiplies with few reads of the weights:
+/// [`BATCH_MAX_ROWS`] with tensor cores, or else [`GEMV_MAX_ROWS`].
+pub(crate) fn most_rows(device: &Device, dtype: DType) -> usize {
     match device.clone().without_autodiff().as_dispatch() {
-        DispatchDevice::Cube(device) => launch::serves_batches(&device.client(), dtype),
+        DispatchDevice::Cube(device) => launch::most_rows(&device.client(), dtype),
         #[allow(
             unreachable_patterns,
             reason = "with only the Cube backend, no other device exists"
         )]
-        _ => false,
+        _ => GEMV_MAX_ROWS,
     }
 }
 

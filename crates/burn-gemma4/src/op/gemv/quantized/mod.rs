@@ -2,8 +2,6 @@
 
 mod kernel;
 
-#[cfg(feature = "cuda")]
-use super::tensor_core;
 use super::{
     concat::weight_matrices,
     launch_options::{LaunchOptions, plan},
@@ -49,10 +47,6 @@ pub(super) fn launch(
     layout: Layout,
     mut options: LaunchOptions,
 ) -> CubeTensor {
-    #[cfg(feature = "cuda")]
-    if let Some(plan) = tensor_core::plan_of_words(&input, &words, layout, &options) {
-        return tensor_core::multiply_words(input, words, layout, options, plan);
-    }
     let client = input.client.clone();
     let reads_parameters = options.reads_parameters(&words);
     let (input, words) = (into_contiguous(input), rows_of(words));
