@@ -323,16 +323,9 @@ pub(crate) fn span_blocks(
         }
         block += units;
     }
-    let mut firsts = Shared::<[i32]>::new_slice(comptime!(units as usize));
-    let mut ends = Shared::<[i32]>::new_slice(comptime!(units as usize));
-    firsts[UNIT_POS as usize] = first;
-    ends[UNIT_POS as usize] = end;
-    sync_cube();
+    let first = reduced(first, Reduction::Smallest, units);
+    let end = -reduced(-end, Reduction::Smallest, units);
     if UNIT_POS == 0u32 {
-        for unit in 1..comptime!(units as usize) {
-            first = min(first, firsts[unit]);
-            end = max(end, ends[unit]);
-        }
         packed[at + 3] = first;
         packed[at + 4] = end;
         if index == 0u32 {
