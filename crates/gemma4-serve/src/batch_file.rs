@@ -9,7 +9,7 @@
 //! | OpenAI's batch form | `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}` |
 
 use crate::engine::EngineOptions;
-use crate::http::{Server, ServerOptions};
+use crate::http::{MAX_PROMPTS, Server, ServerOptions};
 use axum::{
     Router,
     body::{Body, to_bytes},
@@ -53,9 +53,6 @@ pub enum BatchError {
     Io(#[from] std::io::Error),
 }
 
-/// The most prompts of one completions request, which all take a place in the queue.
-const MOST_PROMPTS: usize = 128;
-
 /// Answers all requests of `input`, and writes one line each to `output`. `defaults` are fields for requests that lack them.
 /// `is_cancelled` is asked before each request.
 ///
@@ -71,7 +68,8 @@ pub fn run_batch_file(
 ) -> Result<BatchCounts, BatchError> {
     let concurrency = engine.max_running + AHEAD;
     let engine = EngineOptions {
-        max_queue: engine.max_queue.max(concurrency * MOST_PROMPTS),
+        // Each prompt of a completions request takes a place in the queue.
+        max_queue: engine.max_queue.max(concurrency * MAX_PROMPTS),
         ..engine
     };
     let options = ServerOptions::default();

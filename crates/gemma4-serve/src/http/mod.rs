@@ -14,4 +14,5 @@ mod server;
 mod stream;
 
 pub use app::ServerOptions;
+pub(crate) use openai::MAX_PROMPTS;
 pub use server::Server;

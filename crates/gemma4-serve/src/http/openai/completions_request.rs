@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 /// The largest number of prompts in a request.
-const MAX_PROMPTS: usize = 128;
+pub(crate) const MAX_PROMPTS: usize = 128;
 
 /// The fields of the request. Unknown fields are errors.
 #[derive(Debug, Deserialize)]

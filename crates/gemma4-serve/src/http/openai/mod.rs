@@ -12,3 +12,5 @@ pub(crate) mod responses;
 mod responses_request;
 mod responses_writer;
 pub(crate) mod tools;
+
+pub(crate) use completions_request::MAX_PROMPTS;
