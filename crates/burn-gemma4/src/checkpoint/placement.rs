@@ -86,7 +86,7 @@ impl Loader<'_, '_> {
         }
     }
 
-    /// Loads the per-layer embedding table as several tensors, each of which fits into a buffer of `largest` bytes.
+    /// Loads the per-layer embedding table as several tensors. Each tensor fits into a buffer of `largest` bytes.
     fn split(
         &self,
         largest: usize,

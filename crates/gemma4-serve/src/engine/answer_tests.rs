@@ -17,7 +17,7 @@ fn tokenizer() -> Tokenizer {
     gemma.expect("the model loads").tokenizer().clone()
 }
 
-/// What a client receives: thoughts, text, tool calls, and the reason for the end.
+/// The thoughts, text and tool calls that a client receives, and the reason for the end.
 #[derive(Debug, Default, PartialEq)]
 struct Received {
     thoughts: String,

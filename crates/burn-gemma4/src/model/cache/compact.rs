@@ -10,8 +10,8 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! A Gemma 4 head has 512 channels, of which 128 are rotated. A slot has 640 elements instead of 1024. In half precision
-//! the result differs in rounding.
+//! A Gemma 4 head has 512 channels. 128 of them are rotated. A slot has 640 elements instead of 1024. In half precision the
+//! result differs in rounding.
 
 use super::precision::CODES;
 use super::slots::Slots;

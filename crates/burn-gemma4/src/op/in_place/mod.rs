@@ -274,8 +274,8 @@ impl OverwriteBackend for CubeBackend {
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
         // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, and an element of
-        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements, of which the last quarter
-        // holds valid row indices of `streams`.
+        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements. Its last quarter holds valid
+        // row indices of `streams`.
         unsafe {
             begin_round::launch_unchecked(
                 &client,

@@ -86,7 +86,7 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
 }
 
 /// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the keep factor of dropout.
-/// Where P is 0, nothing is added, because dP may be NaN or infinite.
+/// If P is 0, the function adds nothing, because dP may be NaN or infinite.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,
