@@ -99,13 +99,15 @@ fn step_of_a_changing_batch_equals_single_sequences() {
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
-        // The first schedule has more sequences than the decode kernels take.
+        // The first schedule has more sequences than the decode kernels take. In the second schedule the sequences outgrow the
+        // slots of 256 tokens that their prompts fill, while rows of the batch are free.
         let kinds = [
-            (10, false, KvPrecision::Model),
-            (4, true, KvPrecision::Model),
-            (4, false, KvPrecision::Q8),
+            (10, 1..60, false, KvPrecision::Model),
+            (6, 250..257, false, KvPrecision::Model),
+            (4, 1..60, true, KvPrecision::Model),
+            (4, 1..60, false, KvPrecision::Q8),
         ];
-        for (seed, (count, compact_keys, precision)) in (7..).zip(kinds) {
+        for (seed, (count, lengths, compact_keys, precision)) in (7..).zip(kinds) {
             let kind = CacheKind {
                 compact_keys,
                 precision,
@@ -121,7 +123,7 @@ fn step_of_a_changing_batch_equals_single_sequences() {
             let mut rng = StdRng::seed_from_u64(seed);
             let vocabulary = gemma.config().vocab_size as u32;
             let sequence = |_| {
-                let length = rng.random_range(1..60);
+                let length = rng.random_range(lengths.clone());
                 let prompt: Vec<u32> = (0..length)
                     .map(|_| rng.random_range(0..vocabulary))
                     .collect();

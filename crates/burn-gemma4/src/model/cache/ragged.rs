@@ -87,14 +87,50 @@ impl Cache {
         self.ensure_slots(tokens);
     }
 
+    /// True if the buffers have slots for the sequence of `other`, so that [`overwrite_row`](Self::overwrite_row) can copy the
+    /// sequence.
+    #[cfg(feature = "cube")]
+    pub(crate) fn has_slots_for(&self, other: &Self) -> bool {
+        other.columns <= self.room
+    }
+
+    /// Copies the only sequence of `other` to `row`, in place. A captured CUDA graph that reads the buffers stays valid.
+    #[cfg(feature = "cube")]
+    pub(crate) fn overwrite_row(&self, row: usize, other: &Self) {
+        let tokens = other.columns;
+        let overwrite = |old: &Slots, new: &Slots, slots: usize| {
+            old.overwrite_row(row, new.narrow(2, 0, slots));
+        };
+        for (store, other) in self.stores.iter().zip(&other.stores) {
+            match (store, other) {
+                (Store::Ring(Some(old)), Store::Ring(Some(new))) => {
+                    let slots = new.key.dims()[2];
+                    overwrite(&old.key, &new.key, slots);
+                    overwrite(&old.value, &new.value, slots);
+                }
+                (Store::Growing(Some(old)), Store::Growing(Some(new))) => {
+                    overwrite(&old.key, &new.key, tokens);
+                    overwrite(&old.value, &new.value, tokens);
+                }
+                (Store::Compact(_, Some(old)), Store::Compact(_, Some(new))) => {
+                    overwrite(&old.slots, &new.slots, tokens);
+                }
+                _ => panic!("both caches belong to one model, and neither is empty"),
+            }
+        }
+    }
+
+    /// Copies row `from` of all buffers to row `to`, in place. A captured CUDA graph that reads the buffers stays valid.
+    #[cfg(feature = "cube")]
+    pub(crate) fn overwrite_row_by(&mut self, from: usize, to: usize) {
+        self.for_each_buffer(|buffer, _| buffer.overwrite_row(to, copied_row(buffer, from)));
+    }
+
     /// Copies row `from` of all buffers to row `to`.
     pub(crate) fn move_row(&mut self, from: usize, to: usize) {
         self.for_each_buffer(|buffer, _| {
             let slots = buffer.dims()[2];
-            // Copy the row to memory of its own first. The buffer then has only one handle, and is written in place.
-            let row = buffer.narrow(0, from, 1);
-            let copy = row.empty(slots + 1).assign(0..1, 0..slots, row);
-            let copy = copy.narrow(2, 0, slots);
+            let copy = copied_row(buffer, from);
             replace(buffer, |buffer| {
                 buffer.assign(to..to + 1, 0..slots, copy.clone())
             });
@@ -356,6 +392,15 @@ fn with_rows(like: &Slots, rows: usize, slots: usize) -> Slots {
             }
         }
     }
+}
+
+/// Copies a row to memory of its own. The buffer then has only one handle, and is written in place.
+fn copied_row(buffer: &Slots, row: usize) -> Slots {
+    let slots = buffer.dims()[2];
+    let row = buffer.narrow(0, row, 1);
+    // The extra slot makes the assignment a copy: over the whole tensor it would return a view of the buffer.
+    let copy = row.empty(slots + 1).assign(0..1, 0..slots, row);
+    copy.narrow(2, 0, slots)
 }
 
 /// Replaces a buffer without keeping a second handle to its memory.

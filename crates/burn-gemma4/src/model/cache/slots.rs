@@ -2,6 +2,8 @@
 
 use super::precision::{CODES, KvPrecision};
 use crate::op::columns::{columns, columns_of_words};
+#[cfg(feature = "cube")]
+use crate::op::in_place::rows::{overwrite_integer_row, overwrite_row};
 use attention_cube::quantized::QuantizedRows;
 use burn::tensor::{DType, Int, Tensor, kind::Basic};
 use std::ops::Range;
@@ -84,6 +86,28 @@ impl Slots {
                 words: assign(words, sequences.clone(), slots.clone(), new_words),
                 scales: assign(scales, sequences, slots, new_scales),
             },
+            (Self::Whole(_), Self::Q8 { .. }) | (Self::Q8 { .. }, Self::Whole(_)) => {
+                panic!("the slots of a cache have one storage format")
+            }
+        }
+    }
+
+    /// Copies the sequence `new` to the first slots of `row`, in place. Every handle to the memory sees the new values. `new` must
+    /// have memory of its own.
+    #[cfg(feature = "cube")]
+    pub fn overwrite_row(&self, row: usize, new: Self) {
+        match (self, new) {
+            (Self::Whole(numbers), Self::Whole(new)) => overwrite_row(numbers, row, new),
+            (
+                Self::Q8 { words, scales },
+                Self::Q8 {
+                    words: new_words,
+                    scales: new_scales,
+                },
+            ) => {
+                overwrite_integer_row(words, row, new_words);
+                overwrite_row(scales, row, new_scales);
+            }
             (Self::Whole(_), Self::Q8 { .. }) | (Self::Q8 { .. }, Self::Whole(_)) => {
                 panic!("the slots of a cache have one storage format")
             }

@@ -3,6 +3,7 @@
 //! A round is one iteration of speculative decoding: the drafter's steps, and the verification of their draft tokens.
 
 mod kernel;
+pub(crate) mod rows;
 
 use crate::op::launch::{rows_of, vector_size};
 use burn::{
