@@ -84,6 +84,45 @@ pub(super) fn copy_each<E: Float, N: Size>(
     copy_vectors(third, third_target, counts.third);
 }
 
+/// The position of a row in the source and in the target, in vectors.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Row {
+    pub heads: u32,
+    /// The number of vectors of a head that are copied.
+    pub count: u32,
+    /// The number of vectors between two heads of the source.
+    pub source_stride: u32,
+    /// The number of vectors between two heads of the target.
+    pub target_stride: u32,
+    /// The row of the target.
+    pub index: u32,
+}
+
+/// Copies the first vectors of each head of the source to one row of the target, which is contiguous.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn copy_row<N: Numeric, S: Size>(
+    source: &Tensor<Vector<N, S>>,
+    target: &mut Tensor<Vector<N, S>>,
+    row: Row,
+    #[define(N)] _number: ElemType,
+    #[define(S)] _vector: usize,
+) {
+    let heads = row.heads as usize;
+    let count = row.count as usize;
+    let target_stride = row.target_stride as usize;
+    let first = row.index as usize * heads * target_stride;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let mut at = ABSOLUTE_POS;
+    while at < heads * count {
+        let head = at / count;
+        let vector = at % count;
+        target[first + head * target_stride + vector] =
+            source[head * row.source_stride as usize + vector];
+        at += stride;
+    }
+}
+
 /// Overwrites the tokens with the chosen tokens, and advances positions and lengths by one. A missing token, −1, becomes
 /// token 0.
 #[cube(launch_unchecked)]

@@ -1,12 +1,11 @@
 //! Copies one sequence into a row of a KV cache buffer, in place. A captured CUDA graph that reads the buffer stays valid.
-//!
-//! Budget: registers hold one vector; no shared memory. Bound: memory bandwidth.
 
+use super::kernel::{RowLaunch, copy_row};
 use super::{MOST_CUBES, UNITS_OF_VECTORS};
 use crate::op::launch::vector_size;
 use burn::{
     backend::{
-        Backend, Dispatch, TensorMetadata, backend_extension,
+        Backend, Dispatch, backend_extension,
         cubecl::dtype_to_storage_type,
         tensor::{FloatTensor, IntTensor},
     },
@@ -14,7 +13,7 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count};
-use cubecl::prelude::*;
+use cubecl::prelude::CubeDim;
 
 /// Copies the slots of `source` to the first slots of `row` in `target`. Every handle to `target` sees the new values.
 ///
@@ -69,44 +68,6 @@ impl OverwriteRowBackend for CubeBackend {
     ) -> IntTensor<Self> {
         launch(&target, source, row);
         target
-    }
-}
-
-/// The position of a row in the source and in the target, in vectors.
-#[derive(CubeLaunch, CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Row {
-    heads: u32,
-    /// The number of vectors of a head that are copied.
-    count: u32,
-    /// The number of vectors between two heads of the source.
-    source_stride: u32,
-    /// The number of vectors between two heads of the target.
-    target_stride: u32,
-    /// The row of the target.
-    index: u32,
-}
-
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn copy_row<N: Numeric, S: Size>(
-    source: &Tensor<Vector<N, S>>,
-    target: &mut Tensor<Vector<N, S>>,
-    row: Row,
-    #[define(N)] _number: ElemType,
-    #[define(S)] _vector: usize,
-) {
-    let heads = row.heads as usize;
-    let count = row.count as usize;
-    let target_stride = row.target_stride as usize;
-    let first = row.index as usize * heads * target_stride;
-    let stride = CUBE_COUNT * CUBE_DIM as usize;
-    let mut at = ABSOLUTE_POS;
-    while at < heads * count {
-        let head = at / count;
-        let vector = at % count;
-        target[first + head * target_stride + vector] =
-            source[head * row.source_stride as usize + vector];
-        at += stride;
     }
 }
 
