@@ -216,7 +216,7 @@ impl Feature {
     }
 }
 
-/// The results in the table, each as its name in `Comparison::name` and the title of its column.
+/// The results in the table. Each pair is the result's name in `Comparison::name` and the title of the result's column.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),

@@ -70,7 +70,7 @@ fn main() {
         Distribution::Normal(0.0, 1.0),
         &device,
     );
-    // The mask hides position 0 from all queries, because it is padding.
+    // The mask hides position 0 from all queries, because position 0 is padding.
     let is_padding = |position: usize| position == 0;
     let visible: Vec<bool> = (0..BATCH * POSITIONS)
         .map(|index| !is_padding(index % POSITIONS))

@@ -14,7 +14,7 @@ use attention_cube::{AttentionOptions, AttentionProblem};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use std::ops::Range;
 
-/// The number of query rows of a sample, added up over all of the sample's query heads.
+/// The number of query rows in a sample, summed over the query heads of the sample.
 const ROWS: usize = 128;
 
 /// The relative L2 error of a result, and the error of the reference implementation when it runs in the result's dtype.
@@ -140,8 +140,8 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// Returns the errors of the worst of the three gradients. The worst gradient has the largest error in units of the
-    /// error of the reference implementation in the same dtype. Before the backward, the caller must multiply the output
+    /// Returns the errors of the worst of the three gradients. The worst gradient has the largest ratio of its own error to
+    /// the error of the reference implementation in the same dtype. Before the backward, the caller must multiply the output
     /// gradient by [`gradient_mask`](Self::gradient_mask).
     ///
     /// # Errors
@@ -215,7 +215,8 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// Returns the rows of the sampled queries in the heads `heads`. `tensor` has one sequence, `[1, heads, q_len, columns]`.
+    /// Returns the rows of `tensor` at the sampled queries, for the heads in `heads`. `tensor` has one sequence, `[1, heads,
+    /// q_len, columns]`.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();

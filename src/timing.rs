@@ -182,8 +182,9 @@ impl Timer {
             drop(output);
             return Ok(time.as_secs_f64());
         }
-        // On an idle device, the device's timer would start before the host has launched the timed work. The time would then
-        // include the launch time of the host. So ballast is launched first.
+        // On an idle device, the device's timer would start before the host has launched the timed work. The measured time
+        // would then include the host's launch time. The ballast, an elementwise operation on a large tensor, keeps the
+        // device busy during the launch.
         if let Some(ballast) = &self.ballast {
             for _ in 0..BALLAST {
                 self.flushed(|| ballast.clone().add_scalar(1.0))?;

@@ -29,7 +29,8 @@ pub struct Attention {
     /// True if intervals of visible keys replace the causal mask. Each fourth block of 256 tokens is an image, whose tokens
     /// all see each other.
     images: bool,
-    /// The storage of prompts that have the different lengths in [`RAGGED`], or `None` if all prompts have one length.
+    /// The storage of prompts with different lengths, or `None` if all prompts have one length. [`RAGGED`] lists the
+    /// lengths.
     ragged: Option<Rows>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
     page_len: Option<usize>,
@@ -51,9 +52,9 @@ pub struct Attention {
 /// A mask that hides the same keys in every sequence and head.
 #[derive(Clone, Copy)]
 enum Mask {
-    /// The mask is passed as a tensor `[1, 1, length, length]`.
+    /// The call gets the mask as a tensor `[1, 1, length, length]`.
     Own,
-    /// The mask is a tensor `[1, 1, length, length]` that is expanded to all sequences and heads with stride 0.
+    /// The call gets the mask `[1, 1, length, length]` expanded to all sequences and heads, with stride 0.
     Expanded,
 }
 
@@ -67,8 +68,8 @@ enum Rows {
     Packed,
 }
 
-/// A case with its counterpart (see the module). The benchmark reports a failure if the case takes more than `limit` times
-/// as long.
+/// A case in which attention was once slow, and a similar case for comparison (the counterpart). The benchmark reports a
+/// failure if the case takes more than `limit` times as long as the counterpart.
 pub struct Cliff {
     pub name: &'static str,
     pub pass: Pass,
@@ -187,11 +188,11 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// Groups of sequences of equal length: the number of sequences, and their length. Under a causal mask, all groups have
-/// about the same number of visible query-key pairs.
+/// The prompts of the cases with different prompt lengths. Each pair is a number of prompts and their length in tokens.
+/// Under a causal mask, all pairs have about the same number of visible query-key pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
-/// Returns the length of each sequence of [`RAGGED`].
+/// Returns the length of each prompt in [`RAGGED`].
 fn ragged_lengths() -> Vec<i32> {
     let lengths = RAGGED
         .iter()
@@ -201,8 +202,8 @@ fn ragged_lengths() -> Vec<i32> {
 
 /// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has sequences of 1,024 tokens.
 ///
-/// The counterpart has 0.94 times as many visible query-key pairs as the case. If the case takes 1.18 times as long as the
-/// counterpart (the limit), its FLOP/s are 90 % of the counterpart's FLOP/s.
+/// The counterpart has 0.94 times as many visible query-key pairs as the case. At the limit, the case takes 1.18 times as
+/// long as the counterpart. The case then reaches `1 / (0.94 · 1.18)` = 90 % of the counterpart's FLOP/s.
 const fn ragged(name: &'static str, pass: Pass, rows: Rows, heads: usize, width: usize) -> Cliff {
     let (mut batch, mut tokens, mut index) = (0, 0, 0);
     while index < RAGGED.len() {

@@ -32,7 +32,7 @@ use cliffs::{CLIFFS, Cliff};
 use report::{Pass, print_cliff_header, print_header};
 use std::{env, path::PathBuf, process::ExitCode};
 
-/// The environment variable for the option `--engine`. `SHARED_MEMORY` is the variable for `--shared-memory`.
+/// The environment variables that the options `--engine` and `--shared-memory` set.
 const ENGINES: &str = "ATTENTION_ENGINES";
 const SHARED_MEMORY: &str = "ATTENTION_SHARED_MEMORY";
 
@@ -85,7 +85,7 @@ struct Cli {
     /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Set by `cargo bench`
+    /// Ignored. `cargo bench` passes this flag
     #[arg(long, hide = true)]
     bench: bool,
 }

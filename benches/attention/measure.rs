@@ -99,8 +99,8 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // Before the timing, the oracle (if any) reads one output. A failed launch reports its error only when its output is
-        // read.
+        // Before the timing, compare one output with the reference result, if there is one. A failed launch reports its
+        // error only when its output is read.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle

@@ -1,5 +1,5 @@
 //! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over the last token
-//! and its draft tokens.
+//! and the draft tokens after it.
 
 use crate::launches::{Launches, observe};
 use attention_workspace::Error;
@@ -41,12 +41,13 @@ pub struct Drafted {
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass. The host waits for the draft tokens in this measurement, but not in a
-    /// pass.
+    /// The time to compute the draft tokens of a pass. The host waits for the draft tokens in this measurement. During a
+    /// pass the host does not wait for the draft tokens.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,
-    /// The execution mode of the decoder.
+    /// The decoder's execution mode: `graph` (CUDA graph), `kernels` (one launch per kernel) or `layers`
+    /// (`Gemma4Model::step`).
     pub mode: String,
     /// The kernel launches of a pass and its draft tokens. Graph capture is off while the launches are recorded.
     pub launches: Option<Launches>,

@@ -54,7 +54,7 @@ struct Cli {
     /// Quantize the weights to this form, as `generate` does
     #[arg(long, value_enum, value_name = "FORM")]
     quantize: Option<WeightForm>,
-    /// The place of the table of per-layer embeddings; `host` writes it to files as large as the model
+    /// The memory that holds the table of per-layer embeddings; `host` writes the table to files as large as the model
     #[arg(long, value_enum, default_value = "device")]
     per_layer_table: Table,
     /// The number of tokens per prompt [default: 128,2048,8192; 24,96 on a CPU]
@@ -75,14 +75,14 @@ struct Cli {
     /// Launch every kernel of a token separately, without graph capture
     #[arg(long)]
     launch_each: bool,
-    /// Store only the rotated channels of keys, in layers that compute their values from the key projection
+    /// Store only the rotated (RoPE) channels of keys, in layers that compute their values from the key projection
     #[arg(long)]
     compact_keys: bool,
     /// Store keys and values in the model's dtype, or in int8
     #[arg(long, value_enum, default_value_t)]
     kv: Kv,
-    /// Also measure speculative decoding of one sequence, with up to 8 draft tokens per pass; once with draft tokens that cost
-    /// nothing, and once with a drafter
+    /// Also measure speculative decoding of one sequence, with up to 8 draft tokens per pass. One run has draft tokens that
+    /// cost no time, and one run has a drafter
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=8))]
     draft_tokens: Option<u8>,
     /// The probability that a draft token is accepted if all draft tokens before it are accepted
@@ -94,13 +94,13 @@ struct Cli {
     /// Give the sequences of a batch different lengths, from half the prompt's length up to its full length
     #[arg(long)]
     ragged: bool,
-    /// Measure neither the parts of a token, such as attention, nor the launches of a token and of a prompt
+    /// Skip the times of the parts of a token, such as attention, and the lists of kernel launches
     #[arg(long)]
     no_parts: bool,
     /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Set by `cargo bench`
+    /// Ignored. `cargo bench` passes this flag
     #[arg(long, hide = true)]
     bench: bool,
 }

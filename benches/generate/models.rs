@@ -99,8 +99,8 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies, out of `all` parameters of the model. Experts that the
-/// router does not select are included. Embedding tables are excluded, unless the table is also the output head.
+/// Returns the number of weights that a decode step multiplies. `all` is the number of the model's parameters. Experts that
+/// the router does not select are excluded, and so are embedding tables that are not also the output head.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {

@@ -14,7 +14,7 @@ pub struct Parts(BTreeMap<String, Time>);
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Time {
     /// The time of all occurrences of the part in a token. The benchmark waits for the device after each occurrence, and
-    /// subtracts the time of a wait for an idle device.
+    /// subtracts the time that a wait for an idle device takes.
     pub milliseconds: f64,
     /// The number of times that the part occurs in a token.
     pub places: usize,

@@ -14,7 +14,8 @@ pub struct Report {
     pub device: String,
     pub dtype: Dtype,
     pub quantize: Option<WeightForm>,
-    /// True if the cache stored only the rotated channels of keys, in the layers whose values come from the key projection.
+    /// True if the cache stored only the rotated (RoPE) channels of keys, in the layers that compute their values from the
+    /// key projection.
     pub compact_keys: bool,
     /// The storage format of keys and values.
     pub kv: Kv,
@@ -56,7 +57,8 @@ pub struct Measured {
     pub fastest_token_milliseconds: f64,
     /// The lower bound of a token's time: the time to read weights, keys and values from memory once.
     pub floor_milliseconds: f64,
-    /// The execution mode of the decoder.
+    /// The decoder's execution mode: `graph` (CUDA graph), `kernels` (one launch per kernel) or `layers`
+    /// (`Gemma4Model::step`).
     pub mode: String,
     /// The time of each warm-up token. The warm-up tokens compile and tune kernels and capture the CUDA graph.
     pub first_tokens_milliseconds: Vec<f64>,

@@ -4,11 +4,11 @@
 //! covers only the last positions of each sequence, as in training on long documents. Gradient clipping, the optimizer and
 //! `--checkpointing` have the defaults of the programs `train` and `finetune`.
 //!
-//! The reported memory is the peak over the warm-up steps and one untimed step, polled every few milliseconds. Tuning
-//! kernels takes more memory than a step, so take the peak of a second run of the benchmark.
+//! The reported memory is the peak over the warm-up steps and one untimed step, polled every few milliseconds. The first run
+//! of the benchmark also tunes kernels, which takes more memory than a step. Take the peak of a second run.
 //!
-//! The parts of a step, such as attention, are timed separately. The parts are compared with a step without graph capture,
-//! because the parts have launch overhead too. The rest of the step is norms, activations, embeddings and recomputation.
+//! The parts of a step, such as attention, are timed separately. They are compared with a step without graph capture,
+//! because every part has launch overhead too. The rest of the step is norms, activations, embeddings and recomputation.
 
 mod flops;
 mod memory;
@@ -61,14 +61,14 @@ struct Cli {
     /// Train a LoRA adapter of this rank, as `finetune` does, instead of all weights
     #[arg(long)]
     rank: Option<usize>,
-    /// The alpha of the adapter, whose scale is alpha / rank
+    /// The LoRA alpha of the adapter, which scales the adapter's output by alpha / rank
     #[arg(long, default_value_t = 32.0, requires = "rank")]
     alpha: f64,
     /// Quantize the frozen weights under an adapter to this form, as `finetune` does
     #[arg(long, value_enum, value_name = "FORM", requires = "rank")]
     quantize: Option<WeightForm>,
-    /// The place of the table of per-layer embeddings; `host` writes it to files as large as the model, and does not train
-    /// it
+    /// The memory that holds the table of per-layer embeddings; `host` writes the table to files as large as the model, and
+    /// does not train the table
     #[arg(long, value_enum, value_name = "PLACE", default_value = "device")]
     per_layer_table: Table,
     #[command(flatten)]
@@ -85,7 +85,7 @@ struct Cli {
     /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Set by `cargo bench`
+    /// Ignored. `cargo bench` passes this flag
     #[arg(long, hide = true)]
     bench: bool,
 }

@@ -138,12 +138,12 @@ fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
 pub struct AttentionKind {
     is_full: bool,
     /// The number of queries per sequence. A layer that uses an earlier layer's KV cache computes only the queries of the
-    /// last positions.
+    /// positions that the loss covers.
     pub queries: usize,
 }
 
 impl AttentionKind {
-    /// Returns the maximum number of keys that a query of this kind sees.
+    /// Returns the maximum number of keys that a query sees in a layer of this kind.
     pub fn window(self, config: &Gemma4Config) -> usize {
         match self.is_full {
             true => usize::MAX,
@@ -152,7 +152,7 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers. Each kind maps to the index of an example layer and the number of its layers.
+/// Returns the kinds of attention layers. Each kind has the index of an example layer and the number of layers of this kind.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -228,8 +228,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape maps to an
-/// example of a weight matrix and the number of weight matrices with this shape.
+/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape has an
+/// example weight matrix and the number of weight matrices with this shape.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],
@@ -246,7 +246,8 @@ pub fn matrix_kinds(
         add(linear, all, config.hidden_size);
     }
     for (index, layer) in model.layers.iter().enumerate() {
-        // A layer that uses the KV cache of an earlier layer is computed only for the last positions.
+        // A layer that uses an earlier layer's KV cache produces no keys and values for other layers. The layer is therefore
+        // computed only for the positions that the loss covers.
         let rows = if config.is_shared(index) { last } else { all };
         for (linear, columns) in matrices(layer, config, index) {
             add(linear, rows, columns);

@@ -83,7 +83,7 @@ fn recorder(arguments: &StepArguments) -> GradientRecorder {
 }
 
 impl Training {
-    /// Creates the training of `model`. Initializes all weights that are not initialized yet.
+    /// Creates the training of `model`, and initializes all weights that are not initialized yet.
     pub fn new(model: Gemma4Model, arguments: &StepArguments) -> Self {
         model.visit(&mut Draw);
         Self {
@@ -105,7 +105,7 @@ impl Training {
         &self.model.model
     }
 
-    /// Returns the memory use of the weights and of the training.
+    /// Returns the bytes of weights, gradients and optimizer state.
     pub fn memory(&self, arguments: &StepArguments) -> Memory {
         let is_f16 = self.model().dtype() == DType::F16;
         Memory::of(self.model(), arguments.optimizer, is_f16)

@@ -13,7 +13,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The extent of a mask or a bias: one flag for each dimension of the scores, `[batch, q_heads, q_len, kv_len]`. A dimension
-/// with `false` has the size 1.
+/// with `true` has its full size. A dimension with `false` has the size 1 and is broadcast.
 pub type Extent = [bool; 4];
 /// The extent that has the full size in all four dimensions.
 pub const FULL: Extent = [true; 4];
@@ -57,9 +57,8 @@ pub struct Case {
     /// The segment ids of all queries, and the segment ids of all keys. Each list has the ids of sequence 0 first, then
     /// those of sequence 1, and so on. `None` means no segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of lists over `[batch, q_len]`:
-    /// the first keys, and the ends (one past the last key). A query sees a key if the key is in the query's interval of at
-    /// least one set.
+    /// The interval sets. A set is a pair of lists over `[batch, q_len]`: the first visible key of each query, and the end
+    /// (one past the last visible key). A query sees a key that lies in the query's interval of at least one set.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
     /// The dropout probability and the dropout seed, or `None` without dropout.
     pub dropout: Option<(f64, u64)>,
@@ -82,8 +81,8 @@ pub struct Case {
 }
 
 impl Case {
-    /// Creates a case without options. Its loss depends on output and logsumexp. `sizes` is `[batch, q_heads, kv_heads, q_len,
-    /// kv_len, head_dim, value_dim]`. The dtype is f32, or the value of `ATTENTION_TEST_DTYPE`.
+    /// Creates a case without options. The loss of the case depends on the output and the logsumexp. `sizes` is `[batch,
+    /// q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`. The dtype is f32, or the value of `ATTENTION_TEST_DTYPE`.
     pub fn new(sizes: [usize; 7]) -> Self {
         let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = sizes;
         Self {
@@ -217,8 +216,8 @@ impl Case {
         self.check_inputs(&inputs, &inputs);
     }
 
-    /// Checks like [`check`](Self::check), but the devices get `given`, and the reference implementation gets `equivalent`.
-    /// Correct results must not depend on the differences between `given` and `equivalent`.
+    /// Checks like [`check`](Self::check), but the devices compute with `given`, and the reference implementation computes
+    /// with `equivalent`. Correct results must not depend on the differences between `given` and `equivalent`.
     ///
     /// # Panics
     /// Panics like [`check`](Self::check).

@@ -12,9 +12,9 @@ use cubecl::prelude::*;
 /// The score mod of a case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Change {
-    /// [`Alibi`] with the paper's slopes.
+    /// [`Alibi`] with the slopes of the ALiBi paper.
     Alibi,
-    /// [`Bent`] with a table of one factor per head.
+    /// [`Bent`] with a table that has one factor per head.
     Bent,
 }
 
@@ -27,8 +27,9 @@ pub enum Hide {
     Keys,
 }
 
-/// A score mod that depends on score, head, query, key and sequence, and whose slope varies:
-/// `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the entry of `table` for the head.
+/// A score mod that depends on the score `x`, the head, the query, the key and the sequence. The slope in `x` varies. The new
+/// score is `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the entry of `table` for the
+/// head.
 pub struct Bent;
 
 #[cfg_attr(feature = "cube", cube)]

@@ -1,17 +1,18 @@
 //! Compares results with the reference implementation. The dtype determines the allowed error.
 //!
 //! The baseline is the result of the reference implementation in the same dtype. A result may have twice the error of the
-//! baseline, both in root mean square and at the worst element. The following rounding errors are allowed in addition, where ε
-//! is the precision of a dtype:
+//! baseline, both in root mean square and at the worst element. The following rounding errors are allowed in addition, where
+//! ε is the precision of a dtype:
 //!
-//! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. Allowed: `4·ε·√n`.
-//! - Terms cancel in the gradient of the scores, `dS = P ∘ (dP − Δ)`, where P are the probabilities and Δ is the row sum of
-//!   output ∘ output gradient. `dP − Δ` has an error of `ε·dP`, even if the difference is small. Allowed: `4·ε` times the
-//!   size of the terms, which the caller provides.
-//! - The result is rounded once to the storage dtype. Allowed: a quarter of the storage dtype's ε in root mean square, and
-//!   half of this ε at the worst element.
-//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. Allowed: half of the
-//!   storage dtype's ε, times the size of the terms that contain Δ.
+//! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. The allowance is
+//!   `4·ε·√n`.
+//! - The gradient of the scores is `dS = P ∘ (dP − Δ)`. P are the probabilities, dP are their gradients, and Δ is the row sum
+//!   of output ∘ output gradient. If dP and Δ cancel, the small difference still has an error of `ε·dP`. The allowance is
+//!   `4·ε` times the magnitude of the terms, which the caller provides.
+//! - The result is rounded once to the storage dtype. The allowance is a quarter of the storage dtype's ε in root mean
+//!   square, and half of this ε at the worst element.
+//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. The allowance is half of
+//!   the storage dtype's ε, times the magnitude of the terms that contain Δ.
 //!
 //! For f32 and a few hundred terms, the allowed error is 10⁻⁵. Wrong mathematics causes errors of 10⁻³ and above.
 
@@ -80,7 +81,7 @@ pub struct Comparison {
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
-/// The size of a result's error, over all elements of the result.
+/// The error of a result: the root mean square over all elements, and the error of the worst element.
 #[derive(Clone, Copy, Debug)]
 pub struct Deviation {
     /// The root mean square of the elements' errors.
@@ -246,8 +247,8 @@ mod tests {
         let (exact, baseline) = ([1.0, -1.0], [1.01, -1.01]);
         assert!(is_close(&[1.02, -1.02], &exact, &baseline));
         assert!(!is_close(&[1.021, -1.021], &exact, &baseline));
-        // The error of 0.025 exceeds the limit for the worst element, although the root mean square of the errors is within its
-        // limit.
+        // The error 0.025 of the first element exceeds the limit for the worst element. The root mean square of both errors
+        // stays within its limit.
         assert!(!is_close(&[1.025, -1.0], &exact, &baseline));
     }
 

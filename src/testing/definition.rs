@@ -9,7 +9,7 @@ use super::run::Operator;
 use burn::tensor::{DType, Device};
 use std::cell::OnceCell;
 
-/// The largest accepted ratio of an error to the allowed error, for random data. See [`Definition::random_faults`].
+/// The largest ratio of an error to the allowed error that [`Definition::random_faults`] accepts.
 const STORED: f64 = 4.0;
 
 /// The results of the reference implementation for a case.
@@ -53,15 +53,14 @@ impl<'a> Definition<'a> {
             .collect()
     }
 
-    /// Returns the faults like [`faults`](Self::faults), for results on random data. Larger rounding errors are accepted
-    /// here.
+    /// Returns the faults like [`faults`](Self::faults), but accepts larger errors, for results on random data.
     ///
-    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that an f32
-    /// logsumexp hides their differences. The allowed errors of [`compare`](super::compare) are too small for these two
-    /// cases.
+    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that rounding
+    /// the logsumexp to f32 loses their differences. The allowed errors of [`compare`](super::compare) are too small for
+    /// these two cases.
     ///
-    /// An error of up to four times the allowed error is therefore accepted, if the error of the unfused backward in the
-    /// same dtype is similar.
+    /// An error of up to four times the allowed error is therefore accepted, if the unfused backward in the same dtype has a
+    /// similar error.
     ///
     /// # Panics
     /// Panics like [`faults`](Self::faults).
@@ -92,8 +91,9 @@ impl<'a> Definition<'a> {
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison uses the exact results as the baseline. The real baseline takes as long as all other work
-        // together, so the real baseline is computed only if a result fails.
+        // The first comparison uses the exact results as the baseline, which is the strictest possible baseline. Computing
+        // the real baseline takes as long as all other work of the check. The real baseline is therefore computed only if a
+        // result fails.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)

@@ -30,7 +30,7 @@ impl Dense {
     /// Creates an array of normally distributed random elements, rounded to `dtype`.
     pub fn normal(shape: [usize; 4], dtype: DType, rng: &mut StdRng) -> Self {
         let drawn = Self::from_fn(shape, |_| {
-            // These two lines are the Box-Muller transform.
+            // The Box-Muller transform makes a normally distributed number from two uniform numbers.
             let radius = (-2.0 * (1.0 - rng.random::<f64>()).ln()).sqrt();
             radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
         });
@@ -145,9 +145,9 @@ pub enum Layout {
         /// The number of columns after the slice.
         after: usize,
     },
-    /// One stored sequence, which all sequences share by the stride 0 along the batch.
+    /// A single stored sequence that is expanded to all sequences with the stride 0.
     SharedBatch,
-    /// One stored head, which all heads share by the stride 0 along the heads.
+    /// A single stored head that is expanded to all heads with the stride 0.
     SharedHeads,
 }
 
@@ -182,8 +182,8 @@ impl Layout {
         Self::SharedHeads,
     ];
 
-    /// Returns the array that this layout stores in memory for `dense`. The [`view`](Self::view) of the stored array equals
-    /// `dense`.
+    /// Returns the array that the layout `self` stores in memory for `dense`. The [`view`](Self::view) of the stored array
+    /// equals `dense`.
     pub fn store(self, dense: &Dense) -> Dense {
         let [b, h, s, d] = dense.shape;
         match self {
@@ -230,8 +230,8 @@ impl Layout {
         }
     }
 
-    /// Computes the loss `Σ output ∘ weights`, so that `weights` is the output's gradient. Autodiff passes this gradient to
-    /// the operator in this memory layout.
+    /// Computes the loss `Σ output ∘ weights`, so that the output's gradient is `weights`. Autodiff passes this gradient to
+    /// the operator in the memory layout `self`.
     ///
     /// # Panics
     /// Panics for slices, because a gradient is never a slice.

@@ -78,7 +78,7 @@ impl Gguf {
         Some(gguf)
     }
 
-    /// Returns the bytes of a GGUF file with these contents.
+    /// Serializes the metadata and the tensors as a GGUF file.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());

@@ -31,8 +31,8 @@ pub struct Inputs {
     /// The segment ids of all queries, and the segment ids of all keys. Each list has the ids of sequence 0 first, then
     /// those of sequence 1, and so on.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of lists over `[batch, q_len]`:
-    /// the first keys, and the ends (one past the last key).
+    /// The interval sets. A set is a pair of lists over `[batch, q_len]`: the first visible key of each query, and the end
+    /// (one past the last visible key).
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
@@ -49,8 +49,8 @@ pub struct Extras {
     pub query_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of tensors `[batch, q_len]`:
-    /// the first keys, and the ends (one past the last key).
+    /// The interval sets. A set is a pair of tensors `[batch, q_len]`: the first visible key of each query, and the end (one
+    /// past the last visible key).
     pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf
     /// holds a single sink for all heads, `[1]`.
@@ -127,7 +127,7 @@ impl Extras {
 }
 
 /// Creates a tensor of sequence lengths. If all lengths fit in 32 bits, the tensor has the device's default integer dtype.
-/// Otherwise, the tensor has 64-bit integers. If the device has none, lengths are clamped to 32 bits.
+/// Longer lengths need 64-bit integers. On a device without 64-bit integers, the function clamps the lengths to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

@@ -45,7 +45,7 @@ impl Operator {
 }
 
 impl Case {
-    /// Returns the options for an attention call on this case, with the tensors in `extras`.
+    /// Returns the options of an attention call for this case. `extras` holds the tensors of the options, such as the mask.
     pub fn options(&self, extras: Extras) -> AttentionOptions {
         let options = AttentionOptions::new().window(self.window.0, self.window.1);
         let mut options = self.with_code(options, &extras.device);
@@ -288,9 +288,9 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`, with the
-/// probability `p`, the output gradient `do`, the value `v`, and `Δ = do·o` for the output `o`. The terms of the difference
-/// have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient.
+/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`, with the probability
+/// `p`, the output gradient `do`, the value `v`, and `Δ = do·o` for the output `o`. The terms `do·v` and `Δ` have the
+/// magnitude `√value_dim · |do| · |v|`. The magnitude of the logsumexp's gradient is added.
 struct Magnitudes {
     score: f64,
     difference: f64,

@@ -2,10 +2,11 @@
 //! abort, allocate more than 1 GB, or take more than half a minute.
 //!
 //! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process reads the
-//! files of the corpus, and then randomly mutated files for `--seconds`. This time is 0 under `cargo test`, and longer under
-//! `cargo xtask fuzz`.
+//! files of the corpus, and then reads randomly mutated files for `--seconds`. The value of `--seconds` is 0 under `cargo
+//! test`, and larger under `cargo xtask fuzz`.
 //!
-//! An input that causes a crash is kept in Cargo's target folder. Whoever fixes the crash adds this input to the corpus.
+//! If an input causes a crash, the input is kept in Cargo's target folder. The developer who fixes the crash adds the input
+//! to the corpus.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");
@@ -28,13 +29,13 @@ static ALLOCATOR: memory::Bounded = memory::Bounded;
 struct Arguments {
     /// Read only formats whose names contain one of these texts
     formats: Vec<String>,
-    /// Seconds of fuzzing for each format, after its corpus
+    /// Seconds to fuzz each format after reading its corpus
     #[arg(long, default_value_t = 0)]
     seconds: u64,
-    /// Seed of the broken files
+    /// Seed of the random mutations
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Read broken files of this format in this process
+    /// Run as the worker process that reads broken files of this format
     #[arg(long, hide = true, requires = "state")]
     worker: Option<String>,
     /// File in which the worker records its input
@@ -109,7 +110,8 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        // `all` stops at the first failed thread. So a list of the results is collected first, to join every thread.
+        // `Iterator::all` stops at the first failed thread. The results of all threads are collected first, so that every
+        // thread is joined.
         let held: Vec<bool> = threads
             .into_iter()
             .map(|thread| thread.join().expect("the supervisor does not panic"))

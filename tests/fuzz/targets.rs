@@ -10,8 +10,8 @@ use gemma4_train::data::{documents::read_documents, packing::pack};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// A function that reads an input and returns a short description of the result or of the error. If a description is new, the
-/// worker keeps the input.
+/// A function that reads an input and returns a short description of the result or of the error. The worker keeps each input
+/// that gives a new description, to mutate the input further.
 pub type Read = Box<dyn FnMut(&[u8]) -> Result<String, String>>;
 
 /// A file format to fuzz.

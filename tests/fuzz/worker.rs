@@ -14,8 +14,8 @@ use std::{
 /// The maximum number of broken inputs that the worker keeps in memory and mutates further. The worker keeps an input if the
 /// description of its result was new.
 const KEPT: usize = 2048;
-/// The number of words at the start of a message that are compared with earlier messages. If these words are new, the
-/// message counts as new.
+/// The number of words at the start of a result or error message that the worker compares with earlier messages. A message
+/// counts as new if these first words are new.
 const WORDS: usize = 8;
 /// The maximum length of an input in bytes. Longer inputs are skipped.
 const LONGEST: usize = 256 << 10;

@@ -10,8 +10,8 @@ use crate::{
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
-/// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the gradient's norm. Softmax
-/// leaves only a few exact digits in the smallest gradients, those of the queries.
+/// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the gradient's norm. The
+/// smallest gradients, those of the queries, have only a few exact digits after the softmax.
 const TOLERANCE: f64 = 3e-4;
 
 /// A device's gradients equal the gradients of Burn's own operators on the CPU, except for rounding. Recomputed activations

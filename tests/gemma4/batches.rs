@@ -1,5 +1,5 @@
-//! Tests batches that sequences join and leave between decode steps. Every sequence gets the tokens that it gets alone, with any
-//! number of other sequences, at any ages, and in any storage format of the KV cache.
+//! Tests batches that sequences join and leave between decode steps. A sequence must generate the same tokens in a batch as
+//! alone. The number of other sequences, their lengths, and the storage format of the KV cache must not matter.
 
 use crate::fixture::{greedy, on_every_device};
 use burn_gemma4::{
@@ -11,7 +11,7 @@ use std::ops::ControlFlow;
 
 const TOKENS: usize = 6;
 
-/// A sequence of the schedule.
+/// A sequence that joins and leaves the batch during the test.
 struct Sequence {
     prompt: Vec<u32>,
     expected: Vec<u32>,
@@ -31,7 +31,7 @@ fn token(results: &[RowResult]) -> u32 {
     results[0].token().expect("the logits are finite")
 }
 
-/// Runs `sequences` with random joins and leaves, and compares each with the tokens that it gets alone.
+/// Runs `sequences` in a batch with random joins and leaves. Each sequence must generate the same tokens as alone.
 fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64, name: &str) {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut batch = Batch::new(gemma.model(), kind).expect("the format is supported");
@@ -54,7 +54,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
         }
         let last = |index: &usize| *sequences[*index].tokens.last().expect("a token");
         let tokens: Vec<u32> = running.iter().map(last).collect();
-        // Each row may be chosen by the device or by the host. A greedy sampler with a seed draws the argmax too.
+        // Each row chooses its next token in one of three random ways: from logits on the host, by a sampler, or by argmax.
+        // The sampler is greedy, so a draw by the sampler is the argmax too.
         let sampler = Sampler::new(&Sampling::greedy());
         let choices: Vec<RowChoice<'_>> = (0..tokens.len())
             .map(|_| match rng.random_range(0..4) {
@@ -95,11 +96,12 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
 #[test]
 fn step_of_a_changing_batch_equals_single_sequences() {
     on_every_device(|fixture, gemma, device| {
-        // A software driver compiles kernels for each size of the batch, which takes minutes for each model.
+        // A software driver compiles kernels for each batch size, which takes minutes per model. Devices with kernels
+        // therefore run only one model.
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
-        // The first schedule has more sequences than the decode kernels take. In the second schedule the sequences outgrow the
+        // The first schedule has more sequences than the decode kernels support. In the second schedule the sequences outgrow the
         // slots of 256 tokens that their prompts fill, while rows of the batch are free.
         let kinds = [
             (10, 1..60, false, KvPrecision::Model),

@@ -192,8 +192,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
     // has 8 slots of 32 columns. One full layer has a block of 256 slots of 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
-        // This model computes its values separately from its keys, so even the compact cache stores complete keys and
-        // values.
+        // The model `dense-ple` computes its values separately from its keys, so even the compact cache stores complete keys
+        // and values.
         assert_eq!(bytes_after(cache, &fixture, &gemma, &device), expected);
     }
 

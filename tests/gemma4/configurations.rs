@@ -53,8 +53,8 @@ fn config_token_outside_the_vocabulary_is_refused() {
     }
 }
 
-/// A per-layer table with fewer rows than the vocabulary is refused, because every token needs a row in this table and in the
-/// token embedding table.
+/// A per-layer table with fewer rows than the vocabulary is refused. Every token needs a row in the per-layer table, as in
+/// the token embedding table.
 #[test]
 fn config_short_per_layer_table_is_refused() {
     for rows in [0, 1, 319] {
@@ -67,7 +67,7 @@ fn config_short_per_layer_table_is_refused() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // A model without per-layer embeddings has no per-layer table, so it needs no rows.
+    // A model without per-layer embeddings has no per-layer table, so the vocabulary size 0 of that table is valid.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),

@@ -94,8 +94,8 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// A pass of the decode kernels takes at most 8 tokens, so a batch of ten sequences leaves no room for draft tokens. With
-/// such a batch, the decoder uses draft tokens only if `draft_tokens` sets their number.
+/// A pass of the decode kernels takes at most 8 tokens, and a batch of ten sequences already needs ten. With such a batch,
+/// the decoder uses draft tokens only if `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");

@@ -14,7 +14,8 @@ use burn_gemma4::{
 };
 use std::{collections::HashMap, ops::ControlFlow};
 
-/// The drafters with their target models. Only the output head of the first drafter searches groups of tokens.
+/// The drafters with their target models. The first drafter computes logits only for the tokens of a few groups, and the
+/// second drafter computes the logits of all tokens.
 const PAIRS: [(&str, &str); 2] = [
     ("assistant-ple", "dense-ple"),
     ("assistant-keqv", "dense-keqv"),

@@ -81,7 +81,7 @@ fn cuts() -> Vec<Sampling> {
         of(1.0, None, None, Some(0.2)),
         of(2.0, Some(40), Some(0.6), Some(0.05)),
         of(1e-30, None, Some(0.5), None),
-        // A device may flush this temperature to 0, because it is a subnormal number.
+        // A device may flush the temperature 1e-40 to 0, because 1e-40 is a subnormal f32.
         of(1e-40, None, Some(0.9), Some(0.1)),
         of(1e30, Some(300), Some(1e-6), None),
     ]
@@ -208,8 +208,8 @@ fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
         .collect()
 }
 
-/// The kernel draws exactly the tokens that the definitions of the cuts keep. The kept tokens have nearly equal probabilities,
-/// so 1,000 draws contain each kept token.
+/// The kernel draws exactly the tokens that remain after the cuts (top-k, top-p, min-p). The remaining tokens have nearly
+/// equal probabilities, so 1,000 draws contain each of them.
 #[test]
 fn sampling_kernel_keeps_the_tokens_of_the_host() {
     const DRAWS: usize = 1_000;

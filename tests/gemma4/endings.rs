@@ -25,7 +25,7 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
 
 const X: u32 = 304;
 const BYTE: u32 = 24;
-/// The chain of tokens that the model writes one after the other: `x`, `the cat`, `É!` in bytes, a special token, and `hand`.
+/// The tokens that the model writes one after the other: `x`, `the cat`, the bytes of `É!`, a special token, and `hand`.
 const CHAIN: [u32; 12] = [
     X,
     315,
@@ -61,7 +61,7 @@ fn stop_string_ends_the_text() {
         (&["h"][..], 1),
         (&["e c"], 3),
         (&["the cat"], 5),
-        // The stop string matches as soon as the last byte of its character is generated.
+        // A stop string of one character matches as soon as the last byte of the character is generated.
         (&["É"], 7),
         (&["tÉ"], 7),
         (&["!"], 8),

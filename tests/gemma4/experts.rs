@@ -1,5 +1,5 @@
-//! Tests the mixture of experts (MoE). Kernels select the same experts as the host, even if probabilities are equal. They
-//! also give the same logits and gradients. The sizes are no multiples of a tile. Two runs give bitwise equal results.
+//! Tests the mixture of experts (MoE). Kernels must select the same experts as the host, even if probabilities are equal. The
+//! logits and the gradients must be the same too. The sizes are no multiples of a tile. Two runs give bitwise equal results.
 
 use crate::{
     devices::devices,

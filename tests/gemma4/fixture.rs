@@ -7,8 +7,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::{collections::HashMap, fs, path::PathBuf};
 
-/// The names of all fixtures. The first is a model like E2B. The second holds the same model in the form of a multimodal
-/// checkpoint in bf16. The next two are models like 31B and 26B, and the last model has head sizes 256 and 512.
+/// The names of all fixtures. The first is a model like Gemma 4 E2B. The second holds the same model in the form of a
+/// multimodal checkpoint in bf16. The next two are models like 31B and 26B, and the last model has head sizes 256 and 512.
 pub const ALL: [&str; 5] = [
     "dense-ple",
     "dense-ple-mm-bf16",
@@ -92,7 +92,7 @@ impl Fixture {
 }
 
 impl Reference {
-    /// Panics if `tensor` differs from this expected tensor by more than f32 rounding explains.
+    /// Panics if `tensor` differs from the expected tensor `self` by more than f32 rounding explains.
     pub fn assert_close<const D: usize>(&self, tensor: Tensor<D>, what: &str) {
         let (error, largest) = self.error(tensor, what);
         assert!(

@@ -188,8 +188,8 @@ fn session_goes_back_after_discarded_passes() {
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
             let first = first.expect("the generation succeeds");
-            // The session then gets two more prompts. The prompt `other` begins with the first half of the first prompt. The
-            // prompt `longer` is the first prompt with the generated answer.
+            // After its first prompt, the session gets two more prompts. The prompt `other` begins with the first half of the
+            // first prompt. The prompt `longer` is the first prompt with the generated answer.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();
             for next in [other, longer] {

@@ -195,7 +195,7 @@ fn weights_of_other_programs_are_refused_by_name() {
     );
 }
 
-/// If the folder has no weights at all, in this format or another, the error names the missing file.
+/// If a folder lacks the weights or the configuration, the error names the missing file.
 #[test]
 fn missing_file_is_named() {
     let folder = Folder::copy("dense-ple");
@@ -313,7 +313,7 @@ fn adapter_of_unsupported_kind_is_refused() {
         ("use_dora", json!(true)),
         ("lora_bias", json!(true)),
         ("a_switch_to_come", json!(true)),
-        // This pattern is not a valid regular expression.
+        // The pattern `layers.0.self_attn.(` is not a valid regular expression.
         ("rank_pattern", json!({"layers.0.self_attn.(": 2})),
         ("alora_invocation_tokens", json!([3, 4])),
         ("layer_replication", json!([[0, 4], [2, 6]])),
@@ -493,7 +493,8 @@ fn adapter_factors_of_towers_are_counted_and_ignored() {
 
     let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
     rename(written.path(), str::to_owned, &unknown);
-    // The adapter now has the tensor names of a text model, and one tensor of an unknown module. This tensor is refused.
+    // The adapter now has the tensor names of a text model, and one tensor of an unknown module. The loader refuses the
+    // unknown tensor.
     let text = |name: &str| name.replace("language_model.layers", "layers");
     rename(written.path(), text, &[]);
     check("unknown", merged(written.path()), &["smell_tower"]);

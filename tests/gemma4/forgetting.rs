@@ -1,6 +1,6 @@
 //! Tests caches that forget columns, as after rejected draft tokens. A column is one token position of every sequence. The
-//! cases combine forgetting with padding, growing buffers, wrapped ring buffers, and passes with more tokens than spare
-//! slots.
+//! cases combine forgetting with padding, growing buffers, wrapped ring buffers, and passes with more tokens than a ring
+//! buffer has slots beyond the window.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,8 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// Some forgotten columns lie before the end of a buffer's first allocation, and some after it. The grown buffer keeps its
-/// size, so the padding mask of a batch must cover the spare slots too.
+/// The cache forgets columns on both sides of the end of a buffer's first allocation. Forgetting does not shrink the grown
+/// buffer, so the padding mask of a batch must also cover the buffer's unused slots.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -63,8 +63,8 @@ fn cache_forget_over_a_block_keeps_padded_batches() {
     }
 }
 
-/// If a ring buffer has fewer spare slots than a pass has tokens, some tokens overwrite slots that the pass's first query still
-/// needs. Such tokens must not be stored before that query has read the slots.
+/// If a pass has more tokens than a ring buffer has slots beyond the window, some tokens overwrite slots that the pass's
+/// first query still needs. Such tokens must not be stored before that query has read the slots.
 #[test]
 fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {

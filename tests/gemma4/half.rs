@@ -45,8 +45,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Rounding explains the selection of another expert only if the gap between the last selected and the
-                    // first unselected probability is at most twice the rounding error.
+                    // Rounding explains the selection of another expert only if the last selected and the first unselected
+                    // probability are close. Their gap may be at most twice the rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));

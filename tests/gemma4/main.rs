@@ -1,8 +1,8 @@
-//! Tests Gemma 4 on every device of this build. The results are compared with the results of the Python library transformers on
-//! the same tiny checkpoints (`tests/fixtures`). Each module covers one hazard.
+//! Tests Gemma 4 on every device of this build. The results are compared with the results of the Python library transformers
+//! on the same tiny checkpoints (`tests/fixtures`). Each module tests one feature.
 //!
-//! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts them, for example
-//! `ATTENTION_TEST_DEVICES=cuda,flex`.
+//! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts the devices,
+//! for example `ATTENTION_TEST_DEVICES=cuda,flex`.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are compared on Burn's flex backend: enable the feature `flex`");

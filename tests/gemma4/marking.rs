@@ -1,4 +1,5 @@
-//! Tests the marking of special tokens in messages, with vocabularies that are made to defeat the marking.
+//! Tests `Tokenizer::marking`. If a message spells out a special token, the marking makes the tokenizer encode the spelling
+//! as plain text. The vocabularies of these tests are made to defeat the marking.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;
@@ -22,7 +23,7 @@ fn tokenizer(special: &[String], is_normalized: bool) -> Option<Tokenizer> {
     Tokenizer::from_bytes(description.to_string().as_bytes()).ok()
 }
 
-/// Asserts that marking `text` either fails or removes all special tokens from the encoded text.
+/// Asserts that marking `text` either fails or gives an encoding without special tokens.
 fn assert_plain(tokenizer: &Tokenizer, text: &str) {
     let marking = tokenizer.marking([text]).expect("a marker exists");
     let tokens = match marking

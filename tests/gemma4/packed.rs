@@ -87,8 +87,8 @@ fn packed_tokens_equal_the_dequantized_model() {
     }
 }
 
-/// The written dtype of a packed checkpoint is the dtype of its unpacked tensors. This dtype represents every packed weight
-/// exactly.
+/// For a packed checkpoint, `written_dtype` returns the dtype of the unpacked tensors. This dtype represents every packed
+/// weight exactly.
 #[test]
 fn packed_written_dtype_is_the_checkpoints() {
     let dtype = |name| {

@@ -1,6 +1,6 @@
-//! Tests the table of per-layer embeddings in three places: on the host, on the device in one buffer, and on the device in
-//! several buffers. All three give bitwise equal embeddings and the same texts. By default, the table is on the device if it
-//! fits, and otherwise on the host.
+//! Tests the table of per-layer embeddings on the host, on the device in one buffer, and on the device in several buffers.
+//! All three give bitwise equal embeddings and the same texts. By default, the table is on the device if it fits, and
+//! otherwise on the host.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, tokens, values};
@@ -82,7 +82,7 @@ fn load(name: &str, device: &Device, options: LoadOptions<'_>) -> Gemma4 {
 fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gemma4; 3] {
     let (name, quantization) = case;
     // The option `quantization` does not quantize a table on the host. If the file itself is quantized, the table has the
-    // same elements in all three places.
+    // same elements on the host as on the device.
     let form = || LoadOptions::new().dtype(dtype).quantization(quantization);
     let on_device = form().per_layer_table(PerLayerTable::Device);
     let on_host = form().per_layer_table(PerLayerTable::Host);
@@ -419,7 +419,7 @@ fn per_layer_table_goes_where_it_fits() {
             assert!(said.contains(word), "{said}");
         }
     }
-    // This model has no per-layer embeddings, so it has no table.
+    // A model without per-layer embeddings has no table.
     let other = load("dense-keqv", &device, LoadOptions::new());
     assert_eq!(other.model().per_layer_table(), None);
 }

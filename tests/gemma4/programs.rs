@@ -380,7 +380,7 @@ fn program_generate_killed_leaves_the_checkpoint_unchanged() {
     for delay in [Some(5), Some(50), None] {
         let mut child = start("run", &folder, &["--prompt", "the cat"]);
         match delay {
-            // The process is killed after this delay, while it is still starting or loading the model.
+            // The test kills the process after the delay, while the process is still starting or loading the model.
             Some(milliseconds) => std::thread::sleep(Duration::from_millis(milliseconds)),
             None => wait_for_text(&mut child),
         }

@@ -136,7 +136,7 @@ proptest! {
         prop_assert_eq!(special, [BOS, TURN, END_OF_TURN, TURN]);
     }
 
-    /// For messages without special tokens, the prompt has the tokens of the encoded rendered text.
+    /// If no message spells out a special token, the prompt equals the encoding of the rendered text.
     #[test]
     fn prompt_of_plain_messages_equals_the_encoded_text(content in "[a-z é\n]{0,30}") {
         let messages = vec![Message::user(content)];

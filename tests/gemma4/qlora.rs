@@ -324,8 +324,8 @@ fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     }
 }
 
-/// If an adapter is merged or attached twice, its product is added to the weights twice. The first merge dequantizes the
-/// weights, and the second merge adds to these dequantized weights.
+/// If an adapter is merged or attached twice, the product of its matrices A and B is added to the weights twice. The first
+/// merge dequantizes the weights, and the second merge adds to these dequantized weights.
 #[test]
 fn qlora_second_merged_adapter_adds_to_the_first() {
     let device = Device::flex();

@@ -142,8 +142,8 @@ fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     }
 }
 
-/// A visitor that collects the packed weights of a model, each with its number of rows and its number of words per row. The
-/// visitor also adds up the bytes of the unquantized weights.
+/// A visitor that collects the packed weights of a model, each with its number of rows and its number of 32-bit words per
+/// row. The visitor also adds up the bytes of the unquantized weights.
 #[derive(Default)]
 struct Words {
     path: Vec<String>,
@@ -171,8 +171,9 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// A quantized model takes the bytes of its packed rows and of its unquantized weights. The 64 columns of a row take 16
-/// words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of 4 words.
+/// A quantized model takes the bytes of its packed rows and of its unquantized weights. The 64 columns of a row take 16 words
+/// (32 bits each) of 8-bit codes or 8 words of 4-bit codes. One more word holds two scales. The row is padded to a multiple
+/// of 4 words.
 #[test]
 fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
@@ -190,8 +191,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
             load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // A row of the per-layer table is shorter than a block, so the table stays unquantized. Every packed row replaces at
-        // least 64 elements of the dequantized model.
+        // A row of the per-layer table is shorter than a quantization block, so the table stays unquantized. Every packed row
+        // replaces at least 64 elements of the dequantized model.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();

@@ -86,9 +86,9 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// The logits with the int8 cache are near the logits with the full-precision cache, and do not depend on how the prefill is
-/// divided into portions. Devices with kernels compile new kernels for every number of rows, so these devices run only one
-/// fixture.
+/// The logits with the int8 cache are near the logits with the full-precision cache. The division of the prefill into
+/// portions does not change the logits. Devices with kernels compile new kernels for every number of rows, so these devices
+/// run only one fixture.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {

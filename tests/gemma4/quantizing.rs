@@ -221,8 +221,8 @@ fn quantize_program_reports_the_cost() {
     for (out, to, most) in [("w8", "q8", 0.01), ("w4.gguf", "q4", 0.1)] {
         let out = path(out);
         let ended = succeed(&mut quantize(Path::new(embedded), to, &out, &arguments));
-        // The rows of `per_layer_projection` have 8 columns, which is less than a block. So the matrix stays unquantized,
-        // and the program names the matrix.
+        // The rows of `per_layer_projection` have 8 columns, which is less than a quantization block. The matrix therefore
+        // stays unquantized, and the program names the matrix.
         assert!(
             ended.stderr.contains("layers.0.per_layer_projection"),
             "{ended:?}"
@@ -276,7 +276,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
             tensor.bytes[40..44].copy_from_slice(&number.to_le_bytes());
         });
         let words = ["layers.1.mlp.up_proj", "no finite number"];
-        // 1e38 is refused only for GGUF. A GGUF file stores scales in f16, which cannot represent a scale of this size.
+        // Only GGUF refuses the weight 1e38. A GGUF file stores scales in f16, which cannot represent the scale of such a
+        // weight.
         let outs = if number.is_finite() {
             &outs[..1]
         } else {
@@ -408,8 +409,8 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     }
 }
 
-/// A folder is refused if none of its weights can be packed. Here the rows of all matrices are shorter than a block. Tables
-/// of per-layer embeddings are never packed in folders.
+/// A folder is refused if none of its weights can be packed. In this test, the rows of all matrices are shorter than a
+/// quantization block. Tables of per-layer embeddings are never packed in folders.
 #[test]
 fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {

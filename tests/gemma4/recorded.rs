@@ -234,8 +234,8 @@ fn captured_training_steps_equal_separate_launches() {
     }
 }
 
-/// The recorder drops the graph if a batch has another shape than the captured batch, or if another model is trained. The
-/// recorder then launches the step directly.
+/// The recorder drops its CUDA graph if a batch has another shape than the captured batch, or if another model is trained.
+/// The recorder then launches the kernels of the step without a graph.
 #[test]
 fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     for device in devices() {
@@ -303,8 +303,8 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// If a step trains another parameter than the captured step, the recorder drops the graph and launches the step directly.
-/// This also holds if both parameters belong to the same model and have the same size.
+/// If a step trains another parameter than the captured step, the recorder drops its CUDA graph and launches the kernels
+/// without a graph. The recorder does so even if the two parameters belong to the same model and have the same size.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {

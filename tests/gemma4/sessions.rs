@@ -218,11 +218,12 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 let found = generate(&mut session, messages.clone(), &options);
                 let expected = alone(&gemma, messages.clone(), &options);
                 assert_eq!(found.tokens, expected.tokens, "{index} turn {turn}");
-                // The next prompt contains this answer, whose tokens differ from the generated tokens in the session's cache.
+                // The next prompt contains the text `answer` instead of the generated answer. The tokens of `answer` differ
+                // from the generated tokens in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
                 // The third template rewrites a question when the next question follows. The session then goes back to an
-                // earlier checkpoint. In the first two turns, there may be no such checkpoint.
+                // earlier checkpoint, which may not exist in the first two turns.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
@@ -293,7 +294,7 @@ fn session_is_continued_from_its_file() {
                 assert!(found.timings.prefill_tokens < 10, "{:?}", found.timings);
             }
         }
-        // This session has not generated anything, so its cache contains no token.
+        // A session that has not generated anything has no token in its cache.
         let session = gemma.session();
         session.save(&path, &[]).expect("the save succeeds");
         let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");

@@ -408,8 +408,8 @@ fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     );
 }
 
-/// A single instruction may read 30 MB, so a limit on the number of instructions does not bound the time. The time limit must
-/// therefore end such a template.
+/// A single instruction of a template may read 30 MB, so a limit on the number of instructions does not bound the time. The
+/// time limit must therefore end such a template.
 #[test]
 fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}{% set t = messages[0]['content'] * 15000000 %}";

@@ -1,8 +1,8 @@
-//! Tests the device memory that generation and training use. These tests are a separate program and run one at a time, because
-//! a device counts the memory of the whole process.
+//! Tests the device memory that generation and training use. These tests are a separate program and run one at a time,
+//! because a device counts the memory of the whole process.
 //!
-//! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts them, for example
-//! `ATTENTION_TEST_DEVICES=cuda,flex`.
+//! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts the devices,
+//! for example `ATTENTION_TEST_DEVICES=cuda,flex`.
 #![cfg(feature = "flex")]
 
 mod training;

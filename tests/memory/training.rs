@@ -87,8 +87,8 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
                 "{}, recompute: {anew}: {kept} bytes, {expected} by the table",
                 device.name
             );
-            // The tolerance of an eighth covers smaller tensors: the inputs of the LoRA matrices A and B, the RoPE tables, the
-            // logsumexps and the final hidden states.
+            // The tolerance of an eighth covers smaller tensors. These tensors are the inputs of the LoRA matrices A and B,
+            // the RoPE tables, the logsumexps and the final hidden states.
             assert!(kept <= expected + expected / 8, "{}: {kept}", device.name);
             found.push(kept);
         }

@@ -1,12 +1,12 @@
 //! Tests that only a bias of −∞ hides a key. If the bias is the dtype's lowest finite number, the key's score enters the
-//! softmax like any other. A query still attends to its keys if all its keys have this bias.
+//! softmax like any other score. A query still attends to its keys if all its keys have this bias.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use burn::tensor::DType;
 
-/// Checks a case with the bias `lowest` for some scores. For every third query, all keys have this bias. For the other
-/// queries, every third key has it.
+/// Checks a case with the bias `lowest` for some scores. For every third query, all keys have this bias. For the remaining
+/// queries, every third key has this bias.
 pub(crate) fn check_lowest(case: &Case, lowest: f64) {
     let mut inputs = case.inputs();
     let shape = inputs.bias.as_ref().expect("the case has a bias").shape;

@@ -30,8 +30,8 @@ fn repeated_call_gives_equal_bits() {
         bias: None,
         ..prefill.clone()
     };
-    // The gradients of these two biases are sums that kernels divide into partial sums. A partial sum covers several scores for
-    // the first bias, and several queries for the second.
+    // Kernels divide the gradients of the two broadcast biases into partial sums. A partial sum covers several scores for
+    // `by_scores`, and several queries for `by_queries`.
     let [by_scores, by_queries] = [[false, false, false, true], [false; 4]].map(|extent| Case {
         bias: Some(extent),
         q_len: 300,

@@ -10,8 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects, and in the
-/// output gradients of these queries.
+/// Checks that queries that see no key may hold NaN. The inputs of the devices have NaN in the queries that `blind` selects,
+/// and in the output gradients of these queries.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -148,7 +148,7 @@ fn empty_row_with_sinks_ignores_nan() {
     check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
 }
 
-/// Checks that a sink of −∞ counts as no sink: a query that sees no key has an output of 0 and a logsumexp of −∞.
+/// Checks that a sink of −∞ counts as no sink. A query that sees no key then has an output of 0 and a logsumexp of −∞.
 #[test]
 fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     for q_len in [150, 2] {
@@ -170,7 +170,8 @@ fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     }
 }
 
-/// Checks that a sink of −∞ gets a gradient of 0 if its query sees no key, even if the gradient of the logsumexp is NaN.
+/// Checks the gradient of a sink of −∞ whose query sees no key. The sink's gradient is 0, even if the gradient of the
+/// logsumexp is NaN.
 #[test]
 fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     for device in devices() {
@@ -239,8 +240,8 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     }
 }
 
-/// Checks tiles in which some queries see no key and others see NaN. In the case with 2000 keys, split-KV repeats this mixture
-/// in every split.
+/// Checks tiles in which some queries see no key and others see NaN. In the case with 2000 keys, split-KV divides the keys,
+/// and such tiles occur in every split.
 #[test]
 fn empty_row_beside_rows_that_see_nan_is_zero() {
     for (q_len, kv_len, width) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {

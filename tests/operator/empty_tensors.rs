@@ -65,7 +65,7 @@ struct Call {
     operator: Operator,
 }
 
-/// Returns a sink for each head. Half precision can represent these sinks exactly, so results must equal them.
+/// Returns a sink for each head. Half precision can represent these sinks exactly, so the results must equal the sinks.
 fn sinks_of(heads: usize) -> Vec<f64> {
     (0..heads).map(|head| head as f64 * 0.75 - 1.0).collect()
 }
@@ -149,7 +149,8 @@ impl Call {
         for row in (0..rows).filter(|_| sees_logsumexp) {
             sums[head_of(row)] += weights[row];
         }
-        // The reference may give no gradient here, because Burn's autodiff gives none to a tensor that no operation reads.
+        // Burn's autodiff gives no gradient to a tensor that no operation reads. The reference may therefore give no gradient
+        // for the sinks.
         let is_fused = self.operator == Operator::Fused;
         match sinks.grad(&gradients) {
             Some(gradient) => {

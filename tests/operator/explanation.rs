@@ -123,8 +123,8 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Asserts that the reference serves both passes of `problem`, and that the unit engine's refusal satisfies `matches` and
-/// contains each string in `text`.
+/// Asserts that the reference serves the forward and the backward of `problem`. The unit engine's refusal must satisfy
+/// `matches` and contain each string in `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -421,7 +421,7 @@ fn select_ampere_refusal_names_the_missing_feature() {
         let selection = select(problem, Some(device), READABLE, pass);
         refusal_of(Engine::Mma, &selection).map(ToString::to_string)
     };
-    // These are the shared memory sizes of an RTX 4090, an A100 and an H100.
+    // The shared memory per block, in bytes, of an RTX 4090, an A100 and an H100.
     for shared_memory in [101_376, 166_912, 232_448] {
         let ampere = DeviceProfile {
             dtypes: vec![DType::F32, DType::F16, DType::BF16],

@@ -51,8 +51,8 @@ fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks `case` in f16, and asserts that the cmma engine serves both passes. The device gets the inputs `given`. The
-/// reference gets the inputs `equivalent`.
+/// Checks `case` in f16, and asserts that the cmma engine serves the forward and the backward. The device computes with the
+/// inputs `given`, and the reference computes with the inputs `equivalent`.
 fn check(device: &TestDevice, case: &Case, given: &Inputs, equivalent: &Inputs) {
     let case = Case {
         dtype: DType::F16,

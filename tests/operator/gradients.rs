@@ -35,7 +35,8 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks that the rounding of the stored results explains the errors of a case. See [`Definition::random_faults`].
+/// Checks the results of a case with the larger error limits of [`Definition::random_faults`]. These limits allow for the
+/// rounding of the stored output and logsumexp.
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {

@@ -12,8 +12,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// An environment variable that marks the new process of a test. The test captures a graph in this process. No other test
-/// may run there: during a capture, no other thread may allocate device memory or wait for the device.
+/// An environment variable that marks the new process of a test, in which the test captures a graph. No other test may run in
+/// that process. During a capture, no other thread may allocate device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
 /// The environment variable that is set if the tests run on an emulated CUDA GPU.
@@ -124,7 +124,7 @@ fn check<O>(
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // The tensors of these results stay alive to the end, so a graph cannot reuse their memory.
+    // The tensors in `direct` and `direct_of_other` stay alive to the end, so a graph cannot reuse their memory.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
     assert!(
@@ -200,7 +200,7 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // The rows of these inputs do not start at multiples of 16 bytes, so the graph also contains the operator's copies
+        // Rows of 100 and 33 columns do not start at multiples of 16 bytes, so the graph also contains the operator's copies
         // of the inputs.
         Case {
             head_dim: 100,

@@ -1,5 +1,5 @@
-//! Tests of every kind of head size up to 1024: powers of two, odd sizes, sizes between two tile widths, and values wider or
-//! narrower than keys. All cases are causal and run forward and backward. No length is a multiple of a tile's size.
+//! Tests of head sizes up to 1024: powers of two, odd sizes, sizes between two tile widths, and values wider or narrower than
+//! keys. All cases are causal and run forward and backward. No length is a multiple of a tile's size.
 
 use crate::case::Case;
 use attention_cube::CausalAlignment;

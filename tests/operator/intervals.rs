@@ -48,8 +48,8 @@ fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, u
         .unzip()
 }
 
-/// The first token and the end (one past the last token) of each image in the tests. The tokens of an image see each other, and
-/// all tokens see the tokens before them.
+/// The first token and the end (one past the last token) of each image in the tests. The tokens of an image see each other,
+/// and every token sees all earlier tokens.
 const IMAGES: [(usize, usize); 3] = [(20, 84), (100, 101), (120, 200)];
 
 /// Returns the first key and the end (one past the last key) that query `i` sees in causal attention with images.

@@ -1,5 +1,5 @@
-//! Tests of scores of 10⁸ and more, where neighboring f32 numbers are 8 or more apart. Rounding to f32 then changes the scaled
-//! dot product, and also the sum of a score and a logarithm.
+//! Tests of scores of 10⁸ and more, where neighboring f32 numbers are 8 or more apart. Rounding to f32 then changes the
+//! scaled dot product, and also the sum of the row maximum and the logarithm of the row sum.
 
 use crate::dense::read;
 use crate::devices::devices;

@@ -28,8 +28,8 @@ struct Randomize {
 impl ModuleMapper for Randomize {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let shape: [usize; D] = param.lazy_shape().dims();
-        // One-dimensional parameters are the biases of layers and the factors of layer normalization. Their mean is 1, which is
-        // the usual initial value of the factors.
+        // One-dimensional parameters are the biases of layers and the factors of layer normalization. Their random numbers
+        // have the mean 1, which is the usual initial value of the factors.
         let mean = if D == 1 { 1.0 } else { 0.0 };
         let data = random(shape, mean, 0.25, &mut self.rng);
         Param::from_tensor(tensor(&data, &self.device, self.dtype))
@@ -123,7 +123,8 @@ fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Resu
     assert_eq!(found.len(), exact.len(), "{case}");
     for ((name, found), ((_, baseline), (_, exact))) in found.iter().zip(baseline.iter().zip(exact))
     {
-        // The exact gradient of the key bias is 0, so the slack needs a lower limit above 0.
+        // The exact gradient of the key bias is 0. The slack has a lower limit, because a slack relative to 0 would allow no
+        // rounding error.
         let slack = 2e-6 * rms(exact).max(1.0);
         let allowed = 2.0 * distance(baseline, exact) + slack;
         let error = distance(found, exact);

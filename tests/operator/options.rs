@@ -167,7 +167,7 @@ fn half_precision_at_scale_one_matches_reference() {
     }
 }
 
-/// Checks f64 tensors on devices that support f64. The operator runs the reference for them.
+/// Checks f64 tensors on devices that support f64. The operator runs the reference for f64.
 #[test]
 fn f64_matches_reference() {
     for device in crate::devices::devices() {

@@ -76,9 +76,9 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 /// probability is 0. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A call of the generator gives two words for eight scores. The first word belongs to query i, the second word to query
-    // i + 8. The four bytes of a word are the high bytes of the random numbers for the keys j + 8, j, j + 9 and j + 1, where
-    // j is even.
+    // A call of the generator gives two words for eight scores: the first word for query i, and the second word for query i +
+    // 8. Each of the four bytes of a word is the high byte of the random number for one key. The keys are j + 8, j, j + 9 and
+    // j + 1, where j is even.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -107,8 +107,9 @@ struct Drops {
 }
 
 impl Drops {
-    /// Returns the rule for a dropout probability. A random number above the threshold drops a probability. If even a
-    /// threshold of −∞ drops too rarely, a number above the threshold keeps a probability instead.
+    /// Returns the rule for a dropout probability. A random number above the threshold normally drops a probability. Even
+    /// with a threshold of −∞, the random numbers that are NaN drop nothing. For a larger dropout probability, a number above
+    /// the threshold keeps a probability instead.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());
@@ -298,8 +299,8 @@ fn reference_forward_equals_loops() {
     }
 }
 
-/// Checks the reference on random problems with all data that the contract allows. The forward must agree with plain loops.
-/// The gradients by autodiff must agree with the gradients of the explicit backward.
+/// Checks the reference on random problems with any data that the operator permits. The forward must agree with plain loops.
+/// The gradients by autodiff through the reference must agree with the gradients of the operator's own backward.
 #[test]
 fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();
@@ -371,8 +372,8 @@ fn reference_gradients_equal_finite_differences() {
                 }),
             ),
         ];
-        // [`Operator::Reference`] computes gradients by autodiff through the reference. [`Operator::Fused`] computes them by
-        // the explicit backward.
+        // [`Operator::Reference`] computes gradients by autodiff through the reference. [`Operator::Fused`] computes
+        // gradients by the operator's own backward.
         for operator in [Operator::Reference, Operator::Fused] {
             let got = case.run(&inputs, &Device::flex(), DType::F64, operator);
             for (name, expected) in &expected {

@@ -27,8 +27,8 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Checks a few rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split, and some keys
-/// lie past the sequences' lengths.
+/// Checks a few rows in f16, and asserts that the cmma engine multiplies the rows in fragments. The keys are split over cubes
+/// (split-KV), and some keys lie past the sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {
         dtype: DType::F16,

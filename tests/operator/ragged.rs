@@ -1,5 +1,5 @@
 //! Tests of `query_lengths`: sequences with different numbers of queries in one call (ragged queries). Rows past the end of a
-//! sequence see no key, and may hold NaN. The other rows must equal a call with this sequence alone.
+//! sequence see no key, and may hold NaN. All other rows must equal the rows of a call with their sequence alone.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, Layout};
@@ -56,7 +56,8 @@ fn ragged_prompts_beside_single_tokens_match_reference() {
 
 #[test]
 fn ragged_decode_matches_reference() {
-    // These cases have few rows and many keys, so heads share a tile, and the keys are split over cubes.
+    // The cases have few rows and many keys. The heads of a group therefore share a tile, and the keys are split over cubes
+    // (split-KV).
     for (group, width) in [(1, 32), (4, 64), (8, 32)] {
         check(Case {
             q_heads: group,

@@ -32,7 +32,8 @@ fn code_of_prompts_matches_reference() {
 
 #[test]
 fn code_of_few_rows_matches_reference() {
-    // Heads share a tile, and keys are split.
+    // The cases have few rows and 1300 keys. The heads of a group therefore share a tile, and the keys are split over cubes
+    // (split-KV).
     for (group, q_len) in [(1, 1), (4, 3)] {
         Case {
             q_heads: group,
@@ -106,7 +107,8 @@ fn code_with_each_option_matches_reference() {
     }
 }
 
-/// Checks partial tiles, for each kind of kernel on matrix units. Software drivers have f16 only.
+/// Checks partial tiles for each kind of kernel on matrix units. A software driver runs only the f16 case, because it does
+/// not support bf16.
 #[test]
 fn code_in_half_precision_matches_reference() {
     for (dtype, q_len, width) in [
@@ -176,8 +178,8 @@ fn nan_behind_mask_mod_reaches_no_result() {
     }
 }
 
-/// Checks a mask mod without a score mod in three cases: alone, with a softcap, and with a causal mask that leaves some
-/// queries without keys.
+/// Checks a mask mod without a score mod in three cases: alone, with a softcap, and with a causal mask. Under the causal
+/// mask, some queries see no key.
 #[test]
 fn mask_mod_alone_matches_reference() {
     for (softcap, causal) in [(None, None), (Some(3.0), None), (None, Some(TopLeft))] {

@@ -55,8 +55,8 @@ impl Problem {
     }
 }
 
-/// Returns a pseudo-random number that is approximately normally distributed: a sum of twelve uniform numbers, minus 6. It
-/// depends only on the arguments.
+/// Returns a pseudo-random number that is approximately normally distributed: a sum of twelve uniform numbers, minus 6. The
+/// number depends only on the arguments.
 fn normal(salt: u64, index: u64) -> f64 {
     let uniform = |part: u64| {
         // The mixing function is the one of SplitMix64 (Steele et al.).

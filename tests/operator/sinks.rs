@@ -1,5 +1,5 @@
-//! Tests of sinks as large as the largest scores. If the logsumexp is a single f32, such a sink makes it lose the keys' part
-//! of the row sum.
+//! Tests of sinks as large as the largest scores. With such a sink, a logsumexp in a single f32 loses the keys' part of the
+//! row sum.
 
 use crate::dense::read;
 use crate::devices::devices;

@@ -1,5 +1,5 @@
-//! Tests of softcaps of every size: far below the scores, close to them, and so far above that they have no effect in the
-//! dtype's precision.
+//! Tests of softcaps of every size: far below the scores, near the scores, and so far above that the softcap has no effect in
+//! the dtype's precision.
 
 use crate::case::{Case, FULL};
 use crate::compare::assert_close;

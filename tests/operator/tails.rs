@@ -1,5 +1,5 @@
-//! Tests of lengths that are not multiples of a tile's size. The memory around the data is NaN or infinite here, and no
-//! result may depend on it. This memory holds keys past a sequence's length, and rows and columns around a slice.
+//! Tests of lengths that are not multiples of a tile's size. NaN or infinity fills the memory around the data: keys past a
+//! sequence's length, and rows and columns around a slice. No result may depend on this memory.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};
@@ -150,7 +150,7 @@ fn kv_lengths_equal_trimmed_sequences() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // This slice holds the results of one sequence. The case has one key head, so the gradients of the trimmed
+                // The slice holds the results of one sequence. The case has one key head, so the gradients of the trimmed
                 // keys are the first rows of the slice.
                 let precision = Precision {
                     dtype: case.dtype,

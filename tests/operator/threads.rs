@@ -103,8 +103,8 @@ fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     kinds.filter(|kind| kind.len() > 1).collect()
 }
 
-/// Runs both problems on all devices of one kind at the same time, and checks that the results equal those of serial runs bit for
-/// bit.
+/// Runs the two problems of `cases` on all devices of one kind at the same time. The results must equal the results of serial
+/// runs bit for bit.
 #[test]
 fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
     let [first, second] = cases();

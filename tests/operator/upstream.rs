@@ -85,8 +85,8 @@ fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     }
 }
 
-/// Checks that a sum over the dimension that is contiguous in memory is correct with four dimensions too. The norms over
-/// permuted heads are such sums.
+/// Checks a sum over the dimension that is contiguous in memory, for a tensor with four dimensions. The sum must be correct,
+/// because the model's norms over permuted heads are such sums.
 #[test]
 fn sum_over_contiguous_columns_of_rank_4_is_right_in_burn() {
     for TestDevice { name, device } in cube_devices() {

@@ -8,7 +8,7 @@ mod errors;
 mod separate_calls;
 pub mod visible;
 
-/// The numbers of packed queries and keys, and the bounds of the sequences in them.
+/// The numbers of packed queries and keys, and the bounds of the sequences in the packed rows.
 struct Packed {
     q_len: usize,
     kv_len: usize,

@@ -24,8 +24,8 @@ const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
 pub enum Verdict {
-    /// The results are right. The texts name the kinds to which the problem belongs. The tally counts the problems of each
-    /// kind.
+    /// The results are right. The texts name the kinds of the problem, such as its dtype or its kernel. The tally counts the
+    /// problems of each kind.
     Right(Vec<String>),
     /// The results are wrong, as the text says.
     Wrong(String),
@@ -40,7 +40,7 @@ pub struct Tally {
     pub checked: u64,
     /// The numbers of the wrong problems, each with a description of the fault.
     pub wrong: BTreeMap<u64, String>,
-    /// The number of problems of each kind.
+    /// The number of problems of each kind, such as a dtype or a kernel.
     pub kinds: BTreeMap<String, u64>,
 }
 
@@ -62,7 +62,7 @@ pub fn is_worker() -> bool {
 /// # Panics
 /// Panics if a line of the input is not a range of numbers.
 pub fn work<P: Debug>(draw: impl Fn(u64) -> P, check: impl Fn(&P) -> Verdict) {
-    // The test harness may have printed the start of a line. This newline ends that line, so that the first answer begins a
+    // The test harness may have printed the start of a line. The newline ends that line, so that the first answer begins a
     // new line.
     println!();
     for line in std::io::stdin().lines() {
@@ -95,7 +95,7 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " ")
 }
 
-/// A process that runs the calling test, which answers through [`work`].
+/// A worker process, in which the calling test calls [`work`] and answers on its standard output.
 struct Worker {
     process: Child,
     orders: ChildStdin,
@@ -109,7 +109,8 @@ impl Worker {
             .env(WORKER, "1")
             // One thread computes the reference, because there is a worker for each processor core.
             .env("RAYON_NUM_THREADS", "1")
-            // Without these settings, glibc would return memory to the system each time the worker frees a tensor.
+            // The variables make glibc keep freed memory. By default, glibc would return memory to the system each time the
+            // worker frees a tensor.
             .envs([
                 ("MALLOC_ARENA_MAX", "1"),
                 ("MALLOC_MMAP_MAX_", "0"),
@@ -194,8 +195,8 @@ impl Worker {
     }
 }
 
-/// Checks the problems with the numbers below `count` in `jobs` worker processes. Stops when all are checked, or when `time` has
-/// passed. A worker gets `bundle` numbers at a time, and runs the test `test`, which calls [`work`].
+/// Checks the problems with the numbers below `count` in `jobs` worker processes. Stops when all problems are checked, or
+/// when `time` has passed. A worker gets `bundle` numbers at a time, and runs the test `test`, which calls [`work`].
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
     let deadline = time.map(|time| Instant::now() + time);

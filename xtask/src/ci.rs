@@ -113,8 +113,8 @@ fn clippy(features: &[&str]) -> Result<()> {
     )
 }
 
-/// Checks the build of `attention-cube` for the CPU alone, without kernels. The builds of the workspace always contain kernels,
-/// so they would not find an error in such a build.
+/// Checks the build of `attention-cube` for the CPU alone, without kernels. The builds of the workspace always contain
+/// kernels, so they would miss an error of the build without kernels.
 fn without_kernels() -> Result<()> {
     process::run(process::cargo().args([
         "check",

@@ -8,7 +8,8 @@ use crate::types::tensors::{AttentionOutput, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-/// Returns the output, the logsumexp in two parts (reference scores and logarithms), and the validated problem.
+/// Returns the output, the logsumexp and the validated problem. The logsumexp consists of the score that the softmax
+/// subtracted, and the logarithm of the softmax sum.
 pub(crate) fn attend(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -24,7 +25,7 @@ pub(crate) fn attend(
     ))
 }
 
-/// Returns only the output.
+/// Computes attention, and returns only the output.
 pub(crate) fn compute_output(
     query: Tensor<4>,
     key: Tensor<4>,

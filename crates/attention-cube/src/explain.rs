@@ -16,7 +16,7 @@ use std::fmt;
 pub struct Explanation {
     /// The device's runtime and limits, or `None` if the device runs no CubeCL kernels.
     pub device: Option<DeviceProfile>,
-    /// The error that every call returns on this device, or `None`. If there is an error, the other fields have no meaning.
+    /// The error that every call returns on this device, or `None`. If there is an error, all other fields have no meaning.
     pub error: Option<AttentionError>,
     /// The kernel choice for the forward pass.
     pub forward: Selection,

@@ -53,8 +53,7 @@ pub(crate) fn collapse_broadcast_dims(tensor: &CubeTensor, dims: usize) -> CubeT
     tensor
 }
 
-/// True if Hopper's TMA can read boxes of the tensor in place. Only the first dimensions may have a stride of 0, as many as
-/// `broadcast` says.
+/// True if Hopper's TMA can read boxes of the tensor in place. Only the first `broadcast` dimensions may have a stride of 0.
 pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -66,7 +65,7 @@ pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     (shape[3] == 1 || strides[3] == 1) && (0..3).all(fits)
 }
 
-/// Returns the masking structure of the problem, which kernels receive as a compile-time setting.
+/// Returns the kinds of masking that the problem needs. Kernels receive this structure as a compile-time setting.
 pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
     Structure {
         lengths: problem.kv_lengths,
@@ -122,8 +121,8 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The launch runs the tiles of
-/// `together` (head, sequence) pairs, then the tiles of the next `together` pairs.
+/// Returns the number of cubes of a launch, and the launch's grid of tiles, splits, heads and sequences. The cubes compute
+/// all tiles of `together` (head, sequence) pairs, then all tiles of the next `together` pairs.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,

@@ -203,7 +203,7 @@ pub fn append_quantized(
         new_words.into_dispatch(),
         places.clone().into_tensors(),
     ));
-    // Append the scales as rows of one column.
+    // Append the scales as rows with one column each.
     let scales = append(scales.unsqueeze_dim(3), new_scales.unsqueeze_dim(3), places)?;
     QuantizedRows::of_parts(words, scales.squeeze_dim(3))
 }

@@ -139,7 +139,7 @@ impl AttentionProblem {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
-    /// Returns an upper bound of the number of keys that `queries` neighbouring queries see by causal mask and window.
+    /// Returns an upper bound of the number of keys that `queries` neighboring queries see by causal mask and window.
     pub(crate) fn visible_keys(&self, queries: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -150,7 +150,7 @@ impl AttentionProblem {
         }
     }
 
-    /// Returns an upper bound of the number of queries that see any of `keys` neighbouring keys by causal mask and window.
+    /// Returns an upper bound of the number of queries that see any of `keys` neighboring keys by causal mask and window.
     pub(crate) fn visible_queries(&self, keys: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left

@@ -131,7 +131,8 @@ impl QuantizedRows {
             &[(DType::F32, "one scale per row")],
         )?;
         check_place("scales", scales.device(), &words.device())?;
-        // The gradient checkpointing strategy of words and scales might differ from the query's, which is an error.
+        // Remove autodiff from words and scales. Their gradient checkpointing strategy might differ from the query's
+        // strategy, and Burn cannot mix strategies.
         Ok(Self {
             words: words.without_autodiff(),
             scales: scales.without_autodiff(),

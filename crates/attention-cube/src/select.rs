@@ -18,7 +18,7 @@ pub struct Selection<K = Kernel> {
     pub kernel: K,
     /// The engines that selection tried before the chosen engine, each with the reason for its refusal.
     pub refusals: Vec<(Engine, Refusal)>,
-    /// The respects in which the chosen kernel falls short of the contract in the crate's documentation.
+    /// Warnings about results of the chosen kernel that do not meet the contract in the crate's documentation.
     pub warnings: Vec<Warning>,
     /// True if the chosen kernel cannot read keys and values from pages. A launch then first copies the visible rows to
     /// contiguous tensors.
@@ -34,8 +34,8 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses int8 keys and values if the engine cannot read them directly. Also refuses them if the problem has so many query
-/// rows that a dequantized copy is cheaper.
+/// Refuses int8 keys and values if the engine cannot read int8 in this pass. Also refuses int8 above the engine's limit of
+/// query rows, because a dequantized copy is then faster.
 fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
     if !problem.quantized {
         return Ok(());

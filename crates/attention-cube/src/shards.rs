@@ -180,8 +180,8 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the first part holds the whole
-    // logsumexp.
+    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the reference scores already
+    // hold the whole logsumexp.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {

@@ -40,7 +40,7 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The absent tables of kernels that have no score mod and no mask mod.
+/// The tables of kernels that have neither a score mod nor a mask mod, and therefore no tables.
 pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
     score: KernelTableCompilationArg {
         elements: ComptimeOptionCompilationArg::None,

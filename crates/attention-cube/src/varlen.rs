@@ -117,7 +117,7 @@ impl Sequences {
             ("kv_lengths", options.kv_lengths.is_some()),
             ("query_lengths", options.query_lengths.is_some()),
             ("visible_between", !options.intervals.is_empty()),
-            // The code would see positions of the packed rows.
+            // Refuse score mods and mask mods, because their code would see positions in the packed rows.
             ("score_mod", options.score_mod.is_some()),
             ("mask_mod", options.mask_mod.is_some()),
         ] {
@@ -161,7 +161,7 @@ impl Sequences {
         let first = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 0, sequences);
         let end = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 1, sequences);
 
-        // The query in packed row `r` has the position of the key in packed row `r + shift`.
+        // The query in packed row `r` is aligned with the key in packed row `r + shift`.
         let shift = match options.causal.unwrap_or_default() {
             CausalAlignment::BottomRight => end(&key_bounds) - end(&query_bounds),
             CausalAlignment::TopLeft => first(&key_bounds) - first(&query_bounds),
@@ -177,8 +177,8 @@ impl Sequences {
         let position = rows + of_rows(shift);
         let mut start = of_rows(first(&key_bounds));
         let mut stop = of_rows(end(&key_bounds));
-        // A window that reaches beyond all rows shows all keys. Its size is reduced, so that position plus size cannot
-        // overflow.
+        // Clamp each side of the window to the number of all rows, which shows all keys. The sum of position and window then
+        // cannot overflow.
         let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
         if let Some(left) = options.window_left {
             start = start.max_pair(position.clone() - reach(left));
@@ -261,7 +261,8 @@ pub fn try_varlen_attention(
         let [len, heads, columns] = rows.dims();
         let rows = rows.swap_dims(0, 1);
         match len * heads * columns {
-            // `unsqueeze` would read a size of 0 as "the size as before".
+            // Use `expand` for an empty tensor, because `unsqueeze` interprets a size of 0 as "keep the size of this
+            // dimension".
             0 => rows.expand(Shape::new([1, heads, len, columns])),
             _ => rows.unsqueeze(),
         }

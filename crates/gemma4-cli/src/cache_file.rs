@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// `None` if the session is in the file that `--cache` names. If another program has written that file since this
-    /// program read it, the session is in a new file, and this is the path of the named file.
+    /// `None` if the session is in the file that `--cache` names. Otherwise the path of the named file. The session is then
+    /// in a new file, because another program has changed the named file.
     taken: Option<PathBuf>,
 }
 
@@ -82,7 +82,7 @@ impl CacheFile {
     /// Reads the session and the conversation from the file, or returns new ones if there is no file.
     ///
     /// # Errors
-    /// Returns the errors of [`SavedSession::read`].
+    /// Passes on the errors of [`SavedSession::read`].
     pub fn read<'a>(&mut self, gemma: &'a Gemma4) -> Result<(Session<'a>, Vec<Message>), Error> {
         // The identity of the file is read again, because the file may have been created or deleted while the model was loaded.
         self.seen = Identity::of(&self.path)?;
@@ -101,10 +101,10 @@ impl CacheFile {
     }
 
     /// Replaces the file. If another program has written the file since this program read it, writes a new file in the same
-    /// folder instead, and prints a note that names the new file.
+    /// folder instead. A note then names the new file.
     ///
     /// # Errors
-    /// Returns the errors of [`Session::save`].
+    /// Passes on the errors of [`Session::save`].
     pub fn write(&mut self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
         if Identity::of(&self.path)? != self.seen {
             let beside = self.beside()?;

@@ -347,7 +347,7 @@ impl GenerationArguments {
     /// Opens the file of `--cache`. Commands open the file before they load the model, so that errors appear early.
     ///
     /// # Errors
-    /// Returns the errors of [`CacheFile::open`].
+    /// Passes on the errors of [`CacheFile::open`].
     pub fn cache_file(&self) -> Result<Option<CacheFile>, Error> {
         self.cache.as_deref().map(CacheFile::open).transpose()
     }

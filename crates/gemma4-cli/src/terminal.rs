@@ -166,7 +166,7 @@ pub fn read_input() -> Result<String, Error> {
 /// parent process may leave a pipe open without writing.
 ///
 /// # Errors
-/// Returns the errors of [`read_input`].
+/// Passes on the errors of [`read_input`].
 pub fn read_input_within(patience: Duration) -> Result<Option<String>, Error> {
     let (sender, receiver) = mpsc::channel();
     // If the pipe stays open, this thread keeps waiting until the program ends.
@@ -230,7 +230,7 @@ impl Output {
     /// error. Generation stops on Ctrl-C, or if standard output is closed.
     ///
     /// # Errors
-    /// Returns the errors of `generate`.
+    /// Passes on the errors of `generate`.
     pub fn stream(
         &mut self,
         interrupt: &Interrupt,

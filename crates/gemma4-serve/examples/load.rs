@@ -5,8 +5,14 @@
 //! cargo run --release -p gemma4-serve --example load -- 127.0.0.1:8080 tiny 8 64 100 64
 //! ```
 //!
-//! The arguments are the address, the model's name, the number of clients, the number of requests of all clients together, the
-//! number of prompt tokens, and the number of tokens of an answer.
+//! The arguments, in order:
+//!
+//! - the server's address
+//! - the model's name
+//! - the number of clients
+//! - the total number of requests
+//! - the number of tokens of each prompt
+//! - the number of tokens of each answer
 
 use serde_json::json;
 use std::io::{BufRead, BufReader, Write};
@@ -15,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The sizes of the load.
+/// The arguments of the command line.
 struct Load {
     address: String,
     model: String,
@@ -25,7 +31,7 @@ struct Load {
     tokens: usize,
 }
 
-/// The times of one request.
+/// The time until the first token of a request's answer, and the time until the end of the answer.
 struct Times {
     first: Duration,
     all: Duration,
@@ -105,7 +111,7 @@ fn arguments() -> Result<Load, String> {
 /// Sends a request and reads its stream.
 fn request(load: &Load, number: usize) -> Result<Times, String> {
     let failed = |error: std::io::Error| error.to_string();
-    // A multiplicative hash spreads the tokens, and the request's number makes each prompt different.
+    // Compute pseudorandom token ids by a multiplicative hash. The request's number makes each prompt different.
     let token = |index: usize| 100 + (number * 7919 + index).wrapping_mul(2_654_435_761) % 1900;
     let prompt: Vec<usize> = (0..load.prompt).map(token).collect();
     let body = json!({

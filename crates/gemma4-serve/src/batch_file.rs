@@ -21,31 +21,31 @@ use serde_json::{Map, Value, json};
 use std::io::{BufRead, Write};
 use tower::ServiceExt;
 
-/// The number of lines that are read ahead of the oldest unanswered request, beside the answers in the batch.
+/// The number of lines that are read in advance, in addition to the `max_running` requests that the engine decodes.
 const AHEAD: usize = 16;
-/// The largest line in bytes.
+/// The largest length of an input line, in bytes.
 const LONGEST_LINE: usize = 16 << 20;
 
-/// The counts of a file's requests.
+/// The numbers of requests and tokens in a processed file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchCounts {
-    /// The requests that were answered.
+    /// The number of answered requests.
     pub answered: usize,
-    /// The requests that were refused or failed.
+    /// The number of refused or failed requests.
     pub failed: usize,
-    /// The tokens of all prompts that were answered.
+    /// The number of prompt tokens of all answered requests.
     pub prompt_tokens: u64,
-    /// The tokens of all answers.
+    /// The number of generated tokens of all answers.
     pub generated_tokens: u64,
 }
 
-/// An error that ends the work on a file.
+/// An error that stops the processing of a file.
 #[derive(Debug, thiserror::Error)]
 pub enum BatchError {
     /// The engine did not start.
     #[error(transparent)]
     Engine(#[from] Gemma4Error),
-    /// The engine failed, for this reason.
+    /// The engine failed. The text is the reason.
     #[error("{0}")]
     Failed(String),
     /// The input cannot be read, or the output cannot be written.
@@ -53,11 +53,12 @@ pub enum BatchError {
     Io(#[from] std::io::Error),
 }
 
-/// Answers all requests of `input`, and writes one line each to `output`. `defaults` are fields for requests that lack them.
-/// `is_cancelled` is asked before each request.
+/// Answers all requests of `input`, and writes one line for each request to `output`. `defaults` holds fields for requests
+/// that lack these fields. The function stops reading requests when `is_cancelled` returns true.
 ///
 /// # Errors
-/// Returns an error if the engine fails, or if reading or writing fails. A malformed request only fails itself.
+/// Returns an error if the engine fails, or if reading or writing fails. A malformed request is not an error: its output
+/// line holds the error message.
 pub fn run_batch_file(
     gemma: Gemma4,
     engine: EngineOptions,
@@ -68,7 +69,8 @@ pub fn run_batch_file(
 ) -> Result<BatchCounts, BatchError> {
     let concurrency = engine.max_running + AHEAD;
     let engine = EngineOptions {
-        // Each prompt of a completions request takes a place in the queue.
+        // Let the queue hold all concurrent requests. A completions request has up to `MAX_PROMPTS` prompts, and each prompt
+        // counts as a queued request.
         max_queue: engine.max_queue.max(concurrency * MAX_PROMPTS),
         ..engine
     };
@@ -115,7 +117,7 @@ fn count(answer: &Value, counts: &mut BatchCounts) {
     counts.generated_tokens += usage["completion_tokens"].as_u64().unwrap_or(0);
 }
 
-/// Answers the request in a line, and returns the line of the output.
+/// Answers the request in an input line, and returns the output line.
 async fn answer(
     router: Router,
     index: usize,
@@ -157,7 +159,8 @@ async fn answer(
     }))
 }
 
-/// Returns the id, the path and the body of a request.
+/// Returns the id, the path and the body of the request in an input line. `number` is the id of a request without a
+/// `custom_id`.
 fn parse(line: &str, number: String) -> Result<(String, String, Map<String, Value>), String> {
     if line.len() > LONGEST_LINE {
         return Err(format!(

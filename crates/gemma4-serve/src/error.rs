@@ -1,4 +1,4 @@
-//! The errors of requests. Each API writes them in its own form.
+//! Errors of requests. The OpenAI and Anthropic APIs write an error in different JSON formats.
 
 use burn_gemma4::Gemma4Error;
 use std::fmt;
@@ -12,19 +12,19 @@ pub enum ErrorKind {
     ContextLength,
     /// The API key is missing or wrong.
     Authentication,
-    /// No model or path has the requested name.
+    /// The requested model or path does not exist.
     NotFound,
-    /// The path does not serve the request's method.
+    /// The path does not support the HTTP method of the request.
     MethodNotAllowed,
     /// The body of the request is larger than the limit.
     TooLarge,
-    /// The body did not arrive in time.
+    /// The body did not arrive within the time limit.
     Timeout,
-    /// The body is not declared as JSON.
+    /// The request's content type is not JSON.
     MediaType,
     /// The queue is full.
     Busy,
-    /// The server shuts down and takes no more requests.
+    /// The server is shutting down and refuses new requests.
     Draining,
     /// The server failed.
     Internal,
@@ -33,16 +33,16 @@ pub enum ErrorKind {
 /// An error that is reported to the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestError {
-    /// The reason.
+    /// The kind of the error.
     pub kind: ErrorKind,
-    /// A text for the user, which names the field and what is expected.
+    /// A message for the user, which names the field and the expected value.
     pub message: String,
-    /// The field of the request at fault.
+    /// The field of the request that caused the error.
     pub field: Option<String>,
 }
 
 impl RequestError {
-    /// Creates an error without a field.
+    /// Creates an error that concerns no single field.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -61,7 +61,7 @@ impl RequestError {
         }
     }
 
-    /// The status code of the response.
+    /// The HTTP status code of the response.
     pub fn status(&self) -> u16 {
         match self.kind {
             ErrorKind::Invalid | ErrorKind::ContextLength => 400,

@@ -1,9 +1,9 @@
-//! Helpers of the unit tests.
+//! Helper functions for unit tests.
 
 use crate::engine::AnswerOptions;
 use burn_gemma4::Sampling;
 
-/// Returns the options of a greedy answer of at most 8 tokens.
+/// Returns the options of an answer with greedy decoding and at most 8 tokens.
 pub fn answer_options() -> AnswerOptions {
     AnswerOptions {
         max_tokens: 8,

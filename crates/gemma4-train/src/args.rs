@@ -161,7 +161,7 @@ impl TrainingArguments {
     }
 
     /// Returns the settings of the run: these arguments, and the caller's settings `others`. A resumed run compares its
-    /// settings with those in its folder.
+    /// settings with the settings that its folder contains.
     pub fn settings(&self, rows: &[Row], rank: Rank, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
         for row in rows {

@@ -19,7 +19,7 @@ pub fn release() {
 /// Computes gradients with this thread's graph, as [`GradientRecorder::gradients`] does.
 ///
 /// # Errors
-/// Returns the errors of the recorder.
+/// Passes on the errors of the recorder.
 pub fn gradients(
     model: &Gemma4Model,
     lesson: TrainBatch<'_>,

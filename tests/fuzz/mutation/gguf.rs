@@ -8,8 +8,8 @@ use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 /// unknown.
 const TYPES: u32 = 43;
 
-/// Returns a copy of `input` in which one metadata value or one tensor is broken, or replaced by a value or tensor from the
-/// file `other`. Returns `None` if `input` is not a readable GGUF file.
+/// Returns a copy of `input` with one broken metadata value or tensor. The file `other` may provide the replacement of a
+/// value or a tensor. Returns `None` if `input` is not a readable GGUF file.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();
@@ -34,8 +34,8 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // Overwrite eight bytes, from byte 0 or from byte 4. A number or the length of a text starts at byte 0. The
-            // element count of a list starts at byte 4.
+            // The mutation overwrites eight bytes of the metadata value, from byte 0 or from byte 4. A number or the length
+            // of a text starts at byte 0. The element count of a list starts at byte 4.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

@@ -3,8 +3,8 @@
 use super::{json, stretch};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// The words that are inserted into templates. Some words occur in chat templates, and others exceed the limits of
-/// rendering.
+/// The words that are inserted into templates. Some words occur in chat templates, and other words make a template exceed the
+/// limits of the renderer.
 const WORDS: &[&str] = &[
     "{{ messages }}",
     "{{ messages[0]['content'] }}",

@@ -8,7 +8,8 @@ use burn_gemma4::{Drafter, DrafterConfig, Gemma4Config, Gemma4Error, LoadOptions
 use safetensors::tensor::Dtype;
 use serde_json::json;
 
-/// Changes a drafter's folder by calling `spoil`, and asserts that loading the drafter gives an error that contains `words`.
+/// Changes a drafter's folder by calling `spoil`, and asserts that loading the drafter fails. The error must contain each
+/// string in `words`.
 #[track_caller]
 fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     let folder = Folder::drafter("assistant-ple");

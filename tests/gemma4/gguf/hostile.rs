@@ -52,8 +52,8 @@ fn gguf_huge_counts_are_refused() {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // Each file claims a huge length for one item: a key, a text, a list (of bytes, of numbers or of texts), or the name
-        // of a tensor.
+        // Each file claims a huge length for one item. The item is a key, a text, a list (of bytes, of numbers or of texts),
+        // or the name of a tensor.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
         for kind in [0u32, 4, 8, 12] {
@@ -61,8 +61,8 @@ fn gguf_huge_counts_are_refused() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // In the next three files, a dimension or the offset of a tensor is huge. In the last three files, a tensor has a
-        // wrong number of dimensions or no elements.
+        // Three files have a huge dimension or a huge offset of a tensor. Three more files have a tensor with a wrong number
+        // of dimensions or without elements.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();

@@ -9,9 +9,9 @@ use burn_gemma4::Gemma4;
 use serde::Deserialize;
 use std::{fs, ops::ControlFlow};
 
-/// The files cover every kind of model and number format. Models like E2B have per-layer embeddings and shared KV layers.
-/// Models like 31B have no separate values in full layers, and models like 26B have experts. One model has head sizes 256 and
-/// 512.
+/// The GGUF files, which cover every kind of Gemma 4 model and every number format. Models like E2B have per-layer embeddings
+/// and shared KV layers. Models like 31B have no separate values in full layers, and models like 26B have experts. One model
+/// has head sizes 256 and 512.
 const FILES: [&str; 8] = [
     "dense-keqv.F16",
     "realhead-ple.BF16",

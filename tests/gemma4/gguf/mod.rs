@@ -23,7 +23,8 @@ use std::{
 use tempfile::TempDir;
 
 /// The GGUF files, each with the fixture from which it was made, or `None` without a fixture. The first file is a model like
-/// E2B, and the second is a model like 26B. The third file has rows that are wide enough for every block type.
+/// Gemma 4 E2B, and the second is a model like Gemma 4 26B. The third file has rows that are wide enough for every block
+/// type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),
@@ -146,7 +147,8 @@ fn gguf_tokens_equal_the_dequantized_model_and_llama_cpp() {
     }
 }
 
-/// A GGUF file gives the same configuration, tokenizer and defaults as the checkpoint folder from which the file was made.
+/// A GGUF file gives the same configuration, tokenizer and generation defaults as the checkpoint folder from which the file
+/// was made.
 #[test]
 fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     for (name, folder) in FILES {
@@ -194,7 +196,7 @@ fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     }
 }
 
-/// The written dtype of a GGUF model is the dtype that its weights had before quantization, which is bf16.
+/// For a GGUF model, `written_dtype` returns the dtype that the weights had before quantization, which is bf16.
 #[test]
 fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {
@@ -213,7 +215,7 @@ fn gguf_default_dtype_is_that_before_quantization() {
         let numbers = table.dimensions.iter().product::<u64>() as usize;
         (table.kind, table.bytes) = (0, vec![0; 4 * numbers]);
     });
-    // The written dtype stays bf16 if one tensor of the quantized file is in f32.
+    // The result of `written_dtype` stays bf16 if one tensor of the quantized file is in f32.
     assert_eq!(written(&whole.path()), Some(DType::BF16));
 }
 

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions};
 use std::fs;
 
-/// The texts that the error must contain, and the function that spoils the file.
+/// The texts that the error must contain, and a function that makes the GGUF file invalid.
 type Case = (&'static [&'static str], fn(&mut Gguf));
 
 #[track_caller]

@@ -21,7 +21,7 @@ pub const WRITING: [u32; 18] = [
     304, 13, 307, 295, 301, 287, 288, 300, 34, 281, 14, 282, 283, 19, 284, 16, 20, 12,
 ];
 
-/// The texts that [`WRITING`] consists of.
+/// The texts of the thought, the answer and the tool call that [`WRITING`] contains.
 pub mod written {
     pub const THOUGHTS: &str = "a";
     pub const ANSWER: &str = "bc";
@@ -76,11 +76,12 @@ impl Folder {
     /// The tokens of `chain` must be distinct, and there may be at most 25.
     pub fn that_writes(chain: &[u32]) -> Self {
         let folder = Self::copy("dense-ple");
-        // A softcap would make all large logits equal.
+        // The checkpoint has no softcap, because a softcap would make all large logits equal.
         folder.set("config.json", "final_logit_softcapping", Value::Null);
         folder.edit(|tensors| {
             for (name, tensor) in tensors.iter_mut() {
-                // With these zeros and ones as weights, the layers pass the embedding on unchanged.
+                // The layers pass the embedding on unchanged, because their output projections are 0 and their layer scalars
+                // are 1.
                 let value: Option<f32> = match name.rsplit('.').nth(1) {
                     _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
                     Some("embed_tokens" | "o_proj" | "down_proj" | "per_layer_projection") => {

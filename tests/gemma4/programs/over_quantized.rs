@@ -1,5 +1,5 @@
-//! Tests `finetune` over quantized weights (QLoRA). The program learns, resumes only over the same weights, and writes the
-//! trained adapter or the merged model.
+//! Tests `finetune` over quantized weights (QLoRA). The training loss decreases, a run resumes only over the same weights,
+//! and the program writes the trained adapter or the merged model.
 
 use super::{
     folder::{Folder, tensors},

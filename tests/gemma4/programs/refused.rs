@@ -412,7 +412,7 @@ fn program_input_that_is_not_utf8_is_refused() {
 
 #[test]
 fn program_device_not_built_is_refused() {
-    // Every build lacks at least one of these two devices.
+    // No build has both `cuda` and `metal`, so at least one of the two devices is missing.
     let absent = [
         ("cuda", cfg!(feature = "cuda")),
         ("metal", cfg!(feature = "metal")),

@@ -176,8 +176,8 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // When the run was resumed with 30 steps instead of 10, it recorded the larger number. So resuming with 10 steps is
-    // refused.
+    // The run that was resumed with 30 steps instead of 10 has recorded the larger number. Resuming with 10 steps is
+    // therefore refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

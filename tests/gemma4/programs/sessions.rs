@@ -98,7 +98,7 @@ fn program_session_file_is_continued() {
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
-    // Input that is not UTF-8 ends a chat, and the conversation before this input is kept.
+    // Input that is not UTF-8 ends a chat. The session file keeps the conversation up to that input.
     let broken = chat_in(&path, &[], b"go on\n\xff\n");
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
@@ -204,7 +204,7 @@ fn program_two_chats_of_one_file_keep_both_conversations() {
     write(&mut earlier, "hello\n");
     let earlier = Ended::from(earlier.wait_with_output().expect("the process ends"));
     assert_eq!(earlier.code, Some(0), "{earlier:?}");
-    // Both chats read the session file before either of them writes it.
+    // The two chats read the session file before one of them writes the file.
     let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
     chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {

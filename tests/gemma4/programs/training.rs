@@ -218,8 +218,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // Training works with a per-layer table on the host. This first run uses the default of `--checkpointing`, and the
-    // second run below uses `--checkpointing layers`.
+    // Training works with a per-layer table on the host. The run with `host` uses the default of `--checkpointing`, and the
+    // run with `merge` uses `--checkpointing layers`.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
@@ -423,8 +423,8 @@ fn finetune_keeps_the_towers_of_the_base() {
     }
 }
 
-/// A conversation is left out if none of its learned tokens lies within the row's length. The position of the conversation
-/// in the file does not matter.
+/// A conversation is left out if its tokens to train on all lie beyond the row's length. The position of the conversation in
+/// the file does not matter.
 #[test]
 fn finetune_too_long_conversation_is_left_out() {
     let base = Folder::copy("dense-ple");

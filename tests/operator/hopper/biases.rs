@@ -1,4 +1,4 @@
-//! Tests of biases: loaded by threads or by the copy engine (TMA), broadcast biases, and biases of −∞.
+//! Tests of biases: biases that threads or TMA load, broadcast biases, and biases of −∞.
 
 use super::{WIDTHS, check, check_with, each_width};
 use crate::case::{Case, FULL};
@@ -102,7 +102,7 @@ fn wgmma_bias_that_hides_heads_ignores_nan() {
                 ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
             };
             // The bias hides all keys from heads 2 and 3 in the second sequence. If the bias is broadcast over the batch, it
-            // hides them in the first sequence too.
+            // also hides all keys of the first sequence from these heads.
             let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
                 0 => false,
                 1 => true,

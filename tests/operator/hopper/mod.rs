@@ -22,7 +22,8 @@ use attention_cube::internals::engine::Engine;
 use attention_cube::{AttentionProblem, explain};
 use burn::tensor::{DType, Tensor};
 
-/// The tested pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that fill no subtile.
+/// The tested pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that are not multiples of a
+/// subtile's 64 columns.
 const WIDTHS: [(usize, usize); 8] = [
     (40, 24),
     (64, 64),

@@ -21,7 +21,7 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
         Case::new([1, 16, 2, 3, 799, 512, 512]),
         Case::new([2, 8, 1, 1, 3000, 128, 128]),
         Case::new([1, 128, 1, 1, 3000, 576, 512]),
-        // A group has ten heads here, so the last tile of a group holds fewer heads than the other tiles.
+        // A group has ten heads in this case, so the last tile of a group holds fewer heads than the other tiles.
         Case::new([1, 10, 1, 30, 900, 320, 320]),
     ];
     for device in hopper_devices() {
@@ -75,14 +75,14 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The pipeline has a single stage for biases here. TMA must refill this stage only after the warps have read the
-        // biases of a block.
+        // The case has a pipeline with a single stage for biases. TMA must refill this stage only after the warps have read
+        // the biases of a block.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
         },
-        // A separate kernel computes the gradient of the values here. This kernel frees the pipeline stage of a block's
-        // biases as soon as the probabilities of the block are computed.
+        // In the case, a separate kernel computes the gradient of the values. This kernel frees the pipeline stage of a
+        // block's biases as soon as the probabilities of the block are computed.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 4, 2, 300, 1000, 192, 192])

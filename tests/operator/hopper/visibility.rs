@@ -6,7 +6,7 @@ use crate::dense::{Dense, read};
 use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// Further pairs of `(head_dim, value_dim)`, which only the test without options uses.
+/// Additional pairs of `(head_dim, value_dim)` for the test without options.
 const OTHER_WIDTHS: [(usize, usize); 6] = [
     (8, 8),
     (80, 80),
@@ -136,8 +136,8 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // Only the keys 200 to 289 are NaN below, because no query sees these keys. The function
-                        // `nobody_sees` is also true for keys with key % 16 = 5, but fully visible blocks show those keys.
+                        // Only the keys 200 to 289 are NaN, because no query sees these keys. The function `nobody_sees` is
+                        // also true for keys with key % 16 = 5, but fully visible blocks show those keys.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },

@@ -63,7 +63,7 @@ fn mha_cache_with_masks_equals_burn_nn() {
                 let mut input = MhaInput::self_attn(first(&tokens, length));
                 let mut input_of_burn_nn = burn_nn::MhaInput::self_attn(first(&tokens, length));
                 if masked {
-                    // This slice takes the last keys of the padding mask, so that some keys of the second sequence are hidden.
+                    // The slice takes the last keys of the padding mask, so that some keys of the second sequence are hidden.
                     let pad = pad_mask(on).narrow(1, LENGTH - length - 2, length);
                     let attn = attention_mask(on).narrow(1, 0, length).narrow(2, 0, length);
                     input = input.mask_pad(pad.clone()).mask_attn(attn.clone());

@@ -1,6 +1,6 @@
 //! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support this kernel. The cases have
-//! at most 32 rows. They cover every head size of the tile table, sizes in between, split keys, all options that hide keys,
-//! and views whose rows start at any address.
+//! at most 32 rows. The head sizes are those of the tile table and sizes in between. Other cases cover split keys, all
+//! options that hide keys, and views whose rows start at any address.
 
 use super::case::{Quantized, Rows};
 use super::causal;
@@ -16,8 +16,8 @@ use attention_cube::{
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// The tested pairs of `(head_dim, value_dim)`: every row of the tile table, and sizes that fill neither a tile nor a subtile.
-/// All sizes are multiples of 16 codes.
+/// The tested pairs of `(head_dim, value_dim)`: every row of the tile table, and sizes between the rows. All sizes are
+/// multiples of 16 codes.
 const WIDTHS: [(usize, usize); 9] = [
     (48, 32),
     (64, 64),

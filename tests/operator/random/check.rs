@@ -127,8 +127,8 @@ impl Problem {
             let first = run();
             target.dirty();
             let repeat = differences(&first, &run());
-            // The option `kv_lengths_ahead` must not change the results. It promises that no kernel launch in the same CUDA
-            // graph writes the lengths.
+            // The option `kv_lengths_ahead` must not change the results. The option promises that no kernel launch in the
+            // same CUDA graph writes the lengths.
             let ahead = case.kv_lengths.as_ref().and_then(|_| {
                 differences(&first, &case.run_ahead(&drawn.given, device))
                     .map(|found| format!("lengths ahead: {found}"))
@@ -168,8 +168,8 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         .iter()
         .all(|layout| BOXES.contains(layout))
     {
-        // TMA cannot load rows in these layouts. The choice of the kernel then depends on the addresses of the rows. This
-        // function does not know the addresses.
+        // TMA cannot load rows in a layout outside of `BOXES`. The choice of the kernel then depends on the addresses of the
+        // rows, which this function does not know.
         return "rows that TMA cannot load".into();
     }
     let problem = problem(case);

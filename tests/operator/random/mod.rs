@@ -33,7 +33,7 @@ pub enum Sizes {
 pub struct Problem {
     /// The sizes and options of the problem.
     pub case: Case,
-    /// The patterns of the mask, the bias and the sinks, and the rows that are NaN.
+    /// The patterns by which the data are drawn: the mask, the bias, the sinks, and the rows that are NaN.
     pub data: Data,
 }
 
@@ -129,7 +129,7 @@ const BOXES: [Layout; 6] = [
     Layout::SharedHeads,
 ];
 
-/// The number of multiprocessors of the largest GPU for which these problems are drawn.
+/// The number of multiprocessors of the largest GPU for which random problems are drawn.
 const MULTIPROCESSORS: usize = 132;
 
 /// The maximum number of elements in the query of a problem of the kind [`Crowd::Few`].
@@ -145,7 +145,7 @@ impl Crowd {
         }
     }
 
-    /// Returns a number of keys that is always allowed, even if the problem then exceeds the limits of [`room`](Self::room).
+    /// Returns the number of keys up to which a problem may exceed the limits of [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,
@@ -426,7 +426,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // `rows` is the number of rows per tile. The tile tables have this number for this head size.
+        // `rows` is the number of rows per tile that the tile tables list for the head size.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,

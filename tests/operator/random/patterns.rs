@@ -219,8 +219,8 @@ impl SinkPattern {
     }
 }
 
-/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. If the
-/// layout stores one row for several heads or sequences, that row is replaced only if `marked` is true for all of them.
+/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. If the layout
+/// stores one row for several heads or sequences, `marked` must be true for all of these heads or sequences.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -256,7 +256,7 @@ pub struct Drawn {
 }
 
 impl Data {
-    /// Returns the inputs of `case` with these patterns.
+    /// Draws the inputs of `case` with the patterns in `self`.
     pub fn draw(&self, case: &Case) -> Drawn {
         let mut clean = case.inputs();
         if let Some(mask) = &mut clean.mask {

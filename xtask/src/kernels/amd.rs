@@ -161,7 +161,7 @@ fn text_of(path: &Path) -> Result<String> {
 }
 
 /// Reads the results of a kernel from `line`. The line holds the kernel's name, the number of units of a cube, and an
-/// outcome. The outcome is the number of bytes of shared memory, or the reason why there is no code.
+/// outcome. The outcome is the number of bytes of shared memory, or the reason why the kernel was not compiled.
 fn read(
     tools: &Path,
     folder: &Path,

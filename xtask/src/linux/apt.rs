@@ -9,8 +9,8 @@ pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
     let installed = |package: &str| {
         let mut query = Command::new("dpkg-query");
         query.args(["--show", "--showformat=${db:Status-Status}", package]);
-        // Only the beginning of the output is compared. If a package is installed for two architectures, dpkg-query prints the
-        // status twice.
+        // If a package is installed for two architectures, dpkg-query prints the status twice. The code therefore compares
+        // only the beginning of the output.
         process::output(&mut query).is_some_and(|status| status.starts_with("installed"))
     };
     packages

@@ -114,8 +114,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // A lock is poisoned if another thread of this backward panicked. The slot still contains either a complete gradient or
-    // none, so read it anyway.
+    // A lock is poisoned if another thread of this backward panicked. Read the slot anyway, because it still contains either
+    // a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -145,7 +145,8 @@ impl<B: AttentionBackend> Backward<B, 1> for LogsumexpStep {
     }
 }
 
-/// Runs the forward with `N` differentiable inputs. Autodiff tracks the results if it tracks any of these inputs.
+/// Runs the forward with `N` differentiable inputs. Autodiff tracks the output and the logsumexp if it tracks any of these
+/// inputs.
 fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
     inputs: AttentionInputs<Autodiff<B, C>>,
     nodes: [NodeGuard; N],

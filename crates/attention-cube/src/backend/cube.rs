@@ -228,7 +228,8 @@ fn reads_int8_in_place(
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // Passes int8 words as the keys and values of a float forward. CubeBackend has one tensor type for all element types.
+    // Pass the int8 words as the keys and values of a float forward. This is possible because CubeBackend has one tensor
+    // type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {
         vectors: is_in_vectors(&query, 4),
@@ -267,7 +268,7 @@ fn forward_of_seen(
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
     let inputs = QuantizedInputs {
-        // The converted lengths replace the original lengths, so that the forward does not have to convert them, too.
+        // The converted lengths replace the original lengths, so that the forward does not convert the lengths again.
         kv_lengths: lengths.clone().into(),
         ..inputs
     };
@@ -307,11 +308,11 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Recomputes the logsumexp with the forward of `engine`, if another forward computed the saved logsumexp. That forward may
-/// sum `q·k` in another order. Returns `None` if the saved logsumexp can be used.
+/// Returns the logsumexp of `engine`'s own forward. Returns `None` if the saved logsumexp comes from this forward, or if the
+/// engine has no forward for the problem.
 ///
-/// Different orders round the scores differently. For scores in the hundreds, the backward would compute wrong
-/// probabilities.
+/// Forwards of different engines may sum `q·k` in different orders, which rounds the scores differently. For scores in the
+/// hundreds, a backward with the logsumexp of another engine would compute wrong probabilities.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,
@@ -320,7 +321,6 @@ fn recompute_lse(
 ) -> Option<FloatTensor<CubeBackend>> {
     let layouts = forward_layouts(inputs);
     let chosen = select_forward(problem, Some(device), layouts).kernel;
-    // If the engine has no forward for this problem, the backward uses the saved logsumexp.
     let own = engine
         .plan_forward_as_backward(problem, device, layouts)
         .ok()?;

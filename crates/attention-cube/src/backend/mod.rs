@@ -133,7 +133,8 @@ mod metadata {
     Fusion: cfg(feature = "cube")
 )]
 pub trait AttentionBackend: Backend {
-    /// Returns the output and the logsumexp (reference scores and logarithms) of a validated problem.
+    /// Returns the output and the logsumexp of a validated problem. The logsumexp consists of the score that the softmax
+    /// subtracted, and the logarithm of the softmax sum.
     #[fusion(meta = metadata::of_forward)]
     fn attention_forward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -153,8 +154,8 @@ pub trait AttentionBackend: Backend {
         reference::gradients::backward::<Self>(inputs, saved, &problem, request)
     }
 
-    /// Returns the output and the logsumexp (reference scores and logarithms) of a validated problem over quantized keys and
-    /// values.
+    /// Returns the output and the logsumexp of a validated problem over quantized keys and values. The logsumexp consists of
+    /// the score that the softmax subtracted, and the logarithm of the softmax sum.
     #[fusion(meta = metadata::of_quantized_forward)]
     fn quantized_attention_forward(
         #[extension_type] inputs: QuantizedInputs<Self>,

@@ -41,9 +41,9 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Forward, Refusal>;
 
-    /// Plans a forward that sums `q·k` in the same order as the engine's backward. The backward recomputes the probabilities
-    /// from the scores and the saved logsumexp. If the order differed, the probabilities would be wrong for scores in the
-    /// hundreds.
+    /// Plans a forward that sums `q·k` in the same order as the engine's backward, so that both round each score alike. The
+    /// backward recomputes the probabilities from the scores and the saved logsumexp. With scores in the hundreds, a rounding
+    /// difference would give wrong probabilities.
     ///
     /// # Errors
     /// Returns a [`Refusal`] in the same cases as [`plan_forward`](Self::plan_forward).
@@ -100,8 +100,8 @@ pub trait Launch: AttentionEngine {
     /// - Key: `[batch, kv_heads, kv_len, head_dim]`.
     /// - Value: `[batch, kv_heads, kv_len, value_dim]`.
     /// - Output: `[batch, q_heads, q_len, value_dim]`, in the dtype of the problem.
-    /// - Logsumexp: `[2 · batch, q_heads, q_len]`, f32. The first `batch` entries are row maxima, the rest natural logarithms of
-    ///   row sums.
+    /// - Logsumexp: `[2 · batch, q_heads, q_len]`, f32. The first `batch` entries are row maxima, the rest natural logarithms
+    ///   of row sums.
     fn forward(
         plan: Self::Forward,
         inputs: AttentionInputs<CubeBackend>,
@@ -112,8 +112,8 @@ pub trait Launch: AttentionEngine {
     /// [`MOST_INT8_ROWS`](AttentionEngine::MOST_INT8_ROWS) query rows.
     ///
     /// # Shapes
-    /// The key is `[batch, kv_heads, kv_len, head_dim / 4]` and the value `[batch, kv_heads, kv_len, value_dim / 4]`, in `u32`.
-    /// Query, output and logsumexp have the shapes of [`forward`](Self::forward).
+    /// The key is `[batch, kv_heads, kv_len, head_dim / 4]` and the value `[batch, kv_heads, kv_len, value_dim / 4]`, in
+    /// `u32`. Query, output and logsumexp have the shapes of [`forward`](Self::forward).
     fn forward_int8(
         _plan: Self::Forward,
         _inputs: AttentionInputs<CubeBackend>,

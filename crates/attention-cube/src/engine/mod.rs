@@ -1,5 +1,5 @@
-//! The attention engines. Each engine is a folder with its plan, tiles, kernels and launch. To add an engine, add its folder, its
-//! module here, and a line to the list in `types/engine.rs`.
+//! The attention engines. Each engine is a folder with its plan, tiles, kernels and launch. To add an engine, add its folder,
+//! its module here, and a line to the list in `types/engine.rs`.
 
 pub mod api;
 #[cfg(feature = "cube")]

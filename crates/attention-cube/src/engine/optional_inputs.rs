@@ -20,23 +20,23 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Numeric};
 
-/// The mask, the bias, and one buffer of sequence lengths and segment ids. Kernels are generic over `mask_element` and
-/// `bias_element`, so both are set even without a mask or a bias.
+/// The mask, the bias, and one buffer of sequence lengths and segment ids. Kernels are generic over the element types of mask
+/// and bias. `mask_element` and `bias_element` are therefore set even without a mask or a bias.
 pub(crate) struct OptionalInputs {
     pub mask: Option<CubeTensor>,
     pub bias: Option<CubeTensor>,
     pub lengths_and_ids: Option<CubeTensor>,
-    /// The table of the score mod.
+    /// The table that the user's score mod reads.
     pub score_table: Option<CubeTensor>,
-    /// The table of the mask mod.
+    /// The table that the user's mask mod reads.
     pub mask_table: Option<CubeTensor>,
     pub mask_element: ElemType,
     pub bias_element: ElemType,
 }
 
 impl OptionalInputs {
-    /// Prepares the optional inputs for kernels with the given block sizes. Also returns each kernel's offsets of lengths
-    /// and segment bounds in the packed buffer.
+    /// Prepares the optional inputs for kernels with the given block sizes. Also returns, for each kernel, the positions of
+    /// sequence lengths and segment bounds in `lengths_and_ids`.
     pub(crate) fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
@@ -90,8 +90,8 @@ impl OptionalInputs {
             .filter(|_| bias_vector(self.bias.as_ref()) == 2)
     }
 
-    /// Builds the scoring argument of a kernel that reads one mask element per score. `offsets` locates lengths and segment
-    /// bounds.
+    /// Builds the scoring argument of a kernel that reads one mask element per score. `offsets` gives the positions of
+    /// sequence lengths and segment bounds in `lengths_and_ids`.
     pub(crate) fn scoring<M: Numeric, F: Float>(
         &self,
         offsets: BoundsOffsets,
@@ -135,7 +135,8 @@ impl OptionalInputs {
         self.mask.iter().chain(self.beside_mask())
     }
 
-    /// Returns all optional tensors except the mask. A kernel whose mask is packed into bits reads these tensors.
+    /// Returns all optional tensors except the mask: bias, lengths and segment ids, and the tables of score mod and mask mod.
+    /// Kernels that read the mask as packed bits take these tensors and a packed mask.
     pub(crate) fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
         let beside_mask = [
             &self.bias,

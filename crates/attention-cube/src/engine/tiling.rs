@@ -19,8 +19,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The largest size in bytes of the keys and values that all tiles in flight read under a causal mask. Up to this size, they
-/// stay in the L2 cache.
+/// The largest size in bytes of the keys and values that all tiles in flight read under a causal mask. Larger keys and values
+/// would not stay in the L2 cache.
 const CACHE_BYTES: usize = 34 << 20;
 
 /// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
@@ -66,8 +66,8 @@ pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize)
     }
 }
 
-/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if the device runs at least
-/// twice as many cubes at once.
+/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if `cubes`, the number of
+/// cubes that the device runs at once, is at least `2 · tiles`.
 pub(crate) fn splits(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -81,17 +81,17 @@ pub(crate) fn splits(
     (cubes / tiles.max(1)).clamp(1, blocks.max(1))
 }
 
-/// The largest number of waves of cubes with split keys. A wave is the number of cubes that the device runs at once. With
-/// several waves, the last wave can be nearly full.
+/// The largest number of waves of cubes with split keys. A wave is the number of cubes that the device runs at once. If a
+/// launch may have several waves, the plan can choose a number of splits that nearly fills the last wave.
 const MOST_ROUNDS: usize = 4;
 
-/// The fewest key blocks per split in decoding. With this value, Gemma 4 E2B on an H200 decoded 495 tokens/s at 2,048 tokens
-/// of context, and 488 tokens/s at 8,192. With at least two blocks per split, it decoded 485 tokens/s at both.
+/// The fewest key blocks per split in decoding. With the value 1, Gemma 4 E2B on an H200 decoded 495 tokens/s at 2,048 tokens
+/// of context, and 488 tokens/s at 8,192. With the value 2, it decoded 485 tokens/s at both context lengths.
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
-/// The time to start and end a cube, in units of the time that one key block takes. In the measurement of
-/// `BLOCKS_OF_FEW_ROWS`, the value 2 gave 495 and 488 tokens/s. The value 1, with at least two blocks per split, gave 488
-/// and 488 tokens/s.
+/// The time to start and end a cube, in units of the time that one key block takes. With the value 2, Gemma 4 E2B on an H200
+/// decoded 495 tokens/s at 2,048 tokens of context, and 488 at 8,192. With the value 1 and at least two blocks per split, it
+/// decoded 488 tokens/s at both context lengths.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
 /// Returns the number of key splits (split-KV) for a launch with few query rows. The result is the smallest number of splits
@@ -121,11 +121,11 @@ fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
 }
 
 /// The largest number of heads in flight together with segments or intervals of visible keys. A GPU runs more than a hundred
-/// CTAs at once, so several CTAs read the operands of each head from the L2 cache.
+/// CTAs at once. With at most 32 heads, several CTAs read the same operands, which the L2 cache then holds.
 const HEADS_WITH_BOUNDS: usize = 32;
 
-/// The largest sum of the head sizes of K and V for [`HEADS_WITH_BOUNDS`]. The operands of so many wider heads would leave the L2
-/// cache.
+/// The largest sum of the head sizes of K and V for which [`HEADS_WITH_BOUNDS`] heads are in flight together. The operands of
+/// as many wider heads would not fit the L2 cache.
 const COLUMNS_WITH_BOUNDS: usize = 512;
 
 /// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
@@ -133,10 +133,10 @@ const COLUMNS_WITH_BOUNDS: usize = 512;
 /// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in flight
 /// must fit the L2 cache. Without a causal mask, the heads run one after another.
 ///
-/// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another, the long
-/// tiles of the last head would run alone at the end. Time of image blocks of 256 tokens beside causal attention on an H200,
-/// 2026-11-28: at head size 256, 1.19 with one head and 1.08 with all 16 heads; at head size 512, 1.15 with one head and 1.21
-/// with all 8 heads.
+/// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another, the
+/// long tiles of the last head would run alone at the end. On an H200 (2026-11-28), image blocks of 256 tokens multiply the
+/// time of causal attention. At head size 256, the factor is 1.19 with one head in flight and 1.08 with all 16 heads. At head
+/// size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.has_bounds() && problem.head_dim + problem.value_dim <= COLUMNS_WITH_BOUNDS {
         return HEADS_WITH_BOUNDS.clamp(1, planes.max(1));
@@ -166,7 +166,8 @@ pub struct BackwardPlan<T> {
     pub vector: usize,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
-    /// The operands that must first be copied. The rows of a copy are aligned to 16 bytes and consist of whole 16-byte vectors.
+    /// The operands that must first be copied. The rows of a copy are aligned to 16 bytes and consist of whole 16-byte
+    /// vectors.
     pub copies: Operands,
 }
 

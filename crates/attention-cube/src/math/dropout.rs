@@ -30,21 +30,21 @@ const LEVELS: u32 = 1 << 16;
 /// The bits of the f16 infinity. Larger magnitudes are NaN, and comparisons with NaN are false.
 const INFINITY: u32 = 0x7C00;
 
-/// The threshold that decides which random bits are hits, and what a hit means.
+/// The threshold for random bits that decides which probabilities dropout drops.
 ///
-/// The random bits and the threshold are read as f16 numbers. Random bits above the threshold are a hit. Dropout drops the
-/// probabilities of hits. If the threshold −∞ drops too few, dropout instead keeps the probabilities of hits and drops all
-/// others.
+/// The random bits and the threshold are read as f16 numbers. Random bits above the threshold are a *hit*. Dropout drops the
+/// probabilities of hits. If even the threshold −∞ gives fewer hits than probabilities to drop, dropout instead keeps the
+/// probabilities of hits and drops all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
-    /// The threshold's own 16 bits.
+    /// The threshold, as the bits of an f16 number.
     pub bits: u32,
-    /// True if the probabilities of hits are kept, and all others are dropped.
+    /// True if dropout keeps the probabilities of hits and drops all others.
     pub keeps_hits: bool,
 }
 
 impl Threshold {
-    /// Returns the threshold that drops a share of `probability`, rounded to a multiple of 2⁻¹⁶.
+    /// Returns the threshold that drops a probability with the chance `probability`, rounded to a multiple of 2⁻¹⁶.
     pub(crate) fn of(probability: f64) -> Self {
         let dropped = (probability * f64::from(LEVELS)).round() as u32;
         let keeps_hits = dropped > hits(0x8000 | INFINITY);
@@ -73,13 +73,13 @@ impl Threshold {
         f64::from(LEVELS) / f64::from(self.kept_levels())
     }
 
-    /// True if the probability of a score with these random bits is kept.
+    /// True if dropout keeps the probability of a score whose random bits are `bits`.
     pub(crate) fn keeps(self, random_bits: u32) -> bool {
         is_above(random_bits, self.bits) == self.keeps_hits
     }
 }
 
-/// True if 16 bits are above a threshold of 16 bits as f16 numbers.
+/// True if `bits` is above `threshold`, both read as f16 numbers.
 fn is_above(bits: u32, threshold: u32) -> bool {
     let number = |bits: u32| {
         let magnitude = (bits & 0x7FFF) as i32;
@@ -92,7 +92,7 @@ fn is_above(bits: u32, threshold: u32) -> bool {
     bits & 0x7FFF <= INFINITY && number(bits) > number(threshold)
 }
 
-/// Returns the number of 16-bit values that are above a threshold.
+/// Returns the number of 16-bit values that are above a threshold, all read as f16 numbers.
 fn hits(threshold: u32) -> u32 {
     let magnitude = threshold & 0x7FFF;
     match threshold & 0x8000 {
@@ -122,8 +122,9 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // Each word belongs to one query of the cell. The low half of a word belongs to the keys `j` and `j + 8`, and the high
-    // half to the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
+    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j
+    // + 9`. Each word belongs to one query. The low half of a word belongs to the keys `j` and `j + 8`, and the high half to
+    // the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);
@@ -155,7 +156,7 @@ mod tests {
         }
     }
 
-    /// Checks the rate of each random bit and the correlation of neighbouring scores by chi-square statistics.
+    /// Checks the rate of each random bit and the correlation of neighboring scores by chi-square statistics.
     #[test]
     fn bits_are_uniform_and_independent_of_neighbours() {
         let (queries, keys) = (512u32, 512u32);
@@ -197,8 +198,8 @@ mod tests {
             let square = |count: &u32| (f64::from(*count) - expected).powi(2) / expected;
             counts.iter().map(square).sum::<f64>()
         };
-        // The bounds are 6 standard deviations above the mean: a chi-square with `n` degrees of freedom has the mean `n` and
-        // the variance `2 n`.
+        // The test's upper bounds are 6 standard deviations above the mean. A chi-square with `n` degrees of freedom has the
+        // mean `n` and the variance `2 n`.
         for buckets in buckets {
             assert!(statistic(&buckets) < 255.0 + 6.0 * 510f64.sqrt());
         }

@@ -29,7 +29,7 @@ pub(crate) struct ScoreGradient {
     pub p: f32,
     /// The derivative `d loss / d score`, for the score after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
-    /// The derivative `d loss / d (q·k)`. If `scaled` is false, this is not multiplied by `scale`.
+    /// The derivative `d loss / d (q·k)`. If `scaled` is false, `ddot` is not multiplied by `scale`.
     pub ddot: f32,
 }
 

@@ -5,11 +5,11 @@ use cubecl::prelude::*;
 /// Q, K and V of a forward, and the int8 scales of K and V.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
-    /// `[batch, q_heads, q_len, head_dim]`.
+    /// Q, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<Vector<E, N>>,
-    /// `[batch, kv_heads, kv_len, head_dim]`. An int8 K has four codes packed in each `u32`.
+    /// K, `[batch, kv_heads, kv_len, head_dim]`. An int8 K has four codes packed in each `u32`.
     pub key: OwnedTensor<Vector<K, W>>,
-    /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V has four codes packed in each `u32`.
+    /// V, `[batch, kv_heads, kv_len, value_dim]`. An int8 V has four codes packed in each `u32`.
     pub value: OwnedTensor<Vector<K, W>>,
     /// The scales of an int8 K, one per row: `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
@@ -23,16 +23,16 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
 /// The tensors that a gradient kernel reads.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct BackwardInputs<E: Float, N: Size> {
-    /// `[batch, q_heads, q_len, head_dim]`.
+    /// Q, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<Vector<E, N>>,
-    /// `[batch, kv_heads, kv_len, head_dim]`.
+    /// K, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: OwnedTensor<Vector<E, N>>,
-    /// `[batch, kv_heads, kv_len, value_dim]`.
+    /// V, `[batch, kv_heads, kv_len, value_dim]`.
     pub value: OwnedTensor<Vector<E, N>>,
-    /// `[batch, q_heads, q_len, value_dim]`.
+    /// The gradient of the output, `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<Vector<E, N>>,
-    /// The tensor of the LSE and delta, `[batch, q_heads, 5, padded q_len]` in f32. `auxiliary/delta/kernel.rs` lists its five
-    /// values per query.
+    /// The LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. `auxiliary/delta/kernel.rs` describes the five
+    /// rows.
     pub lse_delta: OwnedTensor<f32>,
 }
 

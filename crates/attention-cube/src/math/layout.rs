@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 pub(crate) struct Rows {
     /// The element offset of the first row.
     pub base: usize,
-    /// The strides between neighbouring rows (`row_stride`) and between neighbouring columns (`column_stride`), in elements.
+    /// The strides between neighboring rows (`row_stride`) and between neighboring columns (`column_stride`), in elements.
     pub row_stride: usize,
     pub column_stride: usize,
     /// The range of rows that may be read, `first..end`. Loads of rows outside of this range return zeros.
@@ -144,7 +144,7 @@ pub(crate) fn page_in<E: Numeric, N: Size>(
 }
 
 /// Moves an operand from the rows of sequence 0 to the rows of a page. Kernels still address a row by its index within the
-/// sequence, but may read only rows of this page.
+/// sequence, but may read only the rows in the page.
 #[cube]
 pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     operand: Operand<'a, E, N>,
@@ -153,10 +153,11 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The subtraction may wrap around. The sum wraps back when the offset of a row of the page is added.
+        // The subtraction may wrap around below 0. The sum of this offset and the offset of a row in the page wraps back.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
-        // No load may leave the page, not even a load whose result is ignored.
+        // Limit the rows and the fallback row to the page, because no load may leave the page, not even a load whose result
+        // is ignored.
         rows.end = min(rows.end, page.first_key + comptime!(page_len as i32));
         rows.fallback = page.first_key as u32;
         Operand::<'a, E, N> {

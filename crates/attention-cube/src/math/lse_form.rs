@@ -21,8 +21,8 @@ pub(crate) enum LogsumexpForm {
 }
 
 impl LogsumexpForm {
-    /// Returns the form in which the logsumexp is stored. `raw` is true if kernels keep `q·k` unscaled until the
-    /// exponential. `is_bounded` is the result of [`is_bounded`].
+    /// Returns the form in which the LSE/delta tensor stores the logsumexp. `raw` is true if kernels keep `q·k` unscaled
+    /// until the exponential. `is_bounded` is true if a softcap keeps the scores near 0.
     pub(crate) const fn of(raw: bool, is_bounded: bool) -> Self {
         match is_bounded {
             true => Self::Whole,

@@ -35,7 +35,8 @@ pub(crate) struct Schedule {
     pub items: u32,
     /// The number of launched cubes. Each cube processes every `launched`-th work item.
     pub launched: u32,
-    /// 1 if a work item is a pair of mirrored tiles. 0 if a work item is one [`WorkTile`].
+    /// 1 if a work item is a pair of mirrored tiles, such as the first and the last tile of a sequence. 0 if a work item is
+    /// one tile.
     pub paired: u32,
 }
 
@@ -70,13 +71,14 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
     }
 }
 
-/// The work of a cube in one iteration of its loop.
+/// The tile that a persistent cube computes in one iteration of its loop.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// False if there is no work in this iteration. The middle tile of a sequence has no partner.
+    /// False if the cube has no tile in this iteration. If a head has an odd number of tiles, the middle tile has no
+    /// partner.
     pub exists: bool,
 }
 

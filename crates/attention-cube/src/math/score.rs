@@ -30,7 +30,8 @@ const NO_KEYS: u32 = 0x8000_0000;
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // Replaces a logarithm of −0 by +0, as bits, because shading languages may drop the sign of a zero in arithmetic.
+    // Replaces a logarithm of −0 by +0, because −0 marks a query that sees no key. The replacement selects bits, because
+    // shading languages may drop the sign of a zero in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
@@ -56,7 +57,7 @@ pub(crate) struct ScoreArguments {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ScoreKind {
     pub softcap: bool,
-    /// True if the softcap is far above most scores. The module [`crate::math::softcap`] explains such a wide softcap.
+    /// True if the softcap is wide (far above most scores). The module [`crate::math::softcap`] explains wide softcaps.
     pub wide_softcap: bool,
     pub bias: bool,
     /// True if probabilities are dropped at random.
@@ -94,7 +95,8 @@ pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub tables: KernelTables,
 }
 
-/// Returns the element offset of `place` in a mask or bias with the given strides.
+/// Returns the element offset of a score in a mask or bias. `place` has the score's sequence, head, query and key. All other
+/// arguments are the strides of these dimensions.
 #[cube]
 fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch
@@ -103,12 +105,12 @@ fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usiz
         + place.key as usize * key
 }
 
-/// Returns the score without the bias: `softcap(scale · dot)`.
+/// Returns the score without the bias: `softcap(scale · dot)`, where `dot` is `q·k`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = if comptime!(kind.bias && !kind.has_slope()) {
-        // The compiler fuses this multiplication with the addition of the bias into one FMA, as it does in the tensor-core
-        // forward. A backward must round its scores like the forward.
+        // Without `fma`, the compiler fuses this multiplication with the addition of the bias into one FMA. The tensor-core
+        // forward does the same, and a backward must round its scores like the forward.
         dot * arguments.scale
     } else {
         // The `fma` rounds the product, so that the compiler cannot fuse it with the later subtraction of the reference
@@ -127,10 +129,8 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
     score
 }
 
-/// Returns the score under a wide softcap: see [`crate::math::softcap`].
-///
-/// `far` is `softcap · tanh(score / softcap)` as the engine computes it. For scores far from zero, the function returns
-/// `far`.
+/// Returns the score under a wide softcap (see [`crate::math::softcap`]). `far` is `softcap · tanh(score / softcap)` as the
+/// engine computes it. The function returns `far` for scores far from zero, and otherwise the value of a polynomial.
 #[cube]
 pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     let ratio = score * (1.0f32 / softcap);
@@ -148,7 +148,7 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// Returns `d score / d dot` from the score before the bias. If `scaled` is false, the factor `scale` is left out.
+/// Returns `d score / d (q·k)` from the score before the bias. If `scaled` is false, the factor `scale` is left out.
 #[cube]
 fn slope(
     capped: f32,
@@ -167,7 +167,8 @@ fn slope(
     slope
 }
 
-/// Adds the bias at `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
+/// Adds a bias to the score with the sequence, head, query and key in `place`. If the bias is −∞, the result is `hidden`,
+/// whatever the score is.
 #[cube]
 fn biased<F: Float>(
     score: f32,
@@ -193,7 +194,7 @@ fn biased<F: Float>(
     }
 }
 
-/// Returns the score after score mod, bias and mask mod. `capped` is the score before these three. If the mask mod or a bias
+/// Returns the score after score mod, bias and mask mod. `capped` is the score after the softcap. If the mask mod or a bias
 /// of −∞ hides the key, the result is −∞, whatever `capped` is.
 #[cube]
 pub(crate) fn final_score<M: Numeric, F: Float>(
@@ -208,7 +209,7 @@ pub(crate) fn final_score<M: Numeric, F: Float>(
     shown_score(score, place, &scoring.tables, hidden, kind.mask_mod)
 }
 
-/// Returns `d final_score / d dot` from the score before score mod and bias. If `scaled` is false, the factor `scale` is
+/// Returns `d final_score / d (q·k)` from the score before score mod and bias. If `scaled` is false, the factor `scale` is
 /// left out.
 #[cube]
 pub(crate) fn final_slope<M: Numeric, F: Float>(

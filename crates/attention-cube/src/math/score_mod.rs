@@ -11,7 +11,7 @@ use std::any::{TypeId, type_name};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// Replaces CubeCL's macro `comptime!` in a build without CubeCL, where functions run on the processor only.
+/// Replaces CubeCL's macro `comptime!` in a build without CubeCL, where functions run on the CPU only.
 #[cfg(not(feature = "cube"))]
 macro_rules! comptime {
     ($value:expr) => {
@@ -33,7 +33,8 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The distance of query and key as f32, or 0 if the kernel cannot compute it without a conversion for each score.
+    /// The number of keys from the key to the query's own position as f32, or 0 if the kernel would have to convert an
+    /// integer for each score.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -54,7 +55,7 @@ impl ScorePlace {
         }
     }
 
-    /// Returns a copy of this place that also holds the distance of query and key, which the kernel has computed in f32.
+    /// Returns a copy of `self` with the distance of query and key in f32, which the kernel has computed.
     #[allow(dead_code, reason = "kernels call only the expansion")]
     pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
         ScorePlace {
@@ -95,7 +96,7 @@ pub struct ScoreTable {
 }
 
 impl ScoreTable {
-    /// Returns a table for calls of the code on the processor.
+    /// Returns a table for calls of the code on the CPU.
     pub(crate) fn new(elements: Vec<f32>) -> Self {
         Self { elements }
     }
@@ -132,9 +133,9 @@ pub trait MaskMod: Send + Sync + 'static {
 pub struct ScoreCode {
     name: &'static str,
     id: TypeId,
-    /// [`ScoreMod::score`] on the processor.
+    /// [`ScoreMod::score`] on the CPU.
     pub(crate) score: fn(f32, ScorePlace, &ScoreTable) -> f32,
-    /// [`ScoreMod::derivative`] on the processor.
+    /// [`ScoreMod::derivative`] on the CPU.
     pub(crate) derivative: fn(f32, ScorePlace, &ScoreTable) -> f32,
     #[cfg(feature = "cube")]
     pub(crate) expand_score: kernel::ExpandScore,
@@ -143,7 +144,7 @@ pub struct ScoreCode {
 }
 
 impl ScoreCode {
-    /// Returns the functions of `M`.
+    /// Returns the functions of the score mod `M`.
     pub fn of<M: ScoreMod>() -> Self {
         Self {
             name: type_name::<M>(),
@@ -163,14 +164,14 @@ impl ScoreCode {
 pub struct MaskCode {
     name: &'static str,
     id: TypeId,
-    /// [`MaskMod::visible`] on the processor.
+    /// [`MaskMod::visible`] on the CPU.
     pub(crate) visible: fn(ScorePlace, &ScoreTable) -> bool,
     #[cfg(feature = "cube")]
     pub(crate) expand_visible: kernel::ExpandVisible,
 }
 
 impl MaskCode {
-    /// Returns the function of `M`.
+    /// Returns the function of the mask mod `M`.
     pub fn of<M: MaskMod>() -> Self {
         Self {
             name: type_name::<M>(),

@@ -8,8 +8,8 @@ use crate::math::side::Side;
 use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// Stands for an unlimited side of the window: larger than every position, and small enough to be added to a position in
-/// i32.
+/// The size of an unlimited side of the window. It is larger than every position, and small enough that its sum with a
+/// position fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
 /// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
@@ -39,7 +39,7 @@ pub(crate) struct SeqLens {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
-    /// True if the kernel reads the lengths before the previous launch has ended (PDL).
+    /// True if the kernel reads the lengths before the previous launch has ended, under programmatic dependent launch (PDL).
     pub lengths_ahead: bool,
     /// True if every sequence has its own number of queries.
     pub query_lengths: bool,
@@ -50,8 +50,8 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
-    /// Returns the structure of a problem without segments, intervals and mask. `lengths` is true if every sequence has its
-    /// own number of keys.
+    /// Returns the kinds of masking of a problem without segments, intervals and mask. `lengths` is true if every sequence
+    /// has its own number of keys.
     pub(crate) const fn of_key_lengths(lengths: bool) -> Self {
         Self {
             lengths,

@@ -254,7 +254,8 @@ impl MultiHeadAttention {
             true => quiet_softmax(scores, 3),
             false => softmax(scores, 3),
         };
-        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0.
+        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0. Set the
+        // weights of hidden keys to 0.
         if let Some(hidden) = hidden {
             weights = weights.mask_fill(hidden, 0.0);
         }

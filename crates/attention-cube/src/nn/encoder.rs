@@ -315,7 +315,9 @@ impl FusedTransformerEncoder {
     /// # Shapes
     /// `tensor [batch, length, d_model]` → `[batch, length, d_model]`.
     ///
-    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache belongs to an encoder with another number of layers.
+    /// # Panics
+    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache belongs to an encoder with another number of
+    /// layers.
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerEncoderInput,

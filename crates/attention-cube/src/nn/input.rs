@@ -48,7 +48,7 @@ impl Masks {
         device: &Device,
     ) -> Option<Tensor<4, Bool>> {
         let causal = self.causal.then(|| {
-            // The last query sees the last key, as in the fused operator.
+            // Align the causal mask at the bottom right: the last query sees the last key.
             let offset = kv_len as i64 - q_len as i64;
             Tensor::<2, Bool>::tril_mask([q_len, kv_len], offset, device).unsqueeze::<4>()
         });

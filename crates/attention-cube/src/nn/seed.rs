@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, processes
-/// with neighbouring seeds would use the same seeds in different calls.
+/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, the second
+/// call of a process would use the same dropout seed as the first call of a process whose seed is larger by 1.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
 /// Sets the seed for the dropout of probabilities in this process. An encoder's other dropouts use the random numbers of the

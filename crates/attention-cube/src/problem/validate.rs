@@ -152,7 +152,7 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // Options such as the mask number the keys of a sequence in text order, not in page order.
+        // Options such as the mask number the keys of a sequence by position, not by their order in the pages.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {

@@ -30,19 +30,20 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // Compute the probabilities from the scores. For huge scores, the saved logsumexp in one f32 has lost the logarithm of
-    // the sum. If the keys are one shard of several, use the saved logsumexp, which covers the keys of all shards.
+    // Compute the probabilities from the scores, because the saved logsumexp (one f32) of huge scores has lost the logarithm
+    // of the softmax sum. If the keys are one shard of several, use the saved logsumexp, which covers the keys of all
+    // shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // For a query that sees no key, the rows of output gradient and output may contain NaN, so these rows are set to zero.
-    // If the keys are one shard of several, these are the queries that see no key of any shard. Their logsumexp is −∞.
+    // Set the rows of output gradient and output to zero for a query that sees no key, because these rows may contain NaN.
+    // If the keys are one shard of several, do so only for a query that sees no key of any shard, whose logsumexp is −∞.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),
     };
-    // Rows past the end of their sequence's queries see no key of any shard, so they are also set to zero.
+    // Also set rows past the end of their sequence's queries to zero, because they see no key of any shard.
     let absent = absent_queries::<B>(&inputs, problem);
     let seeing = |rows| {
         let masks = unused.into_iter().chain(&absent);
@@ -78,7 +79,7 @@ pub(crate) fn backward<B: Backend>(
         problem,
     );
     let dp = after_dropout(dp);
-    // The row of V of a hidden key may contain NaN, and 0 · NaN is NaN.
+    // Set dS of hidden keys to 0. The row of V of a hidden key may contain NaN, and 0 · NaN is NaN.
     let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
     let ds = B::float_mask_fill(ds, unseen.clone(), 0.0.into());
@@ -93,7 +94,7 @@ pub(crate) fn backward<B: Backend>(
     });
 
     let ds = match scores.slope {
-        // The slope of a hidden score may be NaN.
+        // Set dS of hidden keys to 0, because the derivative of a hidden score may be NaN.
         Some(slope) => B::float_mask_fill(B::float_mul(ds, slope), unseen, 0.0.into()),
         None => ds,
     };

@@ -69,7 +69,7 @@ pub fn quantized_attention(
     attention(query, key, value, options)
 }
 
-/// Computes the forward. Returns the logsumexp as one tensor `[batch, q_heads, q_len]`, and not in two parts.
+/// Computes the forward. Returns the logsumexp as one tensor `[batch, q_heads, q_len]`.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -114,9 +114,9 @@ fn forward_and_blind<B: Backend>(
     (output, weights.blind)
 }
 
-/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole
-/// logsumexp. The second part is −0 for a query that sees no key, and +0 for any other query. In a problem without queries
-/// or keys, the second part is +0 throughout.
+/// Computes the forward. In the result, the first half of the logsumexp is the whole logsumexp. The second half is −0 for a
+/// query that sees no key, and +0 for any other query. In a problem without queries or keys, the second half is +0
+/// throughout.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -159,7 +159,7 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
-/// Returns the output of a call's result, and the logsumexp as the sum of its two parts.
+/// Returns the output of a call's result, and the logsumexp as the sum of its reference scores and logarithms.
 pub(crate) fn output_and_lse(
     result: AttentionOutput<Dispatch>,
     problem: &AttentionProblem,
@@ -171,7 +171,7 @@ pub(crate) fn output_and_lse(
     )
 }
 
-/// Adds the two parts of the logsumexp (reference scores and logarithms), and returns their sum `[batch, q_heads, q_len]`.
+/// Adds the reference scores and the logarithms of the logsumexp, and returns their sum `[batch, q_heads, q_len]`.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
     problem: &AttentionProblem,

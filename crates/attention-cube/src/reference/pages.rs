@@ -138,7 +138,7 @@ fn targets<B: Backend>(
     let is_page = B::int_gather(1, B::bool_into_int(is_page, INTS), number.clone());
     dropped = B::bool_or(dropped, B::int_equal_elem(is_page, 0.into(), bools));
     let page = B::int_gather(1, clamped_integers::<B>(table, count - 1), number);
-    // The rows of a page are stored one head after another.
+    // A page stores all rows of one head, then all rows of the next head.
     let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
     let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));
     let head = B::int_arange(0..heads as i64, &device, INTS);

@@ -1,4 +1,4 @@
-//! Score mods and mask mods, run on the processor for every score.
+//! Score mods and mask mods, run on the CPU for every score.
 
 use super::tensors::{cast, clamped_integers};
 use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
@@ -10,7 +10,7 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, TensorData};
 
-/// The scores after a score mod, and the derivative of each.
+/// The scores after a score mod, and the derivative of each score.
 pub(super) struct Changed<B: Backend> {
     pub scores: FloatTensor<B>,
     pub derivative: FloatTensor<B>,
@@ -43,11 +43,13 @@ pub(super) fn changed<B: Backend>(
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
     if let Some(hidden) = hidden {
-        // Hidden scores and their derivatives may be NaN or infinite, and 0 times NaN is NaN in the gradients.
+        // Hidden scores and their derivatives may be NaN or infinite. Set them to 0, because 0 times NaN gives NaN
+        // gradients.
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
         derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
     }
-    // Autodiff cannot differentiate the code of the score mod. The addend is 0 but has the right derivative for autodiff.
+    // Autodiff cannot differentiate the code of the score mod. Add a term that is 0, but has the code's derivative for
+    // autodiff.
     let scores = match B::ad_enabled(&device) {
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));
@@ -58,7 +60,7 @@ pub(super) fn changed<B: Backend>(
     Changed { scores, derivative }
 }
 
-/// Returns a mask of the keys that `code` shows to each query, `[batch, q_heads, q_len, kv_len]`.
+/// Returns a mask of the keys that the mask mod `code` leaves visible to each query, `[batch, q_heads, q_len, kv_len]`.
 pub(super) fn visible<B: Backend>(
     code: MaskCode,
     inputs: &AttentionInputs<B>,
@@ -80,7 +82,7 @@ pub(super) fn visible<B: Backend>(
     B::bool_from_data(data, &inputs.query.device())
 }
 
-/// Returns the places of all scores in order.
+/// Returns the sequence, head, query and key of every score, in the order of `[batch, q_heads, q_len, kv_len]`.
 fn places<B: Backend>(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -> Vec<ScorePlace> {
     let AttentionProblem {
         batch,

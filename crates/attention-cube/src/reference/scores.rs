@@ -23,7 +23,7 @@ pub(super) struct Scores<B: Backend> {
     pub value: FloatTensor<B>,
     /// The scores, `[batch, q_heads, q_len, kv_len]`. The score of a hidden key is −∞.
     pub scores: FloatTensor<B>,
-    /// The derivative of softcap and score mod, or `None` if the problem has neither.
+    /// The derivative of each score with respect to `scale · q·k`, or `None` without softcap and score mod.
     pub slope: Option<FloatTensor<B>>,
     /// Sinks, `[1, q_heads, 1, 1]`.
     pub sinks: Option<FloatTensor<B>>,
@@ -40,7 +40,7 @@ impl<B: Backend> Scores<B> {
         let visible = visibility(inputs, problem);
         let mut blind = None;
         if let Some(visible) = &visible {
-            // Rows on which no score depends may contain NaN, and 0 · NaN is NaN.
+            // Set rows on which no score depends to zero, because they may contain NaN, and 0 · NaN is NaN.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
             query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
             blind = Some(queries_blind);
@@ -101,8 +101,8 @@ impl<B: Backend> Scores<B> {
     }
 }
 
-/// Returns the scores under a wide softcap, in f32: a polynomial for a small ratio of score to softcap, otherwise `far`,
-/// which is computed with the tanh.
+/// Returns the scores under a wide softcap, in f32. A polynomial gives the scores for small ratios of score to softcap. All
+/// other scores are `far`, which the caller computes with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -111,7 +111,8 @@ fn widely_capped<B: Backend>(
     let near = f64::from(softcap::NEAR);
     let bools = bool_dtype::<B>(&scores);
     let is_near = B::float_lower_elem(B::float_abs(ratios.clone()), near.into(), bools);
-    // Squares of larger ratios may be infinite, which would give NaN in the gradient.
+    // Clamp the ratios to the polynomial's range. Squares of larger ratios may be infinite, which would give NaN in the
+    // gradient.
     let ratios = B::float_clamp(ratios, (-near).into(), near.into());
     let squared = B::float_mul(ratios.clone(), ratios);
     let mut correction = B::float_mul_scalar(squared.clone(), 0.0.into());
@@ -119,8 +120,8 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // Multiplying the score by `1 + correction` would be less exact, because the rounding of this sum loses digits of the
-    // correction.
+    // Add `score · correction` to the score. The product `score · (1 + correction)` would be less exact, because rounding `1
+    // + correction` loses digits of the correction.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }
@@ -141,7 +142,8 @@ pub(super) struct Weights<B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Returns the probabilities of the keys of one shard. `logsumexp` holds the two parts of the logsumexp over all shards.
+    /// Returns the probabilities of the keys of one shard. `logsumexp` holds the reference scores and the logarithms over
+    /// all shards.
     pub fn of_shard(
         scores: FloatTensor<B>,
         logsumexp: FloatTensor<B>,

@@ -17,7 +17,7 @@ pub(super) fn visibility<B: Backend>(
     problem: &AttentionProblem,
 ) -> Option<BoolTensor<B>> {
     let device = inputs.query.device();
-    // Uses the mask's own bool dtype, because the caller's default may differ from this backend's default.
+    // Use the mask tensor's own bool dtype. The default bool dtype of this backend may differ.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
         None => get_or_init_device_settings::<B>(&device).bool_dtype,
@@ -137,7 +137,7 @@ fn within_intervals<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    // The clamp comes first, because i32 may not represent all integers of this dtype.
+    // Clamp the integers before the cast to i32, because i32 may not represent all integers of their dtype.
     let limit = (kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
@@ -166,7 +166,7 @@ fn within_intervals<B: Backend>(
         .expect("a problem with interval tensors has at least one interval")
 }
 
-/// The clamp ensures that the sum of the window and a position fits in i32. The clamped window still exceeds every sequence
+/// Clamps a side of the window to 2³⁰, so that the sum with a position fits in i32. The result still exceeds every sequence
 /// length.
 fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64

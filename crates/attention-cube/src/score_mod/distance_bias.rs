@@ -1,4 +1,4 @@
-//! Biases that depend on head and distance only.
+//! A score mod that adds a bias, which depends only on the head and on the distance of query and key.
 
 use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -96,7 +96,7 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
     if distance < exact {
         return first + distance;
     }
-    // The dtype and the order of operations are those of transformers, for equal rounding.
+    // Use the dtype and the order of operations of Hugging Face's `transformers`, so that the rounding is equal.
     let ratio = (distance as f32 / exact as f32).ln();
     let logarithm = (f64::from(max_distance as u32) / exact as f64).ln() as f32;
     let step = (ratio / logarithm * (buckets - exact) as f32) as usize;
@@ -107,7 +107,7 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
 mod tests {
     use super::t5_bucket;
 
-    /// Checks buckets that `T5Attention._relative_position_bucket` of transformers 4.57 returned.
+    /// Checks buckets that `T5Attention._relative_position_bucket` of Hugging Face's `transformers` 4.57 returned.
     #[test]
     fn t5_bucket_equals_that_of_transformers() {
         let of = |distances: &[i64], bidirectional| -> Vec<usize> {

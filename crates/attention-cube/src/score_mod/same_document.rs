@@ -1,4 +1,4 @@
-//! A mask by documents.
+//! A mask mod that hides the keys of other documents.
 
 use crate::math::score_mod::{MaskMod, ScorePlace, ScoreTable};
 use burn::backend::{Dispatch, ops::IntTensorOps};

@@ -1,4 +1,4 @@
-//! A window whose edge is not sharp.
+//! A score mod that lowers the scores of keys outside of a window.
 
 use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Device, Tensor, TensorData};

@@ -38,7 +38,8 @@ impl Card {
             .expect("`of` has checked the architecture")
     }
 
-    /// Returns the matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for CDNA.
+    /// Returns the matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for AMD's
+    /// CDNA GPUs.
     fn fragments(&self) -> Vec<Fragments> {
         let dtypes: &[DType] = match self.architecture.wmma() {
             Some(_) => &[DType::F16, DType::BF16],

@@ -18,14 +18,14 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the offset of the row nearest to `row` that kernels may read.
+/// Returns the offset of the row that is nearest to `row` among the rows that kernels may read.
 #[cube]
 fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     let nearest = max(min(max(row, rows.first), rows.end - 1i32), 0i32);
     row_offset(rows, nearest as u32, packed)
 }
 
-/// Loads four columns of a row, from `column` on. Columns past the row's end are zero or elements of other columns.
+/// Loads four columns of a row, from `column` on. A column past the row's end gives zero or an element of another column.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -92,7 +92,7 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
                 let b_value = b_values[c];
                 // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512
                 // columns were added one by one, the sum would lose two bits more. In the backward, the difference dP − Δ
-                // would show this loss.
+                // would amplify this error.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {
@@ -104,8 +104,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     }
 }
 
-/// Computes [`accumulate`](super::product::accumulate) with `b` in global memory. The caller must first make the tile visible
-/// to all units.
+/// Computes [`accumulate`](super::product::accumulate) with `b` in global memory. `tile` is P in shared memory. The caller
+/// must first make P visible to all units.
 #[cube]
 pub(super) fn accumulate<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

@@ -24,14 +24,15 @@ pub struct FragmentTiles {
     /// The number of stationary operands that stay in shared memory with all columns. All others are copied again for each
     /// block.
     pub held: usize,
-    /// The number of left operands (P or dS) of the second product that are in shared memory at once. The number is 0 if
+    /// The number of left operands (P or dS) of the second product that are in shared memory at once. The number is 0 if the
     /// streamed operands are not resident.
     ///
-    /// Resident means that a block's streamed operands stay in shared memory, with all columns, for both products.
+    /// Streamed operands are resident if a block's rows of both operands stay in shared memory, with all columns, for both
+    /// products.
     pub resident: usize,
 }
 
-/// The number of neighbouring rows that share one flag. The flag is set if the row maximum of any of these rows changes.
+/// The number of neighboring rows that share one flag. The flag is set if the row maximum of any of these rows changes.
 const ROW_GROUP: usize = 8;
 
 impl UnitTiles {
@@ -77,17 +78,17 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset of streamed operand `operand` in the operands' shared memory, in vectors. Streamed operands must
-    /// be resident.
+    /// Returns the offset of streamed operand `operand` in the operands' shared memory, in vectors. Both streamed operands
+    /// must be resident: see [`is_resident`](Self::is_resident).
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
     /// True if the last streamed operand of the first products (S and dP) lies complete in shared memory when the second
-    /// product (`O += P B`) begins. Streamed operands must not be resident.
+    /// product (`O += P B`) begins, although the streamed operands are not [resident](Self::is_resident).
     ///
-    /// The result is true if the stationary operands of a backward stay in shared memory, and one chunk of `depth` columns
-    /// is at least as wide as the output.
+    /// The result is true under two conditions. Both stationary operands of a backward stay in shared memory, and one chunk
+    /// of `depth` columns is at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -106,7 +107,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the left operand that multiplies streamed operand `streamed`.
+    /// Returns the offset, in vectors, of the left operand (P or dS) of the second product in the tiles' shared memory.
+    /// `streamed` is the index of the streamed operand that is the right operand.
     pub const fn left_tile_at(&self, streamed: usize) -> usize {
         streamed % self.left_tiles() * self.tile_vectors()
     }
@@ -116,7 +118,7 @@ impl UnitTiles {
         self.rows * self.depth_pitch()
     }
 
-    /// Returns the offset in the stage, in vectors, of the streamed rows of the first product (`S = A Bᵀ`).
+    /// Returns the offset of the streamed rows of the first product (`S = A Bᵀ`) in the operands' shared memory, in vectors.
     pub const fn streamed_at(&self) -> usize {
         match self.held() {
             0 => self.stationary_vectors(),
@@ -136,7 +138,7 @@ impl UnitTiles {
         self.transposed_vectors() - self.accumulated_at()
     }
 
-    /// Returns the number of parts in which a block's rows are copied to shared memory for the second product (`O += P B`).
+    /// Returns the number of chunks in which a block's rows are copied to shared memory for the second product (`O += P B`).
     pub const fn accumulated_parts(&self) -> usize {
         let tiles = self.fragment_tiles();
         self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
@@ -202,8 +204,8 @@ impl UnitTiles {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. The rows are
-    /// chosen so that each unit reads only scores that its own plane has computed.
+    /// Returns the distance, in rows of S, from the first row to the `k`-th row that a unit reads. The rows are chosen so
+    /// that each unit reads only scores that its own plane has computed.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();
@@ -234,7 +236,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of flags for changed row maxima. There is one flag per group of neighbouring rows.
+    /// Returns the number of flags for changed row maxima. There is one flag per group of neighboring rows.
     pub const fn row_groups(&self) -> usize {
         match self.has_fragments() {
             true => self.rows.div_ceil(ROW_GROUP),
@@ -242,7 +244,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of neighbouring rows that share one flag for changed row maxima.
+    /// Returns the number of neighboring rows that share one flag for changed row maxima.
     pub const fn group_rows(&self) -> usize {
         self.rows / self.row_groups()
     }

@@ -6,7 +6,7 @@
 //!
 //! Budget:
 //!
-//! | product | elements in registers per unit | shared-memory loads per unit (16 bytes each) | FMA per unit |
+//! | product | elements in registers per unit | shared-memory loads per unit (16 bytes each) | FMAs per unit |
 //! |---|---|---|---|
 //! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` for 4 columns | `16 · rows_per_unit` for 4 columns |
 //! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` for 4 keys |
@@ -14,9 +14,9 @@
 //! On software drivers, `direct.rs` computes both products without shared memory for the operands. On matrix units,
 //! `fragments.rs` computes both products.
 //!
-//! Shared-memory loads limit the speed of the first product (0.19 loads per FMA with 2 rows per unit, 0.13 with 4 rows). The
-//! FMA limit the speed of the second product. Shared memory holds the stage (the operands' chunks), P and row statistics:
-//! see [`UnitTiles::shared_memory`]. Each streamed element takes part in `rows` FMA per read from L2.
+//! Shared-memory loads limit the speed of the first product (0.19 loads per FMA with 2 rows per unit, 0.13 with 4 rows).
+//! FMAs limit the speed of the second product. Shared memory holds the stage (the operands' chunks), P and row statistics:
+//! see [`UnitTiles::shared_memory`]. Each streamed element takes part in `rows` FMAs per read from L2.
 
 use super::cmma::SumFragment;
 use super::fragments::stage::FragmentStage;
@@ -66,7 +66,7 @@ pub(crate) enum TileOutput {
     /// The vectors of 4 columns that a unit holds. Index `k · output_vectors + v` holds row `unit_row + k · output_row_units`
     /// and column vector `unit_column + v · output_units`.
     Units(Array<Vec4>),
-    /// A plane's fragments. `fragments/output.rs` explains the fragment at index `r · output_fragments + c`.
+    /// A plane's fragments. `fragments/output.rs` describes the order of the fragments.
     Fragments(Sequence<SumFragment>),
 }
 

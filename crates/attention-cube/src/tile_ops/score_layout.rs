@@ -36,8 +36,8 @@ pub(crate) fn tile_column(
 
 /// Returns the index, among the tile's rows, of the unit's row `k`.
 ///
-/// If units multiply operands from shared memory, neighbouring units have neighbouring rows. If units multiply operands from
-/// global memory, each unit has groups of four neighbouring rows.
+/// If units multiply operands from shared memory, neighboring units have neighboring rows. If units multiply operands from
+/// global memory, each unit has groups of four neighboring rows.
 #[cube]
 pub(crate) fn tile_row(
     unit_row: usize,

@@ -7,11 +7,11 @@ use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks are
-/// added. Without chunks, a sum over 512 columns would lose two bits more. In the backward, the difference dP − Δ would show
-/// this loss.
+/// added. Without chunks, a sum over 512 columns would lose two bits more. In the backward, the difference dP − Δ would
+/// amplify this error.
 ///
-/// All tiles with operands in shared memory add in this order, so the backward's scores equal the forward's bit by bit. In
-/// very large scores, the last bit changes a probability.
+/// All tiles with operands in shared memory add in this order, so the backward's scores equal the forward's bit by bit. If a
+/// very large score differed in its last bit, the backward would compute a wrong probability.
 const SUM: usize = 16;
 
 /// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
@@ -86,8 +86,8 @@ pub(super) struct StagedRows {
     /// The distance in shared memory between the four rows of `b` that a unit reads, as a number of rows. The field is 0 if
     /// the rows are in order.
     ///
-    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring
-    /// units then read neighbouring slots.
+    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighboring
+    /// units then read neighboring slots.
     pub interleaved: usize,
     /// True if the rows of all heads of a GQA group are numbered consecutively, one head after another.
     pub packed: bool,
@@ -206,7 +206,7 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
         #[unroll]
         for ahead in 0..many {
             let turn = turn(comptime!(first + ahead), width, tiles.units);
-            // Units whose row lies past the chunk's last row load that last row, but do not store it.
+            // Units whose row lies past the chunk's last row load the chunk's last row, but do not store the row.
             let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
             let mut wanted = row >= b.rows.first && row < b.rows.end;

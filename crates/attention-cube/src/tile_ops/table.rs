@@ -74,14 +74,14 @@ pub(crate) const SINGLE: &[Shape] = &[
     shape(128, 256, 64, 16, 32), // D64 24.9 (20.1–25.5), D128 24.9 (17.2–24.6)
     shape(256, 256, 64, 16, 16), // 23.0 (10.8–19.5; depth 32: 18.0)
     shape(512, 512, 64, 32, 32), // 19.8 (9.1–18.1)
-    // Shapes for 48 KB of shared memory.
+    // Shapes for devices with 48 KB of shared memory per cube.
     shape(512, 256, 32, 32, 32), // 16.8
     shape(1024, 512, 32, 32, 32),
-    // Shapes for 32 KB of shared memory.
+    // Shapes for devices with 32 KB of shared memory per cube.
     shape(256, 64, 32, 8, 32),
     shape(512, 256, 32, 16, 32), // 10.5
     shape(1024, 256, 16, 16, 32),
-    // Shapes for 16 KB of shared memory.
+    // Shapes for devices with 16 KB of shared memory per cube.
     shape(512, 64, 32, 8, 32),
     shape(1024, 128, 8, 16, 16),
 ];
@@ -109,8 +109,8 @@ pub(crate) fn choose(
         })
 }
 
-/// Computes all tile sizes that follow from a shape. The columns of the output are divided among units so that loads and
-/// multiplications are fewest. The streamed rows per step must fit the shared memory of the first product.
+/// Computes all tile sizes that follow from a shape. The columns of the output are divided among units such that loads and
+/// multiplications are fewest. The streamed rows of one chunk must fit the shared memory of the first product.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,

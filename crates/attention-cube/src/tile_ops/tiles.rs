@@ -71,7 +71,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the padding between rows in shared memory, in vectors. Padding places neighbouring rows in different banks.
+    /// Returns the padding between rows in shared memory, in vectors. Padding places neighboring rows in different banks.
     const fn padding(&self) -> usize {
         16 / self.vector_bytes()
     }
@@ -126,8 +126,8 @@ impl UnitTiles {
         self.column_units * self.column_vectors + self.padding()
     }
 
-    /// Returns the pitch of a row's partial statistics, in floats. An odd pitch places rows in different banks of shared
-    /// memory.
+    /// Returns the pitch of a row's partial maxima or sums, in floats. An odd pitch places rows in different banks of
+    /// shared memory.
     pub const fn partial_pitch(&self) -> usize {
         self.column_units + 1
     }
@@ -190,7 +190,7 @@ impl UnitTiles {
         self.rows * self.tile_pitch()
     }
 
-    /// Returns the number of floats that the partial row statistics take in shared memory.
+    /// Returns the number of floats that the rows' partial maxima or sums take in shared memory.
     pub const fn partial_floats(&self) -> usize {
         self.rows * self.partial_pitch()
     }
@@ -231,7 +231,8 @@ impl UnitTiles {
         let operands = self.vector_bytes() * (self.stage_vectors() + tiles);
         let with_tile = operands + 16 * (self.score_vectors() + self.term_vectors()) + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        // Fragment tiles reserve no shared memory for the bias gradient's sums, because only units compute the bias gradient.
+        // Fragment tiles reserve no shared memory for the bias gradient's sums, because the bias gradient's kernel
+        // multiplies with single units.
         if with_tile > with_sums || self.has_fragments() {
             with_tile
         } else {

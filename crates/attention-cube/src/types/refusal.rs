@@ -119,7 +119,7 @@ pub enum Refusal {
         /// The number of buffers that a kernel on the device may bind.
         available: usize,
     },
-    /// The software driver would end the kernel's loops too early.
+    /// The software driver would end the kernel's loops too early, because the driver limits a unit's loop iterations.
     #[error(
         "a unit would run up to {needed} loop iterations, and this software driver ends loops after {limit}"
     )]
@@ -150,7 +150,7 @@ pub enum Refusal {
     },
 }
 
-/// A respect in which the chosen kernel falls short of the contract in the crate's documentation.
+/// A result of the chosen kernel that does not meet the contract in the crate's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {

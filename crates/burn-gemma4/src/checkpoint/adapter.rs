@@ -363,8 +363,7 @@ struct Merger<'a> {
 impl Merger<'_> {
     /// Returns the module name of the matrix at `path` in the model that PEFT adapted.
     fn module(&self, path: &str) -> String {
-        // The output projection's name gets no prefix, because that projection is outside the module of all other
-        // parameters.
+        // The output projection, `lm_head`, gets no prefix, because it is not part of the module that the prefix names.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
             false => format!("{}{path}", self.prefix),

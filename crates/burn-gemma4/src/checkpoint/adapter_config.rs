@@ -167,8 +167,8 @@ impl File {
     }
 }
 
-/// True if the value of a field switches a feature on. A number never does, because PEFT also writes numbers for features
-/// that are off.
+/// True if a field's value switches a feature on. A number counts as off, because PEFT also writes numbers for features that
+/// are off.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,

@@ -14,7 +14,8 @@ use burn::tensor::Device;
 use safetensors::Dtype;
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
-/// The name of the tensor that lists the tokens of each group.
+/// The name of the tensor that lists the token ids of each token group. The drafter's output head scores the groups first,
+/// and then only the tokens of the best groups.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
 /// The weights in a drafter's files. Each tensor in the files is named by the path of its parameter.
@@ -34,7 +35,8 @@ impl WeightSource for Named {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
-        // Do not report the tensors of the head and of the token order as unknown. The drafter has no parameter for them.
+        // Accept the output projection and the list of token groups as known tensors, although the drafter has no parameters
+        // for them.
         names.retain(|name| name != HEAD && !(self.has_groups && name == ORDERING));
         names
     }

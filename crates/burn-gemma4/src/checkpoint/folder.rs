@@ -11,7 +11,7 @@ use crate::error::{Gemma4Error, TensorProblem};
 use crate::quant::packed::Scheme;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
-/// The tensors in a folder's files, and the quantization schemes of the packed tensors.
+/// The tensors in a folder's files, and the quantization schemes of the packed matrices.
 pub(super) struct Folder {
     files: Arc<TensorFiles>,
     names: Names,
@@ -69,8 +69,8 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// Returns the names of the matrices of single experts that replace the stacked tensor `name`, if the files contain
-    /// such matrices. The result has one list per projection, with one name per expert.
+    /// Returns tensor names if the files store each expert's matrices as separate tensors, and not as the stacked tensor
+    /// `name`. The result has one list per projection, with one name per expert.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();

@@ -43,7 +43,7 @@ impl WeightForm {
     }
 }
 
-/// Loads the parameters of `model` from the files. Parameters that `prepare` has loaded are not replaced.
+/// Loads the parameters of `model` from the files. Parameters that the callback `prepare` has loaded are not loaded again.
 pub(super) fn load_module<M: Module>(
     path: &Path,
     weights: &dyn WeightSource,
@@ -205,7 +205,7 @@ pub(super) struct Loader<'a, 'options> {
 }
 
 impl Loader<'_, '_> {
-    /// Loads the weights that the device stores as packed words.
+    /// Loads the weights that the device stores in quantized form, as packed 32-bit words.
     pub(super) fn quantized(
         &mut self,
         model: &mut Gemma4Model,

@@ -75,8 +75,8 @@ impl Names {
             // table.
             return self.prefix == MULTIMODAL || name == HEAD;
         };
-        // The modules that a layer does not need if it shares an earlier layer's KV cache. Published checkpoints contain
-        // their tensors.
+        // A layer that shares an earlier layer's KV cache does not need these modules. Published checkpoints contain the
+        // modules' tensors nevertheless.
         const UNREAD: [&str; 3] = [
             "self_attn.k_proj.",
             "self_attn.v_proj.",

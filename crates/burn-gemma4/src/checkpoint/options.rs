@@ -17,8 +17,8 @@ pub struct LoadOptions<'a> {
     pub(super) on_progress: Option<OnProgress<'a>>,
 }
 
-/// The storage format of a model's large weights: linear layers, embeddings and the head. All other weights are never
-/// quantized, and neither are matrices whose rows are not whole blocks.
+/// The storage format of a model's large weights: linear layers, embeddings and the head. Other weights are never quantized.
+/// A matrix whose row length is not a multiple of the block size stays unquantized too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quantization {
     /// The checkpoint's own format. A model with quantized weights can train LoRA adapters only, unless it is loaded as

@@ -54,7 +54,7 @@ fn quantize(
     Ok(())
 }
 
-/// Quantizes the rows of a matrix on the device into packed words, about [`PORTION`] bytes at a time.
+/// Quantizes the rows of a matrix on the device into packed 32-bit words, about [`PORTION`] bytes at a time.
 fn words(
     rows: &Tensor<2>,
     target: QuantTarget,

@@ -154,7 +154,7 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
-    /// Returns the layout of the rows in packed words, or `None` if the rows stay unquantized. A quantized parameter
+    /// Returns the layout of the rows in packed 32-bit words, or `None` if the rows stay unquantized. A quantized parameter
     /// keeps its own quantization. Floats get the quantization `target`.
     pub fn layout(&self, target: Option<QuantTarget>) -> Option<Layout> {
         let columns = match self.shape.len() {
@@ -170,7 +170,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the slices `range` as packed words, `[rows, words]`. `layout` must be the result of
+    /// Returns the slices `range` as packed 32-bit words, `[rows, words]`. `layout` must be the result of
     /// [`layout`](Self::layout).
     pub fn words(
         &self,
@@ -298,7 +298,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Returns the packed layout that all `parts` have in common, or `None` if they have none.
+/// Returns the packed layout if all tensors in `parts` have the same one, and otherwise `None`.
 fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;
@@ -399,7 +399,7 @@ pub(super) fn upload<const D: usize>(
     whole.detach()
 }
 
-/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads about `portion` bytes at a time.
+/// Packs the slices `range` of a parameter into 32-bit words, `[rows, words]`. Uploads about `portion` bytes at a time.
 pub(super) fn upload_words(
     source: &Source<'_>,
     range: Range<usize>,

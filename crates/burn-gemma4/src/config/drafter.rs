@@ -24,7 +24,8 @@ pub struct DrafterConfig {
     pub ordered_embeddings: Option<OrderedEmbeddings>,
 }
 
-/// The parameters of a head that first selects groups of tokens, and then computes logits only for these tokens.
+/// The parameters of a head that first selects groups of tokens, and then computes logits only for the tokens of these
+/// groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderedEmbeddings {
     /// The number of groups. All groups have equally many tokens.

@@ -154,7 +154,7 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // Read some fields of a multimodal model's text model from the top level too.
+        // In a multimodal model's file, these fields of the text model may also be at the top level.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
@@ -244,7 +244,7 @@ impl Text {
             )));
         }
         match self.use_bidirectional_attention.as_deref() {
-            // Accept "vision", with which attention between text tokens stays causal.
+            // Accept "vision", because attention between text tokens is then still causal.
             None | Some("vision") => Ok(()),
             Some(other) => refuse("use_bidirectional_attention", other, "null or \"vision\""),
         }

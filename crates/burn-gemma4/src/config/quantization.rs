@@ -1,5 +1,5 @@
-//! Reads the `quantization_config` in a `config.json`. The object does not say which matrix has which scheme. The loader
-//! finds the scheme of a matrix from the matrix's tensors.
+//! Reads the `quantization_config` in a `config.json`. The object does not name the packing scheme of each matrix. The
+//! loader derives a matrix's scheme from the tensors of the matrix.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;
@@ -164,7 +164,8 @@ impl QuantizedWeights {
         }
         match &self.actorder {
             Value::Null | Value::Bool(false) => (),
-            // Accept the orders "weight" and "static", with which the packed matrix has its columns in the original order.
+            // Accept the orders "weight" and "static", because they leave the columns of the packed matrix in the original
+            // order.
             Value::String(order) if ["weight", "static"].contains(&order.as_str()) => (),
             other => {
                 return Err(format!(

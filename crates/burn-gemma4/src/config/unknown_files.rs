@@ -54,8 +54,8 @@ pub(crate) fn refuse_contents(path: &Path, contents: &[u8]) -> Result<(), Gemma4
     }
 }
 
-/// Returns the error for the file at `path`, which could not be read. The error names an unsupported file, if there is
-/// one.
+/// Returns the error for the file at `path`, which could not be read. If the file is missing and its folder contains weights
+/// in an unsupported format, the error names that format.
 pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     let is_missing = matches!(
         source.kind(),

@@ -176,7 +176,7 @@ impl Gemma4Config {
             self.vocab_size_per_layer_input,
         );
         let heads = ("num_attention_heads", self.num_attention_heads);
-        // Count the elements twice, because some feed-forward networks are twice as wide, and experts stack two
+        // Double the number of elements, because some feed-forward networks are twice as wide, and experts stack two
         // projections.
         let two = ("2", 2);
         let mut tensors = vec![

@@ -19,7 +19,7 @@ impl TokenLogprobs {
     /// Computes the log-probabilities of the generated `token` and of the `count` most likely tokens. A NaN logit counts as −∞.
     ///
     /// # Panics
-    /// If `token` is not an index of `logits`.
+    /// Panics if `token` is not an index of `logits`.
     pub fn of(logits: &[f32], token: u32, count: usize) -> Self {
         let number = |logit: f32| match logit.is_nan() {
             true => f32::NEG_INFINITY,

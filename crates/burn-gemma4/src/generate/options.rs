@@ -75,7 +75,7 @@ impl GenerateOptions {
         }
     }
 
-    /// True if a session's cache can serve a generation with these options.
+    /// True if a session's cache can be reused in a generation with these options.
     pub(crate) fn fits(&self, cache: &Cache) -> bool {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }

@@ -21,7 +21,7 @@ impl Gemma4Model {
     /// `tokens` is `[batch, positions]`; the result is `[batch, positions, vocabulary]`.
     ///
     /// # Errors
-    /// If a token is outside the vocabulary. The check waits for the device.
+    /// Returns an error if a token is outside the vocabulary. The check waits for the device.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, Gemma4Error> {
         self.forward_observed(tokens, &mut ())
     }
@@ -29,7 +29,7 @@ impl Gemma4Model {
     /// Runs [`forward`](Self::forward) with an observer of intermediate tensors.
     ///
     /// # Errors
-    /// The errors of [`forward`](Self::forward).
+    /// Passes on the errors of [`forward`](Self::forward).
     pub fn forward_observed(
         &self,
         tokens: Tensor<2, Int>,
@@ -48,7 +48,7 @@ impl Gemma4Model {
     /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
-    /// The errors of [`forward`](Self::forward).
+    /// Passes on the errors of [`forward`](Self::forward).
     pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Result<Tensor<3>, Gemma4Error> {
         let [_, positions] = tokens.dims();
         let asked_positions = asked.of(positions);
@@ -84,7 +84,7 @@ impl Gemma4Model {
     /// Creates a [`cache`](Self::cache) with the storage format `kind`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if int8 is requested and a head's channels do not fill whole 32-bit words.
+    /// Returns [`Gemma4Error::Argument`] if int8 is requested and a head's channels do not fill whole 32-bit words.
     pub fn cache_of(&self, kind: CacheKind, padding: Vec<usize>) -> Result<Cache, Gemma4Error> {
         kind.check(&self.config)?;
         Ok(Cache::new(&self.config, padding, kind))
@@ -98,8 +98,8 @@ impl Gemma4Model {
     /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
-    /// If the batch size differs from the cache's, or if `tokens` has no positions. Also the errors of
-    /// [`forward`](Self::forward).
+    /// Returns an error if the batch size differs from the cache's, or if `tokens` has no positions. Also passes on the
+    /// errors of [`forward`](Self::forward).
     pub fn step(
         &self,
         tokens: Tensor<2, Int>,

@@ -71,8 +71,8 @@ impl DecodeOps<'_> {
             && OneDtype::is_of(model, dtype)
     }
 
-    /// Computes rows with `write`, and stores them in `slots`. If the cache is in int8, `write` writes to a temporary
-    /// buffer, which [`store_rows`] then quantizes into the cache.
+    /// Computes new keys or values with `write`, and stores them in `slots`. If the cache is in int8, `write` writes to a
+    /// temporary buffer, which [`store_rows`] then quantizes into the cache.
     fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
         let [sequences, heads, _, width] = slots.dims();
         match slots {

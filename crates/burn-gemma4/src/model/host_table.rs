@@ -4,7 +4,7 @@ use super::buffer_pool::BufferPool;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::{fmt, sync::Arc};
 
-/// The parameter path of the table.
+/// The parameter path of the per-layer embedding table.
 pub(crate) const TABLE: &str = "embed_tokens_per_layer.weight";
 
 /// Access to the rows of a table in a checkpoint's files.
@@ -62,7 +62,7 @@ impl HostTable {
     /// Uploads one row per token to `device`, in portions. The result is `[tokens, columns]`.
     ///
     /// # Panics
-    /// If a token is not in the table.
+    /// Panics if a token is not in the table.
     pub fn rows(&self, tokens: &[u32], dtype: DType, device: &Device) -> Tensor<2> {
         let [_, columns] = self.rows.shape();
         let at_once = (self.portion / (columns * dtype.size())).max(1);

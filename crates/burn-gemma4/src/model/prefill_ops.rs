@@ -69,7 +69,7 @@ impl Rotations {
         [sliding_cos, sliding_sin, full_cos, full_sin]
     }
 
-    /// Builds the rotations from [`tables`](Self::tables).
+    /// Builds the rotary embeddings of both layer types from the cosines and sines that [`tables`](Self::tables) returns.
     #[cfg(feature = "cube")]
     pub fn of_tables([sliding_cos, sliding_sin, full_cos, full_sin]: [Tensor<4>; 4]) -> Self {
         Self {
@@ -108,7 +108,8 @@ impl<O> PrefillOps<'_, O> {
 }
 
 impl<O: Observer> PrefillOps<'_, O> {
-    /// Stores new keys and values, `[batch, kv_heads, positions, head_dim]`. Returns those that the queries attend to.
+    /// Stores the new keys and values, `[batch, kv_heads, positions, head_dim]`, in the KV cache, if there is one. Returns
+    /// the keys and values that the layer's queries attend to.
     fn keep(&mut self, attention: &Attention, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
         let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
         self.observe(layer, LayerSite::Key, || key.clone());
@@ -160,8 +161,8 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Use separate launches if the projections have separate outputs, or if the values come from the key projection. If
-        // the values do, the layer may store compact keys, which the fused launch does not support.
+        // Do not use the fused launch if the projections have separate outputs. Do not use it either if the values come from
+        // the key projection. The layer may then store compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

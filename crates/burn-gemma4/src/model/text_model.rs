@@ -96,7 +96,7 @@ impl Gemma4Model {
     /// Creates a model with random weights in the device's default dtype.
     ///
     /// # Panics
-    /// If the configuration is not [valid](Gemma4Config::validate).
+    /// Panics if the configuration is not [valid](Gemma4Config::validate).
     pub fn new(config: &Gemma4Config, device: &Device) -> Self {
         if let Err(error) = config.validate() {
             panic!("{error}");
@@ -109,8 +109,8 @@ impl Gemma4Model {
         &self.warnings
     }
 
-    /// Creates a model like [`new`](Self::new), from a validated configuration. The model may be incomplete, such as the
-    /// layers of a drafter.
+    /// Creates a model like [`new`](Self::new), from a validated configuration. All layers may be shared KV layers, as in a
+    /// drafter.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();

@@ -1,5 +1,5 @@
-//! Views of a column range in a KV cache, without a copy. In layers with compact keys (see `model::cache::compact`), a
-//! token's key and value are two overlapping ranges of columns.
+//! Views of a column range in a KV cache, without a copy. Some caches store the channels that key and value have in common
+//! once (see `model::cache::compact`). A token's key and value are then two overlapping ranges of columns.
 
 use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]
@@ -29,8 +29,9 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
     slots.narrow(3, start, count)
 }
 
-/// Returns a range of columns of the packed int8 words of a quantized cache, as [`columns`] does. `scales` gives the
-/// device.
+/// Returns a range of columns of a quantized cache's int8 values, which are packed in 32-bit words. The result is a view
+/// under the conditions of [`columns`]. `scales` is the cache's float tensor, by which the function checks that the kernels
+/// support the device.
 pub(crate) fn columns_of_words(
     words: Tensor<4, Int>,
     scales: &Tensor<4>,
@@ -59,7 +60,7 @@ pub trait ColumnsBackend: Backend {
     fn columns_of_words(words: IntTensor<Self>, start: usize, count: usize) -> IntTensor<Self>;
 }
 
-/// Describes the output tensor to Burn's fusion before the tensor exists.
+/// Returns the shape and dtype of the output tensor, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(slots: &TensorSpec, count: usize) -> TensorSpec {
     let [batch, heads, rows] = [slots.shape[0], slots.shape[1], slots.shape[2]];
@@ -82,7 +83,8 @@ impl ColumnsBackend for CubeBackend {
     }
 }
 
-/// Returns a view of a range of columns, or Burn's slice if no view is possible. The elements may be floats or integers.
+/// Returns a view of a range of columns, or a copy by Burn's slice if no view is possible. The elements may be floats or
+/// integers.
 #[cfg(feature = "cube")]
 fn view(slots: CubeTensor, start: usize, count: usize) -> CubeTensor {
     let slots = untile(slots);

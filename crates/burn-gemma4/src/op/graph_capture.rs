@@ -123,7 +123,7 @@ impl Window<'_> {
 impl Drop for Window<'_> {
     fn drop(&mut self) {
         if self.is_open {
-            // Ignore errors of closing: the caller that drops an open window already reports its own error or panic.
+            // Ignore an error of the capture's end. The code that drops an open capture already reports an error or panics.
             let _ = catch_unwind(AssertUnwindSafe(|| self.close()));
         }
     }

@@ -11,7 +11,8 @@ use burn::{
 };
 use burn_cubecl::CubeBackend;
 
-/// Packed int8 words and their scales. All handles to a cache share the same memory, so every handle sees later writes.
+/// Packed int8 words and their scales. A handle to the words or scales sees all later writes, because all handles share the
+/// memory.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct StoredRows<B: Backend> {

@@ -133,7 +133,8 @@ impl Packed<'_> {
             };
             let first = group * columns;
             match self.scheme.bits {
-                // Compute the elements of all 16 codes once per group. A lookup per column is cheaper than a computation.
+                // Compute the elements of all 16 values of a 4-bit code once per group. A lookup per column is cheaper than
+                // a computation.
                 4 => {
                     let numbers: [f32; 16] = std::array::from_fn(|packed| number(packed as i32));
                     for (column, value) in (first..).zip(values) {

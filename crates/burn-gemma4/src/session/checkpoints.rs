@@ -1,5 +1,5 @@
-//! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken between two turns. A column of
-//! the cache is one token position.
+//! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken between two turns of a
+//! conversation. A column of the cache is one token position.
 
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
@@ -8,12 +8,13 @@ use crate::model::cache::checkpoint::Checkpoint;
 /// a checkpoint takes 6 MB for E2B, and 840 MB for 31B.
 const MOST_BYTES: usize = 256 << 20;
 
-/// The checkpoints, in ascending order of the columns at which they were taken.
+/// The checkpoints, in ascending order of the token position at which they were taken.
 #[derive(Debug, Default)]
 pub(super) struct Checkpoints(Vec<Checkpoint>);
 
 impl Checkpoints {
-    /// Adds a checkpoint of the cache. While the total size exceeds the limit, drops the checkpoint with the smallest column.
+    /// Adds a checkpoint of the cache. While the total size exceeds the limit, drops the checkpoint with the smallest token
+    /// position.
     pub fn push(&mut self, cache: &Cache) {
         self.forget_after(cache.len().saturating_sub(1));
         self.0.push(cache.checkpoint());
@@ -23,7 +24,8 @@ impl Checkpoints {
         }
     }
 
-    /// Returns the last checkpoint at or before `column`, or `None` if all checkpoints come after `column`.
+    /// Returns the last checkpoint at or before the token position `column`, or `None` if all checkpoints are at later
+    /// positions.
     pub fn up_to(&self, column: usize) -> Option<&Checkpoint> {
         self.0
             .iter()
@@ -31,7 +33,7 @@ impl Checkpoints {
             .find(|checkpoint| checkpoint.column <= column)
     }
 
-    /// Drops the checkpoints after `column`.
+    /// Drops the checkpoints after the token position `column`.
     pub fn forget_after(&mut self, column: usize) {
         self.0.retain(|checkpoint| checkpoint.column <= column);
     }

@@ -46,9 +46,9 @@ struct Header {
     /// field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,
-    /// The number of columns that the cache can remove from its end.
+    /// The largest number of tokens that the cache can remove from the end of the text.
     spare: usize,
-    /// The number of columns at the end of the session that the ring buffers of sliding layers still hold.
+    /// The number of tokens at the end of the session whose keys and values the ring buffers of sliding layers still hold.
     kept: usize,
     /// The last checkpoint of the session, or `None` if the session has no checkpoint.
     turn: Option<Turn>,
@@ -290,7 +290,7 @@ impl<'a> File<'a> {
     /// Checks that the session belongs to `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
         // Convert the model's configuration to JSON and back before the comparison. The conversion may change a float, and
-        // the file's configuration has been through it.
+        // the configuration in the file has also been converted to JSON and back.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;

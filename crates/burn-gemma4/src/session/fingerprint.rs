@@ -13,7 +13,7 @@ const NUMBERS: usize = 16;
 
 /// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.
 pub(super) struct Fingerprint {
-    /// The path of each weight, and the number of elements taken from it.
+    /// The path of each weight, and the number of sampled elements of the weight.
     weights: Vec<(String, usize)>,
     pub numbers: Vec<f32>,
 }
@@ -62,7 +62,7 @@ impl Gemma4Model {
     /// device. A quantized model has another hash than the unquantized model.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] if the weights cannot be read.
+    /// Returns [`Gemma4Error::Device`] if the weights cannot be read.
     pub fn fingerprint(&self) -> Result<u64, Gemma4Error> {
         let numbers = Fingerprint::of(self)?.numbers;
         let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());

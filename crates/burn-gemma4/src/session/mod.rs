@@ -25,8 +25,8 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// If a text continues, this many tokens at its end may change: the tokenizer may merge them with the next characters. The
-/// session takes its checkpoint before these tokens.
+/// The number of tokens at the end of a text that may change if the text continues. The tokenizer may merge these tokens
+/// with the next characters. The session takes its checkpoint before them.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -77,8 +77,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint where this prompt begins to differ from the cached tokens, because the next prompt may begin to
-        // differ at the same column. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens. The next prompt may
+        // begin to differ at the same token. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =

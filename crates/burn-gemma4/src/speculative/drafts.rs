@@ -19,15 +19,15 @@ pub enum Drafts {
     Drafter,
 }
 
-/// The numbers of passes, of draft tokens and of accepted draft tokens in a generated text.
+/// The numbers of forward passes, of draft tokens and of accepted draft tokens in a generated text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DraftCounts {
     /// The number of forward passes of the model after the prefill.
     pub passes: usize,
-    /// The number of draft tokens in these passes.
+    /// The number of draft tokens in all forward passes after the prefill.
     pub drafted: usize,
-    /// The number of accepted draft tokens in the text. The last token of each pass counts as the model's own token, even if
-    /// it equals a draft token.
+    /// The number of accepted draft tokens in the text. The last generated token of each forward pass does not count, even
+    /// if it equals a draft token.
     pub accepted: usize,
 }
 
@@ -37,8 +37,8 @@ impl DraftCounts {
         share(self.accepted, self.drafted)
     }
 
-    /// Returns the mean number of generated tokens per pass, or 0 without passes. This mean is one more than the mean number
-    /// of accepted draft tokens.
+    /// Returns the mean number of generated tokens per forward pass, or 0 without passes. This mean is one more than the
+    /// mean number of accepted draft tokens.
     pub fn tokens_per_pass(&self) -> f64 {
         share(self.passes + self.accepted, self.passes)
     }

@@ -116,7 +116,7 @@ impl<'a> Parts<'a> {
         self.kind
     }
 
-    /// Ends the current part. Returns the text that was held back, and the kind of that text.
+    /// Ends the current answer, thought or tool call. Returns the text that was held back, and the kind of that text.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.

@@ -132,8 +132,8 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
 /// fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of rows in a chunk in f16. A row adds at most its hidden state to each row of the head's gradient, so
-/// the sum over a chunk stays below f16's maximum, 65,504.
+/// The maximum number of rows in a chunk in f16. Each row adds at most its hidden state to a row of the head's gradient. The
+/// sum of 256 rows stays below f16's maximum, 65,504, if all hidden states are below 255.
 const ROWS_IN_F16: usize = 256;
 
 /// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. `hidden`
@@ -187,7 +187,7 @@ fn in_chunks(
             of_hidden.push(columns(gradient.clone(), texts.head));
         }
         if tracked_head.is_some() {
-            // The head's gradient is the sum of the chunks' parts. Add the parts in f32, to keep precision over many chunks.
+            // The head's gradient is the sum of the chunks' gradients. Add them in f32, to keep precision over many chunks.
             let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
             of_head = Some(match of_head {
                 Some(sum) => sum + part,
@@ -354,8 +354,8 @@ mod tests {
     fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // Divide the head by 256. The gradients of the hidden states are linear combinations of the head's rows, so
-            // these gradients become small.
+            // Divide the head by 256 to make the gradients of the hidden states small. These gradients are linear
+            // combinations of the head's rows.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;

@@ -34,7 +34,7 @@ impl Packing {
     /// order, then padding.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
+    /// Returns [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
     pub fn new(mut rows: Vec<Vec<usize>>, positions: usize) -> Result<Self, Gemma4Error> {
         let padding = rows.iter().map(Vec::len).collect();
         for (index, row) in rows.iter_mut().enumerate() {

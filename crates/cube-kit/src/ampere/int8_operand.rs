@@ -4,13 +4,13 @@
 //! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
 //! four codes.
 //!
-//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighbouring codes of a row.
+//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighboring codes of a row.
 //! The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right operand of
 //! another `mma.sync`. No data has to move between lanes:
 //!
-//! - For scores (summed over columns), a lane holds codes of four neighbouring columns of a row. The left operand must hold
+//! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The left operand must hold
 //!   its columns in the same order: see [`order_columns()`].
-//! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one
+//! - For sums (summed over rows), a lane has two neighboring columns of two rows. The result's even columns are in one
 //!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and
 //!   column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
 
@@ -122,8 +122,8 @@ fn sums_text(product: &Sums) -> String {
             let rows = subtile * product.right_rows + STEP * step;
             text += &load("b", "ra", within, rows * ROW_BYTES, true);
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
-                // The registers n0 and n2 hold the right operand for the result's even columns, and n1 and n3 for its odd
-                // columns.
+                // The registers n0 and n2 hold the right operand for the even columns of the result. The registers n1 and n3
+                // hold the right operand for the odd columns.
                 text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
                 text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
@@ -160,12 +160,13 @@ fn order_text() -> String {
 /// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold int8 codes. The
 /// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
-/// A lane has four neighbouring columns. After the reordering, the first and third columns of all lanes precede the second
+/// A lane has four neighboring columns. After the reordering, the first and third columns of all lanes precede the second
 /// and fourth columns of all lanes.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flip one address bit to get the address of the second piece. The swizzle keeps the two pieces of a step side by side.
+    // Flip one address bit to get the address of the second piece. The swizzle keeps the two pieces of a step next to each
+    // other.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(
         "{text} // {first} {second}\n",

@@ -159,7 +159,7 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
 }
 
 /// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register
-/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the
+/// `used`, bits `4 step` and `4 step + 1` belong to two neighboring rows. Bits `4 step + 2` and `4 step + 3` belong to the
 /// rows 8 below.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
@@ -328,7 +328,7 @@ fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
 /// Returns the lane's `ldmatrix` address for the warp's left operand. Row `row` of the subtiles at `start` is the operand's
 /// first row.
 ///
-/// For the right operand of [`Sums`], `row` must be 0.
+/// [`Sums`] uses this function for its right operand, with `row` 0.
 #[cube]
 pub fn left_address(start: u32, row: u32) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -372,7 +372,7 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
 /// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, in the register order of a
-/// left operand. The type `P` does not matter.
+/// left operand. The function stores the registers' bits, so `P` may be any 32-bit type.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,

@@ -22,5 +22,5 @@ pub mod mma;
 /// The number of rows of the left operand of `mma.sync`, which is also the number of rows of an accumulator fragment.
 pub const FRAGMENT_ROWS: usize = 16;
 
-/// The size and alignment of a barrier in shared memory, in bytes.
+/// The size and alignment of an mbarrier in shared memory, in bytes.
 pub const BARRIER_BYTES: usize = 8;

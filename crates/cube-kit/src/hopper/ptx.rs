@@ -2,7 +2,8 @@
 //! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/text.rs`.
 //!
 //! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. A trailing comment names every operand once, because `gpu_asm!` requires it.
+//! outputs come before the inputs. `gpu_asm!` requires that the text names every operand once, so a trailing comment names
+//! them.
 
 use crate::nvidia::ptx::{plain, value_of, with_one, with_two};
 use cubecl::prelude::*;

@@ -147,7 +147,7 @@ pub fn await_stores() {
 }
 
 /// Writes a warpgroup's 64 output rows from its fragments to `target` in shared memory, and from there to the tensor.
-/// Neighbouring subtiles are `subtile_bytes` apart.
+/// Neighboring subtiles are `subtile_bytes` apart.
 ///
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
 /// TMA store may still be reading.
@@ -179,8 +179,8 @@ pub fn store_tma_tiles<NO: Size>(
             tma_store_wait();
         }
     }
-    // After this barrier the data at `target` may be overwritten: thread 0 has waited until the previous TMA store has read
-    // the data.
+    // The warpgroup may overwrite the data at `target` after this barrier, because thread 0 has waited until the previous
+    // TMA store has read the data.
     warpgroup_barrier();
     #[unroll]
     for step in 0..columns / 16 {

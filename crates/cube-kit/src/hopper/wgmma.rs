@@ -218,8 +218,8 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// Loads 16 columns per warp from the subtile at `subtile`. They become 16 rows of a left operand. A column has `steps`
-/// steps of 16 rows.
+/// Loads 16 columns per warp from the subtile at `subtile`. The columns become 16 rows of a left operand. A column has
+/// `steps` steps of 16 rows.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;

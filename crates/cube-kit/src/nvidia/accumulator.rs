@@ -1,4 +1,4 @@
-//! The layout of an accumulator fragment in registers. A thread has two rows that are 8 apart, and two neighbouring columns
+//! The layout of an accumulator fragment in registers. A thread has two rows that are 8 apart, and two neighboring columns
 //! in each group of 8 columns.
 
 use cubecl::prelude::*;
@@ -17,9 +17,9 @@ pub const fn is_second(index: usize) -> bool {
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Pair {
-    /// The number for the thread's first row, or for the first of two neighbouring columns.
+    /// The number for the thread's first row, or for the first of two neighboring columns.
     pub first: f32,
-    /// The number for the thread's second row, or for the second of two neighbouring columns.
+    /// The number for the thread's second row, or for the second of two neighboring columns.
     pub second: f32,
 }
 

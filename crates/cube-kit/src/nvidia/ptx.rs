@@ -1,7 +1,8 @@
 //! Inline PTX that Ampere and Hopper share: addresses, small arithmetic, words of shared memory, `ldmatrix`.
 //!
 //! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. A trailing comment names every operand once, because `gpu_asm!` requires it.
+//! outputs come before the inputs. `gpu_asm!` requires that the text names every operand once, so a trailing comment names
+//! them.
 
 use crate::nvidia::Half;
 use cubecl::prelude::*;

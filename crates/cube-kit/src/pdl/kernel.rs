@@ -35,7 +35,7 @@ pub fn wait_prior_launch(#[comptime] pdl: bool) {
     }
 }
 
-/// Calls [`launch_dependents()`], and then [`wait_prior_launch()`]. This is for kernels that do no work before the wait.
+/// Calls [`launch_dependents()`], and then [`wait_prior_launch()`], in kernels that do no work before the wait.
 #[cube]
 pub fn launch_dependents_and_wait(#[comptime] pdl: bool) {
     launch_dependents(pdl);

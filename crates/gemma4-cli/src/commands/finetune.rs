@@ -208,7 +208,7 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Resu
                 );
             }
             // The written checkpoint keeps the dtype of the original checkpoint unless `--dtype` is given. The compute dtype
-            // would not do, because the CPU computes in f32 by default.
+            // is not used, because the CPU computes in f32 by default.
             let written = model.written_dtype().filter(|dtype| *dtype != DType::F64);
             let dtype = written.filter(|_| cli.dtype.is_none());
             let saved = model.save_like(&cli.model, &cli.out, dtype);
@@ -299,7 +299,8 @@ fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
         all.clone().count(),
         all.filter(|example| example.tokens.len() > length).count(),
     );
-    // Documents, not examples, are divided between training and validation, because the examples of one conversation overlap.
+    // Divide whole documents between training and validation. The examples of one conversation overlap, so they must not be
+    // divided.
     let fitting = documents.into_iter().map(|document| {
         let examples = document.examples.into_iter();
         let examples = examples.filter_map(|example| example.within(length));

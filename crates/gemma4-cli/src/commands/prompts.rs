@@ -14,7 +14,7 @@ use std::io::{BufReader, BufWriter};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The arguments of a file of prompts.
+/// The arguments for answering a file of prompts.
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Prompt")]
 pub struct PromptsArguments {

@@ -181,7 +181,8 @@ fn run(cli: &Serve) -> Result<(), Error> {
         note("warning: other machines can use this server without a key; --api-key sets one");
     }
     let shutdown = async move {
-        // An error means that the sender is gone, which happens only at the end of the program.
+        // Ignore the error of `wait_for`. It occurs only if the sender of the stop signal is dropped, at the end of the
+        // program.
         let _ = stopped.wait_for(|stop| *stop).await;
     };
     Ok(runtime.block_on(server.serve(listener, shutdown))?)

@@ -1,9 +1,9 @@
-//! Changes of the logits before sampling: logit bias, presence and frequency penalties, and forbidden tokens.
+//! Changes of an answer's logits before sampling: logit bias, presence and frequency penalties, and forbidden tokens.
 
 use super::request::AnswerOptions;
 use std::collections::HashMap;
 
-/// The changes of one answer's logits.
+/// The changes of an answer's logits, and the tokens of the answer on which the changes depend.
 #[derive(Debug)]
 pub(super) struct Adjustments {
     bias: Vec<(u32, f32)>,
@@ -11,7 +11,7 @@ pub(super) struct Adjustments {
     frequency: f32,
     /// The number of occurrences of each token in the answer, if a penalty needs the counts.
     counts: HashMap<u32, u32>,
-    /// Tokens that are forbidden while the answer has fewer tokens than the number beside them.
+    /// Lists of forbidden tokens. Each list is paired with the number of answer tokens from which on its tokens are allowed.
     early: Vec<(usize, Vec<u32>)>,
     tokens: usize,
 }
@@ -56,7 +56,7 @@ impl Adjustments {
         }
     }
 
-    /// Changes the logits of the next token.
+    /// Changes the logits from which the next token is chosen.
     pub fn apply(&self, logits: &mut [f32]) {
         for (token, count) in &self.counts {
             if let Some(logit) = logits.get_mut(*token as usize) {

@@ -1,4 +1,4 @@
-//! One answer in progress: the choice of its tokens, the division of its text, and its end.
+//! An answer in progress: chooses tokens, separates thoughts and tool calls from the text, and detects the end.
 
 use super::adjust::Adjustments;
 use super::constraint::Constraint;
@@ -13,18 +13,18 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// The token that ends a thought.
+/// The special token that ends a thought, the model's reasoning before its answer.
 const END_OF_THOUGHT: &str = "<channel|>";
 
-/// The division of an answer's text.
+/// Decodes an answer's tokens to text.
 enum Splitter<'a> {
-    /// Thoughts and tool calls are told apart.
+    /// Separates thoughts and tool calls from the text of the answer.
     Parts(Box<Parts<'a>>),
-    /// The whole text is the answer.
+    /// Treats all decoded text as the text of the answer.
     Plain(TextStream<'a>),
 }
 
-/// An answer in progress.
+/// The state of an answer in progress.
 pub(super) struct Answer<'a> {
     choice: usize,
     options: Arc<AnswerOptions>,
@@ -36,14 +36,14 @@ pub(super) struct Answer<'a> {
     end_of_thought: Option<u32>,
     usage: AnswerUsage,
     events: UnboundedSender<Event>,
-    /// The last token, which the next step of the batch reads.
+    /// The last chosen token, which is the input of the next decode step.
     pub last: u32,
-    /// The time of the last token.
+    /// The time at which the last token was chosen.
     pub last_time: Option<Instant>,
 }
 
 impl<'a> Answer<'a> {
-    /// Creates the answer with the index `choice` to `prompt`.
+    /// Creates an answer to `prompt`. `choice` is the index of the answer among all answers of the request.
     pub fn new(
         choice: usize,
         prompt: &[u32],
@@ -77,7 +77,7 @@ impl<'a> Answer<'a> {
         })
     }
 
-    /// True if the client no longer reads the events.
+    /// True if the receiver of the events has been dropped, because the client has disconnected.
     pub fn is_abandoned(&self) -> bool {
         self.events.is_closed()
     }
@@ -87,13 +87,14 @@ impl<'a> Answer<'a> {
         self.usage.tokens
     }
 
-    /// Sends an error to the client. No event follows.
+    /// Sends an error to the client as the last event.
     pub fn fail(&self, error: RequestError) {
-        // An error of the channel means that the client has left.
+        // Ignore a failed send: the client has disconnected.
         let _ = self.events.send(Event::Failed(error));
     }
 
-    /// Returns the way to choose the next token.
+    /// Returns how the batch must choose the next token: argmax, a draw by the sampler, or no choice. Without a choice, the
+    /// batch returns the logits to [`choose`](Self::choose).
     pub fn row_choice(&self) -> RowChoice<'_> {
         let sampling = &self.options.sampling;
         let is_constrained = self.constraint.as_ref().is_some_and(Constraint::is_active);
@@ -107,7 +108,7 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Takes the next token from the result of its row. Returns true if the answer has ended.
+    /// Adds the next token, which `result` gives directly or as logits. Returns true if the answer has ended.
     pub fn take(&mut self, result: RowResult) -> Result<bool, RequestError> {
         let (token, logprobs) = match result {
             RowResult::Token(token) => {
@@ -146,7 +147,8 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Chooses the next token on the host.
+    /// Chooses the next token on the host from the model's logits. Also returns log-probabilities, if the request asks for
+    /// them.
     fn choose(&mut self, logits: Vec<f32>) -> Result<(u32, Vec<TokenProbability>), RequestError> {
         let forced = self.forced_token();
         let mut changed = logits.clone();
@@ -178,7 +180,7 @@ impl<'a> Answer<'a> {
         Ok((token, logprobs.into_iter().collect()))
     }
 
-    /// Returns the token that ends a thought if the thought has reached its largest number of tokens.
+    /// Returns the token that ends a thought if the answer is in a thought that has reached `max_thinking_tokens`.
     fn forced_token(&self) -> Option<u32> {
         let most = self.options.max_thinking_tokens?;
         let is_over = self.kind() == TextKind::Thought && self.usage.thinking_tokens >= most.max(1);
@@ -192,7 +194,7 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// True if the answer ends after its first tool call, and this call is complete.
+    /// True if the options allow one tool call only, and the answer has a complete tool call.
     fn has_single_call(&self) -> bool {
         let Splitter::Parts(parts) = &self.splitter else {
             return false;
@@ -202,7 +204,8 @@ impl<'a> Answer<'a> {
             && parts.kind() != TextKind::ToolCall
     }
 
-    /// Adds a token to the text, and sends the text that becomes certain. Returns the stop string that ends the answer.
+    /// Decodes a token, and sends the decoded text except an end that may begin a stop string. Returns the stop string that
+    /// the text contains, if any.
     fn push(
         &mut self,
         token: u32,
@@ -237,7 +240,8 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Sends the text that was held back, and the end of the answer.
+    /// Sends the remaining text and then the end of the answer. The remaining text was delayed because it could begin a stop
+    /// string.
     fn end(&mut self, reason: EndReason) -> Result<bool, RequestError> {
         let (kind, text, call) = match &mut self.splitter {
             Splitter::Plain(stream) => (TextKind::Answer, stream.finish()?, None),

@@ -1,4 +1,4 @@
-//! Tests of answers: thoughts, tool calls and texts, ended at every token.
+//! Tests how an answer separates thoughts, tool calls and text. The answer is cut off after every possible number of tokens.
 
 use super::answer::Answer;
 use super::request::{AnswerOptions, EndReason, Event};
@@ -8,7 +8,7 @@ use burn_gemma4::{Gemma4, LoadOptions, RowResult, TextKind, Tokenizer};
 use std::sync::Arc;
 use tokio::sync::mpsc::unbounded_channel;
 
-/// The text that is generated, with marks of all kinds.
+/// A generated text with a thought, text and two tool calls.
 const TEXT: &str = "<|channel>thought\nlet me <see><channel|>The café.<|tool_call>call:now{zone:<|\"|>a, {b}<|\"|>}<tool_call|>\
                     <|tool_call>call:f{}<tool_call|>Done: STOP here<turn|>";
 
@@ -17,7 +17,7 @@ fn tokenizer() -> Tokenizer {
     gemma.expect("the model loads").tokenizer().clone()
 }
 
-/// The thoughts, text and tool calls that a client receives, and the reason for the end.
+/// The thoughts, the text and the tool calls that a client receives, and the reason why the answer ended.
 #[derive(Debug, Default, PartialEq)]
 struct Received {
     thoughts: String,
@@ -27,7 +27,7 @@ struct Received {
     tokens: usize,
 }
 
-/// Gives `tokens` to an answer until the answer ends.
+/// Passes `tokens` to an answer until the answer ends, and collects the events.
 fn receive(tokenizer: &Tokenizer, tokens: &[u32], options: AnswerOptions) -> Received {
     let (events, mut receiver) = unbounded_channel();
     let mut answer = Answer::new(0, &[2], &Arc::new(options), None, tokenizer, events)
@@ -84,14 +84,15 @@ fn parts_are_told_apart_wherever_the_answer_ends() {
         let found = receive(&tokenizer, &tokens, options(end));
         assert_eq!(found.end, Some(EndReason::Length));
         assert_eq!(found.tokens, end);
-        // An answer that ends within the channel's name, `thought`, has the part of the name as its thought.
+        // The answer may be cut off within `thought`, the name of the channel. The thought is then the received part of this
+        // name.
         assert!(
             whole.thoughts.starts_with(&found.thoughts) || "thought".starts_with(&found.thoughts),
             "{found:?}"
         );
         let text = found.text.trim_end_matches(char::REPLACEMENT_CHARACTER);
         assert!(whole.text.starts_with(text), "{found:?}");
-        // Only the last call may be incomplete.
+        // Only the last tool call may be incomplete.
         for (index, call) in found.calls.iter().enumerate() {
             let expected = &whole.calls[index];
             match index + 1 < found.calls.len() {
@@ -117,7 +118,7 @@ fn stop_strings_hold_in_the_text_only() {
     let found = with("STOP");
     assert_eq!(found.text, "The café.Done: ");
     assert_eq!(found.end, Some(EndReason::StopString("STOP".into())));
-    // Thoughts and tool calls contain these strings, but the text does not.
+    // These stop strings occur in thoughts and tool calls, but not in the text, so the answer does not end early.
     for string in ["let me", "zone"] {
         assert_eq!(with(string).text, "The café.Done: STOP here");
     }

@@ -1,5 +1,5 @@
-//! Answers that follow a JSON schema, a regular expression or a grammar. The crate `llguidance` computes the tokens that may
-//! come next.
+//! Constrains answers to a JSON schema, a regular expression or a grammar. The crate `llguidance` computes which tokens are
+//! allowed next.
 
 use crate::error::RequestError;
 use burn_gemma4::{Gemma4Error, Tokenizer};
@@ -11,12 +11,12 @@ use llguidance::{
 use serde_json::Value;
 use std::sync::Arc;
 
-/// The longest source of a grammar, in bytes.
+/// The largest size of a grammar's source, in bytes.
 const LONGEST_GRAMMAR: usize = 256 << 10;
 
-/// The most lines of a Lark grammar, the deepest nesting of brackets in a regular expression or a Lark grammar, and the most
-/// references in a JSON schema. llguidance recurses without a limit, and a stack overflow would end the process. On a stack
-/// of 2 MB, 15,000 rules, 100,000 brackets and 3,000 references overflow.
+/// The limits on the lines of a Lark grammar, on the depth of nested brackets, and on the references in a JSON schema.
+/// llguidance recurses without a limit, and a stack overflow would end the process. On a stack of 2 MB, 15,000 rules,
+/// 100,000 brackets and 3,000 references overflow.
 const MOST_LINES: usize = 2_000;
 const DEEPEST_NESTING: usize = 200;
 const MOST_REFERENCES: usize = 300;
@@ -45,7 +45,7 @@ impl Grammar {
         }
     }
 
-    /// Checks that the compiler needs a bounded stack.
+    /// Checks the limits that keep llguidance's recursion from overflowing the stack.
     fn check_depth(&self) -> Result<(), String> {
         let too_many = |count: usize, what: &str, most: usize| match count > most {
             true => Err(format!("has {count} {what}; expected at most {most}")),
@@ -74,7 +74,7 @@ impl Grammar {
     }
 }
 
-/// Compiles grammars for the vocabulary of one tokenizer.
+/// A compiler of grammars for the vocabulary of one tokenizer.
 pub struct Grammars {
     factory: ParserFactory,
     vocabulary: usize,
@@ -87,10 +87,10 @@ impl std::fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// Prepares the vocabulary of `tokenizer`. `end` is a token that ends a text.
+    /// Builds llguidance's vocabulary from the tokens of `tokenizer`. `end` is a token that ends a text.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer rejects one of its own tokens, or if the vocabulary is not usable.
+    /// Returns an error if the tokenizer rejects one of its own tokens, or if llguidance rejects the vocabulary.
     pub fn new(tokenizer: &Tokenizer, end: u32) -> Result<Self, Gemma4Error> {
         let vocabulary = tokenizer.vocab_size().max(end as usize + 1);
         let mut token_bytes = Vec::with_capacity(vocabulary);
@@ -117,10 +117,10 @@ impl Grammars {
         })
     }
 
-    /// Compiles a grammar. `thought` holds the tokens that begin and end a thought, if a thought may precede the answer.
+    /// Compiles a grammar. If the answer may begin with a thought, `thought` holds the tokens that begin and end a thought.
     ///
     /// # Errors
-    /// Returns an error that names `field` if the grammar is malformed, too large, or uses an unsupported feature.
+    /// Returns an error that names `field` if the grammar is malformed or too large, or uses an unsupported feature.
     pub fn compile(
         &self,
         field: &str,
@@ -148,7 +148,8 @@ impl Grammars {
         if let Some(error) = matcher.get_error() {
             return Err(refuse(error));
         }
-        // Compute the first mask here, where an error is still an error of the request.
+        // Compute the first token mask now, so that an error of the grammar refuses the request instead of failing its
+        // answer.
         matcher
             .compute_mask_or_eos()
             .map_err(|error| refuse(error.to_string()))?;
@@ -164,7 +165,8 @@ impl Grammars {
     }
 }
 
-/// Limits the white space between two tokens of JSON. Without a limit, a model can write white space until the answer is full.
+/// Limits the white space between two tokens of JSON. Without a limit, a model can write white space until `max_tokens` ends
+/// the answer.
 fn with_bounded_space(mut schema: Value) -> Value {
     if let Some(fields) = schema.as_object_mut() {
         let guidance = serde_json::json!({"whitespace_pattern": "[ \\n\\r\\t]{0,16}"});
@@ -173,18 +175,18 @@ fn with_bounded_space(mut schema: Value) -> Value {
     schema
 }
 
-/// The place of an answer relative to the thought before it.
+/// The position of the next token relative to a thought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The answer has not begun, and the next token may begin a thought.
+    /// No token has been generated, and the next token may begin a thought.
     MayThink,
-    /// The answer is inside of a thought, which the grammar does not restrict.
+    /// The next token belongs to a thought, which the grammar does not restrict.
     Thought,
-    /// The grammar restricts the next token.
+    /// The next token belongs to the answer, which the grammar restricts.
     Answer,
 }
 
-/// The state of a grammar in one answer.
+/// The state of a grammar's matcher in one answer.
 pub struct Constraint {
     matcher: Matcher,
     vocabulary: usize,
@@ -214,7 +216,8 @@ impl Constraint {
         self.state != State::Thought
     }
 
-    /// Forbids the tokens that the grammar does not allow. Once the grammar may end, `stop_tokens` are allowed.
+    /// Sets the logits of tokens that the grammar does not allow to −∞. `stop_tokens` are allowed where the text so far
+    /// matches the whole grammar.
     pub(super) fn apply(
         &mut self,
         logits: &mut [f32],
@@ -238,7 +241,7 @@ impl Constraint {
         Ok(())
     }
 
-    /// Records a token of the answer. Returns true if the grammar is complete, so that nothing may follow.
+    /// Advances the grammar by a token of the answer. Returns true if the grammar allows no further token.
     pub(super) fn record(&mut self, token: u32) -> Result<bool, RequestError> {
         match (self.state, self.thought) {
             (State::MayThink, Some([begin, _])) if token == begin => self.state = State::Thought,

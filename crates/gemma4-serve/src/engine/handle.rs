@@ -1,4 +1,4 @@
-//! The handle to the engine, by which the server submits requests.
+//! The handle to the engine, through which the server submits requests.
 
 use super::metrics::Metrics;
 use super::request::{Event, Request};
@@ -16,18 +16,21 @@ use tokio::sync::{mpsc as channel, oneshot};
 pub struct EngineOptions {
     /// The largest number of answers that are decoded together.
     pub max_running: usize,
-    /// The largest number of requests that wait. Further requests are refused.
+    /// The largest number of requests in the queue. The engine refuses further requests.
     pub max_queue: usize,
-    /// The largest number of tokens of a prompt together with its answer. The model's number of positions is another limit.
+    /// The largest total number of tokens of a prompt and its answer. A smaller `max_position_embeddings` of the model takes
+    /// precedence.
     pub context: usize,
-    /// The largest number of tokens in the KV cache of all answers together, or `None` for `max_running` answers of `context`
-    /// tokens. The admitted requests never need more. The prompt that is being read has a KV cache of its own.
+    /// The largest number of tokens in the KV cache of all answers together. `None` means `max_running` answers of `context`
+    /// tokens each. The engine does not admit requests that could exceed this number. During prefill, a prompt has a
+    /// separate KV cache, which does not count.
     pub kv_tokens: Option<usize>,
-    /// The number of prompt tokens that are read between two decode steps, or `None` for a default.
+    /// The number of prompt tokens that are prefilled between two decode steps. `None` means 2048 on a GPU, and 256 on a
+    /// CPU.
     pub prefill_chunk: Option<usize>,
     /// The storage format of the KV cache.
     pub cache: CacheKind,
-    /// True if CUDA graphs capture decode steps, on devices that support graphs.
+    /// True to capture decode steps in CUDA graphs, on devices that support CUDA graphs.
     pub graph_capture: bool,
 }
 
@@ -45,7 +48,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// The limits that follow from the options and the model.
+/// The limits on requests, derived from the engine's options and the model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub context: usize,
@@ -55,7 +58,7 @@ pub(crate) struct Limits {
     vocabulary: usize,
 }
 
-/// A request on its way to the engine's thread.
+/// A request that is sent to the engine's thread, with the channel for its events.
 pub(super) struct Job {
     pub request: Request,
     pub events: channel::UnboundedSender<Event>,
@@ -63,7 +66,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// The largest number of tokens that an answer of this request can have in the KV cache.
+    /// The largest number of tokens that one answer of this request can occupy in the KV cache.
     pub fn reserved(&self) -> usize {
         reserved(&self.request)
     }
@@ -73,7 +76,7 @@ fn reserved(request: &Request) -> usize {
     request.prompt.len() + request.options.max_tokens
 }
 
-/// A message to the engine's thread.
+/// A message to the engine's thread: a new request, or a wake-up.
 pub(super) enum Message {
     Submit(Box<Job>),
     Wake,
@@ -94,13 +97,14 @@ impl Shared {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// Frees the places of `count` requests in the queue.
+    /// Removes `count` requests from the count of queued requests.
     pub fn leave_queue(&self, count: usize) {
         let before = self.waiting.fetch_sub(count, Ordering::SeqCst);
         self.metrics.queued.set((before - count) as i64);
     }
 
-    /// The number of tokens for which the KV cache may allocate memory, in the worst case.
+    /// The largest number of tokens for which the KV cache allocates memory. `longest` is the number of tokens of the
+    /// longest answer with its prompt.
     pub fn slots(answers: usize, longest: usize) -> usize {
         Batch::largest_slots(answers, longest)
     }
@@ -119,7 +123,7 @@ impl Shared {
     }
 }
 
-/// A handle to the engine. Clones share one engine.
+/// A handle to the engine's thread. Clones are handles to the same thread.
 #[derive(Clone, Debug)]
 pub struct Engine {
     inbox: mpsc::Sender<Message>,
@@ -127,12 +131,12 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts the engine's thread, which owns the model. The receiver gets the outcome when the thread ends: the reason of a
-    /// failure, or `Ok` after [`drain`](Self::drain).
+    /// Starts the engine's thread, which owns the model. When the thread ends, the receiver gets the reason of a failure, or
+    /// `Ok` after [`drain`](Self::drain).
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the options do not fit the model, and [`Gemma4Error::Device`] if the system cannot
-    /// start a thread.
+    /// Returns [`Gemma4Error::Argument`] if the options do not fit the model, and [`Gemma4Error::Device`] if the system
+    /// cannot start a thread.
     pub fn start(
         gemma: Gemma4,
         options: EngineOptions,
@@ -148,7 +152,7 @@ impl Engine {
                 return refuse(argument, "is 0; expected at least 1".into());
             }
         }
-        // Check the storage format before the thread starts, where an error is still an error of the caller.
+        // Check the storage format before the thread starts, so that this function can return the error.
         Batch::new(gemma.model(), options.cache)?;
         let context = options.context.min(config.max_position_embeddings);
         let all = Shared::slots(options.max_running, context);
@@ -177,20 +181,20 @@ impl Engine {
                         .and_then(|mut scheduler| scheduler.run(&messages))
                 });
                 if let Err(reason) = &outcome {
-                    // The cell is empty, because no other code writes it.
+                    // Only this thread sets the failure, and only once, so `set` cannot fail.
                     let _ = of_thread.failure.set(reason.clone());
                 }
-                // The receiver may be gone, because the server may have ended first.
+                // Ignore a failed send: the server may have dropped the receiver already.
                 let _ = ended.send(outcome);
             })
             .map_err(|error| Gemma4Error::Device(format!("cannot start a thread: {error}")))?;
         Ok((Self { inbox, shared }, outcome))
     }
 
-    /// Submits a request. The receiver gets the events of all answers. Dropping the receiver cancels the request.
+    /// Submits a request. The returned receiver gets the events of all answers. Dropping the receiver cancels the request.
     ///
     /// # Errors
-    /// Returns an error if the request does not fit, the queue is full, or the engine drains or has failed.
+    /// Returns an error if the request exceeds a limit, if the queue is full, or if the engine is draining or has failed.
     pub fn submit(
         &self,
         request: Request,
@@ -231,7 +235,7 @@ impl Engine {
         requests.with_label_values(&["refused"]).inc();
     }
 
-    /// Checks that the request fits the limits.
+    /// Checks the request against the engine's limits.
     fn check(&self, request: &Request) -> Result<(), RequestError> {
         let limits = &self.shared.limits;
         let (prompt, max_tokens) = (request.prompt.len(), request.options.max_tokens);
@@ -279,19 +283,19 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses further requests. The engine's thread ends after the requests that it already has.
+    /// Lets the engine finish the submitted requests, and refuse all further requests. The engine's thread then ends.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::SeqCst);
-        // An error means that the thread has ended already.
+        // Ignore a failed send: the engine's thread has ended already.
         let _ = self.inbox.send(Message::Wake);
     }
 
-    /// True after [`drain`](Self::drain).
+    /// True if [`drain`](Self::drain) has been called.
     pub fn is_draining(&self) -> bool {
         self.shared.is_draining()
     }
 
-    /// The error for a request whose events ended early.
+    /// Returns the error for a request whose events end before its answers end.
     pub fn stopped(&self) -> RequestError {
         self.failure().unwrap_or_else(|| {
             RequestError::new(
@@ -301,7 +305,7 @@ impl Engine {
         })
     }
 
-    /// The failure of the engine, if it has failed.
+    /// Returns the reason why the engine has failed, or `None` if it has not failed.
     pub fn failure(&self) -> Option<RequestError> {
         let reason = self.shared.failure.get()?;
         let message = format!("the engine has failed: {reason}");
@@ -313,18 +317,18 @@ impl Engine {
         &self.shared.metrics
     }
 
-    /// The largest number of tokens of a prompt together with its answer.
+    /// The largest total number of tokens of a prompt and its answer.
     pub fn context(&self) -> usize {
         self.shared.limits.context
     }
 
-    /// The largest number of answers to one prompt.
+    /// The largest number of answers to one prompt, which is the largest number of answers that are decoded together.
     pub fn max_choices(&self) -> usize {
         self.shared.limits.max_running
     }
 }
 
-/// Runs the work of the engine's thread. Returns the reason if the work fails or panics.
+/// Runs the main loop of the engine's thread. Returns the reason if the loop returns an error or panics.
 fn supervise(work: impl FnOnce() -> Result<(), Gemma4Error>) -> Result<(), String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(outcome) => outcome.map_err(|error| error.to_string()),
@@ -332,7 +336,7 @@ fn supervise(work: impl FnOnce() -> Result<(), Gemma4Error>) -> Result<(), Strin
     }
 }
 
-/// Returns the text of a panic.
+/// Returns the message of a panic.
 fn text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()))

@@ -9,34 +9,34 @@ use prometheus::{
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Registry,
-    /// Requests that wait for a place in the batch.
+    /// The number of requests in the queue, before their prefill.
     pub queued: IntGauge,
-    /// Requests whose prompts are being read.
+    /// The number of requests whose prompts are being prefilled.
     pub prefilling: IntGauge,
-    /// Answers in the batch.
+    /// The number of answers that are being decoded.
     pub running: IntGauge,
-    /// Tokens for which KV cache is reserved.
+    /// The largest number of KV cache tokens that the admitted answers can need.
     pub reserved_tokens: IntGauge,
-    /// Bytes of the KV cache on the device.
+    /// The size of the KV cache on the device, in bytes.
     pub cache_bytes: IntGauge,
-    /// Requests by outcome.
+    /// The numbers of finished, failed, cancelled and refused requests. Each finished answer counts as one request.
     pub requests: IntCounterVec,
-    /// Prompt tokens that the model has read.
+    /// The number of prefilled prompt tokens.
     pub prompt_tokens: IntCounter,
-    /// Generated tokens.
+    /// The number of generated tokens.
     pub generated_tokens: IntCounter,
-    /// Seconds from the arrival of a request to its first token.
+    /// The seconds from the arrival of a request to its first token.
     pub first_token: Histogram,
-    /// Seconds between two tokens of an answer.
+    /// The seconds between two consecutive tokens of an answer.
     pub between_tokens: Histogram,
-    /// Seconds from the arrival of a request to its admission.
+    /// The seconds from the arrival of a request to the start of its prefill.
     pub waiting: Histogram,
 }
 
 impl Metrics {
-    /// Creates the metrics with a registry of their own.
+    /// Creates metrics in a new Prometheus registry.
     pub fn new() -> Self {
-        // The names are constant and distinct, so neither creation nor registration fails.
+        // The names of the metrics are valid and distinct, so no registration fails.
         Self::try_new().expect("the metrics have valid and distinct names")
     }
 
@@ -94,10 +94,10 @@ impl Metrics {
         })
     }
 
-    /// Returns all metrics in the text format.
+    /// Returns all metrics in Prometheus's text format.
     pub fn text(&self) -> String {
         let mut bytes = Vec::new();
-        // The encoder fails only for metrics without a value, which the registry leaves out.
+        // The encoder fails only for a metric without a value, and the registry returns no such metric.
         match TextEncoder::new().encode(&self.registry.gather(), &mut bytes) {
             Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) => format!("# error: {error}\n"),

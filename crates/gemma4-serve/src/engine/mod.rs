@@ -1,9 +1,13 @@
 //! The engine: one thread that owns the model and decodes all requests together (continuous batching).
 //!
-//! Requests join and leave the batch between decode steps. Prompts are read in chunks between the steps, so that a long prompt
-//! delays the other answers only by one chunk. A request is admitted only if its worst case fits into the KV cache. Events go
-//! through channels that never block the engine, so a slow client does not delay the others. A client that leaves drops its receiver, and
-//! its answers leave the batch before the next step.
+//! Answers join and leave the batch between decode steps. Prompts are prefilled in chunks between decode steps, so a long
+//! prompt delays other answers by one chunk only.
+//!
+//! The engine admits a request only if the KV cache has room for the largest possible answers.
+//!
+//! The engine sends events through unbounded channels, so a slow client does not delay other clients. When a client
+//! disconnects, the server drops the receiver of the events. The engine then removes the client's answers before the next
+//! decode step.
 
 mod adjust;
 mod answer;

@@ -1,16 +1,16 @@
-//! The requests that the engine takes, and the events with which it answers.
+//! Requests to the engine, and the events that the engine sends back.
 
 use super::constraint::Constraint;
 use crate::error::RequestError;
 use burn_gemma4::{Sampling, TextKind};
 use std::sync::Arc;
 
-/// A prompt with the options of its answers.
+/// A prompt, and the options of its answers.
 #[derive(Debug)]
 pub struct Request {
     /// The tokens of the prompt.
     pub prompt: Vec<u32>,
-    /// The number of answers. Each answer has its own seed.
+    /// The number of answers. Answer `i` adds `i` to the seed in `options`.
     pub choices: usize,
     /// The options of each answer.
     pub options: AnswerOptions,
@@ -18,40 +18,41 @@ pub struct Request {
     pub constraint: Option<Constraint>,
 }
 
-/// The options of an answer.
+/// The options of each answer to a prompt.
 #[derive(Clone, Debug)]
 pub struct AnswerOptions {
-    /// The largest number of tokens.
+    /// The largest number of tokens in the answer.
     pub max_tokens: usize,
-    /// The smallest number of tokens before a stop token may be chosen.
+    /// The number of tokens that an answer must have before a stop token is allowed.
     pub min_tokens: usize,
-    /// The settings of the sampler. The answer with the index `i` has the seed plus `i`.
+    /// The settings of the sampler. Answer `i` of a request adds `i` to the seed.
     pub sampling: Sampling,
-    /// A number that is added to the logits of each token that the answer contains already.
+    /// The number that is subtracted from the logit of each token that the answer already contains.
     pub presence_penalty: f32,
-    /// A number that is added for each occurrence of a token in the answer.
+    /// The number that is subtracted from a token's logit for each occurrence of the token in the answer.
     pub frequency_penalty: f32,
-    /// Numbers that are added to the logits of single tokens.
+    /// Token ids, each with a number that is added to the token's logit.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Tokens that are forbidden as the first token.
+    /// Tokens that must not be the first token of the answer.
     pub begin_suppress_tokens: Vec<u32>,
     /// Tokens that end the answer.
     pub stop_tokens: Vec<u32>,
-    /// True if the answer continues after a stop token.
+    /// True if stop tokens do not end the answer.
     pub ignore_stop_tokens: bool,
-    /// Strings that end the answer. The answer does not contain them.
+    /// Strings that end the answer. The client does not receive the stop string.
     pub stop_strings: Vec<String>,
-    /// The number of most likely tokens that are reported with each token, or `None` to report no probabilities.
+    /// The number of most likely tokens that are reported for each token of the answer. `None` reports no log-probabilities.
     pub logprobs: Option<usize>,
-    /// True if thoughts and tool calls are told apart from the answer.
+    /// True if thoughts and tool calls are sent as separate events instead of text.
     pub has_parts: bool,
-    /// The largest number of tokens of a thought. The engine then ends the thought.
+    /// The largest number of tokens in a thought. When a thought has this many tokens, the engine forces the token that ends
+    /// the thought.
     pub max_thinking_tokens: Option<usize>,
     /// True if the answer ends after its first tool call.
     pub single_tool_call: bool,
 }
 
-/// An event of an answer.
+/// An event of a request's answers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A part of an answer's text.
@@ -60,39 +61,40 @@ pub enum Event {
         choice: usize,
         /// The kind of the text: answer or thought.
         kind: TextKind,
-        /// The text, which may be empty if the tokens complete no character yet.
+        /// The decoded text. It is empty if the tokens so far end within a multi-byte character.
         text: String,
-        /// The probabilities of the tokens, if the request asks for them.
+        /// The log-probabilities of the tokens, if the request asks for them.
         logprobs: Vec<TokenProbability>,
     },
-    /// A complete tool call, as the model writes it.
+    /// A tool call, in the syntax that the model writes.
     ToolCall {
         /// The index of the answer.
         choice: usize,
-        /// The text between the marks of the call.
+        /// The text between the two tokens that begin and end a tool call.
         text: String,
     },
     /// The end of an answer.
     End {
         /// The index of the answer.
         choice: usize,
-        /// The reason for the end.
+        /// The reason why the answer ended.
         reason: EndReason,
-        /// The counts of the answer's tokens.
+        /// The numbers of tokens in the answer.
         usage: AnswerUsage,
     },
-    /// The request failed. No event follows.
+    /// The request failed. This event is the last one.
     Failed(RequestError),
 }
 
-/// The log-probabilities of a token: natural logarithms of the model's own probabilities, before any sampling option.
+/// The log-probability of a token: the natural logarithm of its probability under the model, before penalties, bias and
+/// sampling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenProbability {
-    /// The token.
+    /// The id of the token.
     pub token: u32,
     /// The log-probability of the token.
     pub logprob: f32,
-    /// The most likely tokens, in descending order.
+    /// The most likely tokens with their log-probabilities, in descending order.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -101,17 +103,17 @@ pub struct TokenProbability {
 pub enum EndReason {
     /// The model chose a stop token, or the grammar was complete.
     Stop,
-    /// The text contained this stop string.
+    /// The text contained this stop string, which the client does not receive.
     StopString(Arc<str>),
-    /// The answer reached its largest number of tokens.
+    /// The answer reached `max_tokens`.
     Length,
 }
 
-/// The counts of an answer's tokens.
+/// The numbers of tokens in an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerUsage {
-    /// All generated tokens, with the stop token.
+    /// The number of generated tokens, including the stop token.
     pub tokens: usize,
-    /// The tokens of thoughts.
+    /// The number of generated tokens in thoughts.
     pub thinking_tokens: usize,
 }

@@ -1,4 +1,4 @@
-//! The loop of the engine's thread: admission, prefill in chunks, and decode steps of all answers together.
+//! The main loop of the engine's thread: admits requests, prefills prompts in chunks, and decodes all answers together.
 
 use super::answer::Answer;
 use super::handle::{EngineOptions, Job, Message, Shared};
@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-/// The default number of prompt tokens that are read between two decode steps, on a CPU.
+/// The default number of prompt tokens that are prefilled between two decode steps, on a CPU.
 const CPU_CHUNK: usize = 256;
-/// The default number of prompt tokens that are read between two decode steps, on a GPU.
+/// The default number of prompt tokens that are prefilled between two decode steps, on a GPU.
 const GPU_CHUNK: usize = 2048;
 
-/// A request whose prompt is being read.
+/// A request whose prompt is being prefilled.
 struct Prefilling<'a> {
     prefill: Prefill,
     answers: Vec<Answer<'a>>,
@@ -22,7 +22,7 @@ struct Prefilling<'a> {
     arrived: Instant,
 }
 
-/// An answer in the batch.
+/// An answer that is being decoded.
 struct Running<'a> {
     answer: Answer<'a>,
     reserved: usize,
@@ -38,7 +38,7 @@ pub(super) struct Scheduler<'a> {
     chunk: usize,
     queue: VecDeque<Job>,
     prefilling: Option<Prefilling<'a>>,
-    /// The answers, in the order of the batch's indices.
+    /// The answers that are being decoded. Element `i` is row `i` of the batch.
     running: Vec<Running<'a>>,
 }
 
@@ -68,7 +68,7 @@ impl<'a> Scheduler<'a> {
         })
     }
 
-    /// Serves requests until the engine drains and all requests have ended.
+    /// Processes requests until [`Engine::drain`](super::Engine::drain) has been called and all requests have ended.
     pub fn run(&mut self, inbox: &Receiver<Message>) -> Result<(), Gemma4Error> {
         loop {
             if !self.receive(inbox) {
@@ -81,7 +81,8 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Takes new requests from the inbox. Waits for one if there is no work. Returns false if the engine's work is over.
+    /// Moves new requests from the inbox to the queue, and waits for a message if there is no other work. Returns false if
+    /// the thread must end.
     fn receive(&mut self, inbox: &Receiver<Message>) -> bool {
         loop {
             let is_idle =
@@ -94,14 +95,14 @@ impl<'a> Scheduler<'a> {
             match message {
                 Ok(Message::Submit(job)) => self.queue.push_back(*job),
                 Ok(Message::Wake) => (),
-                // A request that was accepted before the engine drains may still lie in the inbox.
+                // Continue even when draining if the inbox may hold a request that was submitted before draining began.
                 Err(TryRecvError::Empty) => return !(is_idle && is_draining),
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }
         }
     }
 
-    /// Removes the requests whose clients have left.
+    /// Removes the requests whose clients have disconnected.
     fn remove_abandoned(&mut self) {
         let before = self.queue.len();
         self.queue.retain(|job| !job.events.is_closed());
@@ -134,7 +135,7 @@ impl<'a> Scheduler<'a> {
         counter.inc_by(count as u64);
     }
 
-    /// Reads prompts until a chunk of tokens has been read, or no request can be admitted.
+    /// Prefills prompts, at most `chunk` tokens in total. Stops earlier if no further request can be admitted.
     fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
         let mut budget = self.chunk;
         while budget > 0 {
@@ -147,7 +148,8 @@ impl<'a> Scheduler<'a> {
                 Some(first) => vec![first.row_choice()],
                 None => return Ok(()),
             };
-            // All answers share one row of logits. If they draw, each needs the logits for its own seed.
+            // All answers to a prompt share one row of logits. If the answers draw tokens, return the logits, because each
+            // answer has a separate seed.
             let choices = match (prefilling.answers.len(), &choices[0]) {
                 (1, _) | (_, RowChoice::Argmax) => choices,
                 _ => vec![RowChoice::Logits],
@@ -169,7 +171,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// Begins the prefill of the first request in the queue, if its worst case fits beside the other requests.
+    /// Starts the prefill of the first request in the queue, if the KV cache and the batch have room for its answers.
     fn admit(&mut self) {
         while self.prefilling.is_none()
             && let Some(job) = self.queue.front()
@@ -199,7 +201,7 @@ impl<'a> Scheduler<'a> {
                     });
                 }
                 Err(error) => {
-                    // An error of the channel means that the client has left.
+                    // Ignore a failed send: the client has disconnected.
                     let _ = events.send(Event::Failed(error.into()));
                     self.count_outcome("failed", 1);
                 }
@@ -228,7 +230,7 @@ impl<'a> Scheduler<'a> {
         Ok((prefill, answers))
     }
 
-    /// Takes the first token of each answer, and adds the unfinished answers to the batch.
+    /// Passes the first token to each answer of a prefilled request, and adds the answers that have not ended to the batch.
     fn join(&mut self, prefilling: Prefilling<'a>, result: &RowResult) -> Result<(), Gemma4Error> {
         let Prefilling {
             prefill,
@@ -251,7 +253,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    /// Gives a token to an answer. Returns true if the answer goes on.
+    /// Passes a token to an answer. Returns true if the answer has not ended.
     fn take(&self, answer: &mut Answer<'_>, result: RowResult) -> bool {
         let metrics = &self.shared.metrics;
         let now = Instant::now();

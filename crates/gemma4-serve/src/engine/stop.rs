@@ -1,8 +1,8 @@
-//! Stop strings: the text up to a stop string is released, and the stop string itself is not.
+//! Searches generated text for stop strings. The client receives the text before a stop string, but not the stop string.
 
 use std::sync::Arc;
 
-/// A search for stop strings in a stream of text. Text is held back while it may be the beginning of a stop string.
+/// A search for stop strings in a stream of text. The search delays text that may be the beginning of a stop string.
 #[derive(Debug)]
 pub(super) struct StopText {
     strings: Vec<Arc<str>>,
@@ -18,7 +18,7 @@ impl StopText {
         }
     }
 
-    /// Adds text. Returns the text that is released, and the stop string if the text contains one.
+    /// Appends text. Returns the text that the client may receive, and the first stop string in the text, if any.
     pub fn push(&mut self, text: &str) -> (String, Option<Arc<str>>) {
         if self.strings.is_empty() {
             return (text.to_owned(), None);
@@ -28,7 +28,7 @@ impl StopText {
             let at = self.pending.find(&**string)?;
             Some((at, string.clone()))
         });
-        // The stop string that ends first wins, so that the result does not depend on how the text is divided.
+        // Choose the stop string that ends first, so that the result does not depend on how the text is divided among calls.
         if let Some((at, string)) = found.min_by_key(|(at, string)| (at + string.len(), *at)) {
             self.pending.truncate(at);
             return (std::mem::take(&mut self.pending), Some(string));
@@ -43,7 +43,7 @@ impl StopText {
         (std::mem::replace(&mut self.pending, rest), None)
     }
 
-    /// Releases the text that is held back.
+    /// Returns the delayed text, after the last call of `push`.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.pending)
     }
@@ -53,7 +53,8 @@ impl StopText {
 mod tests {
     use super::*;
 
-    /// Splits `text` at every pair of positions, and returns the released text and the stop string.
+    /// Splits `text` in three at every pair of positions. Returns the text before the stop string, and the stop string,
+    /// which must be equal for all splits.
     fn all_splits(strings: &[&str], text: &str) -> (String, Option<String>) {
         let strings: Vec<String> = strings.iter().map(|string| string.to_string()).collect();
         let splits: Vec<usize> = (0..=text.len())

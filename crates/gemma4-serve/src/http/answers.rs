@@ -1,4 +1,4 @@
-//! Complete answers, collected from the engine's events.
+//! Collects the engine's events into complete answers.
 
 use super::app::{App, new_id};
 use crate::engine::{AnswerUsage, EndReason, Event, TokenProbability};
@@ -7,16 +7,16 @@ use crate::text::{ToolCall, parse_tool_call};
 use burn_gemma4::TextKind;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-/// A tool call with the id under which the client answers.
+/// A tool call. The client sends the result of the call back under the same id.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub id: String,
     pub name: String,
-    /// The arguments as JSON.
+    /// The arguments, as the text of a JSON object.
     pub arguments: String,
 }
 
-/// A part of an answer.
+/// A part of an answer: text, a thought or a tool call.
 #[derive(Clone, Debug)]
 pub(crate) enum Part {
     Text(String),
@@ -25,7 +25,7 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// Converts a text of a kind.
+    /// Creates a part from a text. An incomplete tool call becomes a text part.
     pub fn of_text(kind: TextKind, text: String) -> Self {
         match kind {
             TextKind::Thought => Self::Thought(text),
@@ -33,7 +33,8 @@ impl Part {
         }
     }
 
-    /// Converts the text of a tool call. A text that is not a complete call stays text, so that nothing is lost.
+    /// Creates a part from the text of a tool call. The text of an incomplete or malformed call becomes a text part, so that
+    /// no output is lost.
     pub fn of_call(text: String, prefix: &str) -> Self {
         match parse_tool_call(&text) {
             Some(ToolCall { name, arguments }) => Self::Call(Call {
@@ -49,7 +50,7 @@ impl Part {
 /// A complete answer.
 #[derive(Debug, Default)]
 pub(crate) struct CompleteAnswer {
-    /// The parts in order. Consecutive texts of one kind are joined.
+    /// The parts of the answer in order. Consecutive texts form one part, and so do consecutive thoughts.
     pub parts: Vec<Part>,
     pub logprobs: Vec<TokenProbability>,
     pub end: Option<EndReason>,
@@ -89,7 +90,7 @@ impl CompleteAnswer {
     }
 }
 
-/// Waits for all answers. `prefix` begins the ids of tool calls.
+/// Waits for all answers of a request. The id of each tool call begins with `prefix`.
 pub(crate) async fn collect(
     app: &App,
     mut events: UnboundedReceiver<Event>,

@@ -1,4 +1,4 @@
-//! The state that all handlers share.
+//! The state that all HTTP handlers share, and the options of the server.
 
 use crate::engine::{Constraint, Engine, Event, Grammar, Grammars, Request};
 use crate::error::{ErrorKind, RequestError};
@@ -10,19 +10,19 @@ use tokio::sync::mpsc::UnboundedReceiver;
 /// The options of the server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// The name of the model in the APIs.
+    /// The name of the model, which requests to the APIs must give.
     pub model: String,
-    /// The keys that clients may use. Without keys the server is open to every client that reaches it.
+    /// The accepted API keys. If the list is empty, the server accepts requests without a key.
     pub api_keys: Vec<String>,
-    /// The largest body of a request in bytes.
+    /// The largest size of a request's body, in bytes.
     pub max_body: usize,
-    /// The largest number of open connections. Further connections wait.
+    /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
-    /// The longest time for the body of a request to arrive.
+    /// The time limit for receiving the body of a request.
     pub body_timeout: Duration,
-    /// The time between two heartbeats of a stream.
+    /// The interval between the heartbeats of a stream. Heartbeats keep the connection open while no token arrives.
     pub heartbeat: Duration,
-    /// The longest time that the requests in progress get after a shutdown has begun.
+    /// The time limit for running requests after a shutdown has begun. The server then cancels these requests.
     pub drain_timeout: Duration,
 }
 
@@ -40,7 +40,7 @@ impl Default for ServerOptions {
     }
 }
 
-/// The state that all handlers share.
+/// The state that all HTTP handlers share.
 #[derive(Debug)]
 pub(crate) struct App {
     pub engine: Engine,
@@ -61,7 +61,7 @@ impl App {
         }
     }
 
-    /// Checks the name of the model in a request.
+    /// Refuses a request that names another model.
     pub fn check_model(&self, name: &str) -> Result<(), RequestError> {
         match name == self.options.model {
             true => Ok(()),
@@ -76,7 +76,7 @@ impl App {
         }
     }
 
-    /// Compiles a grammar. The vocabulary is prepared at the first grammar.
+    /// Compiles a grammar. The first call also builds the grammar compiler's vocabulary.
     pub fn compile(
         &self,
         field: &str,
@@ -91,7 +91,7 @@ impl App {
         grammars.compile(field, grammar, thought)
     }
 
-    /// Runs the preparation of a request on a thread for blocking work, and submits the result. Templates, the tokenizer and
+    /// Runs `prepare` on a thread for blocking work, and submits the resulting request. Chat templates, the tokenizer and
     /// grammars may take long, and must not delay other connections.
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
@@ -111,7 +111,7 @@ impl App {
     }
 }
 
-/// The current time in seconds since 1970.
+/// Returns the seconds since 1970.
 pub(crate) fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

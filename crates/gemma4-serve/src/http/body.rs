@@ -1,4 +1,4 @@
-//! The bodies of requests: limits, and JSON with errors that name the field.
+//! Reads the bodies of requests: checks the size, the time limit and the JSON. Errors name the field.
 
 use super::app::ServerOptions;
 use crate::error::{ErrorKind, RequestError};
@@ -7,7 +7,7 @@ use axum::http::{Request, header};
 use serde::de::DeserializeOwned;
 use std::error::Error;
 
-/// Reads the body of a request as JSON.
+/// Reads the body of a request, and parses the body as JSON.
 pub(crate) async fn read_json<T: DeserializeOwned>(
     request: Request<Body>,
     options: &ServerOptions,

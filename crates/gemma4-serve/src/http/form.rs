@@ -1,4 +1,4 @@
-//! The forms in which the APIs write errors.
+//! The JSON formats in which OpenAI's and Anthropic's APIs return errors.
 
 use crate::error::{ErrorKind, RequestError};
 use axum::{
@@ -8,10 +8,10 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-/// The number of seconds after which a client may try again if the queue is full.
+/// The value of the header `Retry-After` in seconds, if the queue is full or the server is shutting down.
 const RETRY_AFTER: &str = "1";
 
-/// The API of a request, which determines the form of its errors.
+/// The API of a request, which determines the JSON format of errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     OpenAi,
@@ -19,7 +19,7 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    /// The API to which a path belongs.
+    /// Returns the API that a path belongs to.
     pub fn of_path(path: &str) -> Self {
         match path.starts_with("/v1/messages") {
             true => Self::Anthropic,
@@ -27,7 +27,7 @@ impl Form {
         }
     }
 
-    /// Returns the body of an error.
+    /// Returns the JSON body of an error's response.
     pub fn body(self, error: &RequestError) -> Value {
         match self {
             Self::OpenAi => json!({"error": {
@@ -43,7 +43,7 @@ impl Form {
         }
     }
 
-    /// Returns the response of an error.
+    /// Returns the HTTP response for an error.
     pub fn response(self, error: &RequestError) -> Response {
         let status = StatusCode::from_u16(error.status());
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);

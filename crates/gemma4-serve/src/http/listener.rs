@@ -1,4 +1,4 @@
-//! A listener with a largest number of open connections. Further connections wait in the system's queue.
+//! A TCP listener that limits the number of open connections. Further connections wait in the operating system's queue.
 
 use axum::serve::Listener;
 use std::io;
@@ -15,7 +15,7 @@ pub(super) struct LimitedListener {
     permits: Arc<Semaphore>,
 }
 
-/// A connection, which frees its place when it is dropped.
+/// An accepted connection. Dropping the connection releases its permit, so that the listener can accept another one.
 pub(super) struct LimitedStream {
     stream: TcpStream,
     _permit: Option<OwnedSemaphorePermit>,
@@ -35,10 +35,11 @@ impl Listener for LimitedListener {
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        // The semaphore is never closed, so a permit always comes.
+        // The semaphore is never closed, so `acquire_owned` always returns a permit.
         let permit = self.permits.clone().acquire_owned().await.ok();
         let (stream, address) = Listener::accept(&mut self.listener).await;
-        // Tokens are small packets, which must not wait for further data. An error only means more delay.
+        // Send each token at once: Nagle's algorithm would delay small packets. If setting the option fails, packets only
+        // arrive later.
         let _ = stream.set_nodelay(true);
         let stream = LimitedStream {
             stream,

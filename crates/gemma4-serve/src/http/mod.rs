@@ -1,4 +1,4 @@
-//! The HTTP side of the server: one module per API, and what they share.
+//! The HTTP server: the endpoints of each API, and the code that the APIs share.
 
 mod answers;
 mod anthropic;

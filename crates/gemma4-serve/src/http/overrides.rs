@@ -1,19 +1,19 @@
-//! The options of an answer that a request sets. The checkpoint's options hold for all others.
+//! Applies the options in a request to the checkpoint's default options of an answer.
 
 use crate::engine::AnswerOptions;
 use crate::error::RequestError;
 use serde_json::{Map, Value};
 
-/// The largest number of stop strings, and the largest length of one in bytes.
+/// The largest number of stop strings in a request, and the largest length of a stop string in bytes.
 const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_LENGTH: usize = 1024;
-/// The largest number of alternatives beside each token.
+/// The largest number of most likely tokens that a request can ask for with each token.
 pub(crate) const MAX_TOP_LOGPROBS: usize = 20;
 
-/// The options that a request sets, in the fields' own ranges.
+/// The options that a request sets. `None` keeps the checkpoint's option.
 #[derive(Debug, Default)]
 pub(crate) struct Overrides {
-    /// The name of the field beside its value, because APIs name the field differently.
+    /// The value, paired with the name of the request field. The name differs between the APIs.
     pub max_tokens: Option<(&'static str, u64)>,
     pub min_tokens: Option<u64>,
     pub temperature: Option<f64>,
@@ -42,8 +42,8 @@ fn in_range(field: &str, value: f64, least: f64, most: f64) -> Result<f32, Reque
 }
 
 impl Overrides {
-    /// Applies the overrides to the checkpoint's options. `left` is the number of tokens that the prompt leaves of the context,
-    /// and `usual` the number of tokens of an answer without an own limit.
+    /// Applies the overrides to the checkpoint's options. `left` is the number of tokens that the context has room for after
+    /// the prompt. `usual` is the largest number of tokens of an answer if the request gives no limit.
     pub fn apply(
         self,
         mut options: AnswerOptions,
@@ -73,12 +73,12 @@ impl Overrides {
         if let Some(temperature) = self.temperature {
             sampling.temperature = in_range("temperature", temperature, 0.0, self.max_temperature)?;
         } else if draws && sampling.temperature == 0.0 {
-            // A limit of the candidates asks for sampling, even if the checkpoint decodes greedily.
+            // Draw tokens if the request sets top-p, top-k or min-p, even if the checkpoint's default is greedy decoding.
             sampling.temperature = 1.0;
         }
         if let Some(top_p) = self.top_p {
             sampling.top_p = match in_range("top_p", top_p, 0.0, 1.0)? {
-                // OpenAI allows 0, which leaves the most likely token.
+                // OpenAI's API allows a top-p of 0, which keeps only the most likely token.
                 0.0 => Some(f32::MIN_POSITIVE),
                 top_p => Some(top_p),
             };

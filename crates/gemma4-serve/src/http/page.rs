@@ -1,4 +1,4 @@
-//! The web page, one file that works without other servers.
+//! The server's web page, a single file that loads no further files.
 
 use axum::response::Html;
 

@@ -1,4 +1,4 @@
-//! The paths of the server, and the check of API keys.
+//! Routes paths to handlers, and checks API keys.
 
 use super::app::App;
 use super::form::Form;
@@ -17,7 +17,7 @@ use serde_json::json;
 use std::sync::Arc;
 use subtle::ConstantTimeEq;
 
-/// Returns the server's paths.
+/// Returns the router of all paths.
 pub(crate) fn router(app: Arc<App>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(openai::chat::handle))
@@ -39,7 +39,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Refuses requests without one of the API keys.
+/// Refuses a request without an accepted API key.
 async fn check_key(State(app): State<Arc<App>>, request: Request<Body>, next: Next) -> Response {
     let keys = &app.options.api_keys;
     if keys.is_empty() || has_key(request.headers(), keys) {
@@ -58,7 +58,7 @@ fn has_key(headers: &HeaderMap, keys: &[String]) -> bool {
     let direct = headers.get("x-api-key");
     let direct = direct.and_then(|value| value.to_str().ok());
     let given: Vec<&str> = [bearer, direct].into_iter().flatten().collect();
-    // Compare with all keys, so that the time does not tell which key is close.
+    // Compare with all keys in constant time, so that the response time does not reveal parts of a key.
     let equal = |given: &&str| {
         let matches = keys
             .iter()

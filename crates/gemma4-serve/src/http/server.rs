@@ -1,4 +1,4 @@
-//! The server: a listener, its engine, and the shutdown of both.
+//! The server: accepts connections, and shuts down together with its engine.
 
 use super::app::{App, ServerOptions};
 use super::listener::LimitedListener;
@@ -39,10 +39,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts the engine of a model.
+    /// Starts the engine for a model.
     ///
     /// # Errors
-    /// Passes on the errors of [`Engine::start`].
+    /// Returns the errors of [`Engine::start`].
     pub fn new(
         gemma: Gemma4,
         engine: EngineOptions,
@@ -51,10 +51,10 @@ impl Server {
         Self::with_template(gemma, engine, options, None)
     }
 
-    /// Starts the engine of a model, and renders conversations with another template than the checkpoint's.
+    /// Starts the engine for a model. `template` replaces the checkpoint's chat template if it is not `None`.
     ///
     /// # Errors
-    /// Passes on the errors of [`Engine::start`].
+    /// Returns the errors of [`Engine::start`].
     pub fn with_template(
         gemma: Gemma4,
         engine: EngineOptions,
@@ -72,21 +72,21 @@ impl Server {
         })
     }
 
-    /// The paths of the server as a service, for tests and for programs with other paths beside these.
+    /// Returns the router of the server's paths. Tests call the router without a socket, and programs can add further paths.
     pub fn router(&self) -> Router {
         router(self.app.clone())
     }
 
-    /// The engine.
+    /// Returns the handle to the engine.
     pub fn engine(&self) -> &Engine {
         &self.app.engine
     }
 
-    /// Serves requests until `shutdown` completes. The server then takes no more requests, and gives the requests in progress
-    /// the time of [`ServerOptions::drain_timeout`].
+    /// Serves requests until `shutdown` completes. The server then refuses new requests. Running requests may continue for
+    /// at most [`ServerOptions::drain_timeout`].
     ///
     /// # Errors
-    /// Returns the reason if the engine fails, or if the listener fails.
+    /// Returns the reason if the engine or the listener fails.
     pub async fn serve(
         self,
         listener: TcpListener,
@@ -122,7 +122,7 @@ impl Server {
                 result = &mut outcome, if ended.is_none() => {
                     let result = result.unwrap_or_else(|_| Err("the engine has ended".into()));
                     if let Err(reason) = result {
-                        // Give the open connections a moment to receive the error.
+                        // Wait up to 200 ms, so that the open connections can send the error to their clients.
                         let _ = stop.send(());
                         let moment = std::time::Duration::from_millis(200);
                         let _ = tokio::time::timeout(moment, &mut served).await;
@@ -140,10 +140,10 @@ impl Server {
     }
 }
 
-/// The time that a client has for the headers of a request. A silent connection would otherwise hold its place for ever.
+/// The time limit for receiving the headers of a request. Without the limit, an idle connection would count as open forever.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Serves connections until `shutdown` completes, and then waits until the open connections have their answers.
+/// Accepts connections until `shutdown` completes. Then waits until the open connections have sent their responses.
 async fn serve_connections(
     mut listener: LimitedListener,
     router: Router,
@@ -161,7 +161,8 @@ async fn serve_connections(
                 let connection = http.serve_connection(TokioIo::new(stream), service.clone());
                 let connection = connections.watch(connection);
                 tokio::spawn(async move {
-                    // An error concerns only this connection: its client has left or sent no HTTP.
+                    // Only log an error, which affects a single connection: the client has disconnected or has not sent
+                    // valid HTTP.
                     if let Err(error) = connection.await {
                         log::debug!("connection: {error}");
                     }
@@ -174,7 +175,7 @@ async fn serve_connections(
     connections.shutdown().await;
 }
 
-/// Completes when the drain timeout has passed since the engine began to drain.
+/// Returns when `timeout` has passed since the engine began to drain.
 async fn wait_drained(engine: Engine, timeout: std::time::Duration) {
     const POLL: std::time::Duration = std::time::Duration::from_millis(50);
     while !engine.is_draining() {

@@ -1,4 +1,4 @@
-//! Streams of server-sent events.
+//! Responses as streams of server-sent events.
 
 use super::app::App;
 use crate::engine::Event;
@@ -13,7 +13,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-/// A message of a stream: the name of its event, if the API has names, and its data.
+/// A server-sent event: its data, and its name if the API names events.
 #[derive(Debug)]
 pub(crate) struct Message {
     name: Option<Cow<'static, str>>,
@@ -21,7 +21,7 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    /// A message with data only.
+    /// Creates an event without a name.
     pub fn data(data: &Value) -> Self {
         Self {
             name: None,
@@ -29,7 +29,7 @@ impl Message {
         }
     }
 
-    /// A message with a name.
+    /// Creates an event with a constant name.
     pub fn named(name: &'static str, data: &Value) -> Self {
         Self {
             name: Some(name.into()),
@@ -37,7 +37,7 @@ impl Message {
         }
     }
 
-    /// A message with a name that is put together.
+    /// Creates an event with a name that is computed at run time.
     pub fn owned_name(name: String, data: &Value) -> Self {
         Self {
             name: Some(name.into()),
@@ -45,7 +45,7 @@ impl Message {
         }
     }
 
-    /// The message that ends a stream of OpenAI's completions.
+    /// Returns the event `[DONE]`, which ends a stream of OpenAI's completions.
     pub fn done() -> Self {
         Self {
             name: None,
@@ -62,19 +62,19 @@ impl Message {
     }
 }
 
-/// Writes the events of the engine in the form of an API.
+/// Converts the engine's events to the server-sent events of an API.
 pub(crate) trait StreamWriter: Send + 'static {
-    /// The messages before the first event.
+    /// Returns the server-sent events at the beginning of the stream.
     fn begin(&mut self) -> Vec<Message>;
-    /// The messages for an event.
+    /// Returns the server-sent events for an event of the engine.
     fn event(&mut self, event: Event) -> Vec<Message>;
-    /// The messages for an error, which ends the stream.
+    /// Returns the server-sent events for an error. The stream then ends.
     fn fail(&mut self, error: &RequestError) -> Vec<Message>;
-    /// The messages after the last event.
+    /// Returns the server-sent events at the end of the stream.
     fn end(&mut self) -> Vec<Message>;
-    /// True if all answers have ended.
+    /// True if all answers of the request have ended.
     fn has_ended(&self) -> bool;
-    /// The heartbeat, or `None` for a comment.
+    /// Returns the server-sent event that serves as a heartbeat. `None` means an empty comment line.
     fn heartbeat(&self) -> Option<Message> {
         None
     }
@@ -88,7 +88,8 @@ struct State<W> {
     is_over: bool,
 }
 
-/// Returns the response that streams the events. If the client leaves, the stream is dropped, and with it the receiver.
+/// Returns a response that streams the answers. If the client disconnects, the stream and its receiver are dropped, which
+/// cancels the request.
 pub(crate) fn respond(
     app: Arc<App>,
     events: UnboundedReceiver<Event>,

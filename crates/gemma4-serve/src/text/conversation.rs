@@ -1,36 +1,36 @@
-//! Conversations in the form that chat templates read, independent of the API that they came through.
+//! Conversations: messages and tools in a form that does not depend on the API of the request.
 
 use serde_json::{Map, Value, json};
 
 /// A message of a conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ChatMessage {
-    /// Instructions.
+    /// The system prompt.
     System(String),
     /// A message of the user.
     User(String),
-    /// An answer of the model.
+    /// An answer of the model, from an earlier turn of the conversation.
     Assistant {
         /// The text of the answer.
         text: String,
-        /// The thoughts before the answer, which templates may keep or drop.
+        /// The model's reasoning before the answer. A chat template may leave the reasoning out of the prompt.
         thoughts: Option<String>,
-        /// The tool calls: id, name and arguments.
+        /// The tool calls, each with an id, the tool's name and the arguments.
         calls: Vec<(String, String, Map<String, Value>)>,
     },
     /// The result of a tool call.
     Tool {
-        /// The id of the call.
+        /// The id of the tool call.
         id: String,
         /// The name of the tool.
         name: String,
-        /// The result.
+        /// The text of the result.
         text: String,
     },
 }
 
 impl ChatMessage {
-    /// Returns the message as transformers' chat templates expect it.
+    /// Returns the message in the JSON format that the chat templates of transformers expect.
     pub fn to_json(&self) -> Value {
         match self {
             Self::System(text) => json!({"role": "system", "content": text}),
@@ -63,16 +63,16 @@ impl ChatMessage {
 /// A tool that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tool {
-    /// The name.
+    /// The name of the tool.
     pub name: String,
-    /// The description for the model.
+    /// The description of the tool, which the prompt contains.
     pub description: Option<String>,
     /// The JSON schema of the arguments.
     pub parameters: Option<Value>,
 }
 
 impl Tool {
-    /// Returns the tool as transformers' chat templates expect it.
+    /// Returns the tool in the JSON format that the chat templates of transformers expect.
     pub fn to_json(&self) -> Value {
         let parameters = self.parameters.clone();
         let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "properties": {}}));
@@ -84,16 +84,16 @@ impl Tool {
     }
 }
 
-/// The tools that an answer may or must call.
+/// A rule on the tool calls of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum ToolChoice {
-    /// The model decides.
+    /// The model may call tools.
     #[default]
     Auto,
-    /// The answer has no tool call.
+    /// The answer must not call a tool.
     None,
-    /// The answer is a tool call.
+    /// The answer must call at least one tool.
     Required,
-    /// The answer is a call of this tool.
+    /// The answer must call the tool with this name.
     Named(String),
 }

@@ -1,4 +1,4 @@
-//! The text side of the server: prompts from conversations, and tool calls from answers.
+//! Converts conversations to prompts, and answers to tool calls.
 
 mod conversation;
 mod prompt;

@@ -1,4 +1,4 @@
-//! Prompts: the tokens of texts and conversations, and the checkpoint's options of answers.
+//! Converts texts and conversations to prompt tokens, and gives the checkpoint's default options of answers.
 
 use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
@@ -6,10 +6,10 @@ use crate::error::RequestError;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Tokenizer};
 use serde_json::{Map, Value};
 
-/// The default number of tokens of an answer, if neither the request nor the checkpoint has a number.
+/// The largest number of tokens of an answer, if neither the request nor the checkpoint sets a limit.
 const MAX_TOKENS: usize = 1024;
 
-/// The parts of a checkpoint that turn texts to tokens. The model itself belongs to the engine.
+/// The tokenizer, the chat template and the default options of a checkpoint. The engine's thread owns the model's weights.
 #[derive(Debug)]
 pub struct TextModel {
     /// The tokenizer.
@@ -22,7 +22,7 @@ pub struct TextModel {
 }
 
 impl TextModel {
-    /// Copies the parts from a checkpoint.
+    /// Copies the tokenizer, the chat template and the default options from a checkpoint.
     pub fn new(gemma: &Gemma4) -> Self {
         Self {
             tokenizer: gemma.tokenizer().clone(),
@@ -39,25 +39,25 @@ impl TextModel {
         Self { template, ..self }
     }
 
-    /// A token that ends a text.
+    /// Returns the id of a token that ends a text.
     pub fn end_token(&self) -> u32 {
         let stop = self.plain.stop_tokens.first().copied();
         stop.or_else(|| self.tokenizer.id("<eos>")).unwrap_or(0)
     }
 
-    /// The tokens that begin and end a thought, if the vocabulary has them.
+    /// Returns the ids of the tokens that begin and end a thought, or `None` if the vocabulary lacks them.
     pub fn thought_tokens(&self) -> Option<[u32; 2]> {
         let tokenizer = &self.tokenizer;
         Some([tokenizer.id("<|channel>")?, tokenizer.id("<channel|>")?])
     }
 
-    /// The largest number of tokens of an answer if the request has none. `left` is the number of tokens that the context has
-    /// left.
+    /// Returns the largest number of tokens of an answer for a request without a limit. `left` is the number of tokens that
+    /// the context has room for after the prompt.
     pub fn default_max_tokens(&self, left: usize) -> usize {
         self.max_tokens.unwrap_or(MAX_TOKENS).min(left).max(1)
     }
 
-    /// The checkpoint's options of an answer in a conversation, or of a continued text.
+    /// Returns the checkpoint's default options of an answer, for a conversation or for a text to continue.
     pub fn options(&self, is_chat: bool) -> AnswerOptions {
         let options = match is_chat {
             true => &self.chat,
@@ -81,7 +81,7 @@ impl TextModel {
         }
     }
 
-    /// Encodes a text to continue. Special tokens in the text are encoded as special tokens.
+    /// Encodes a text that the model continues. The names of special tokens in the text become special tokens.
     ///
     /// # Errors
     /// Returns an error if the tokenizer rejects the text.
@@ -93,11 +93,11 @@ impl TextModel {
         Ok(tokens)
     }
 
-    /// Encodes a conversation with the checkpoint's chat template. Special tokens in messages and tools are encoded as plain
+    /// Encodes a conversation by the chat template. The names of special tokens in messages and tools are encoded as plain
     /// text, so that a message cannot end its own turn.
     ///
     /// # Errors
-    /// Returns an error if the template rejects the conversation, or does not support the tools.
+    /// Returns an error if the template rejects the conversation, or if the template does not support tools.
     pub fn chat_prompt(
         &self,
         messages: &[ChatMessage],
@@ -141,7 +141,7 @@ impl TextModel {
     }
 }
 
-/// Joins the system messages at the beginning, because templates expect at most one.
+/// Joins all system messages at the beginning of a conversation, because chat templates expect at most one system message.
 fn merged(messages: &[ChatMessage]) -> Vec<ChatMessage> {
     let system: Vec<&str> = messages
         .iter()
@@ -160,7 +160,7 @@ fn merged(messages: &[ChatMessage]) -> Vec<ChatMessage> {
     }
 }
 
-/// Collects all strings of a JSON value.
+/// Collects all strings in a JSON value, including the names of fields.
 fn collect<'a>(value: &'a Value, texts: &mut Vec<&'a str>) {
     match value {
         Value::String(text) => texts.push(text),
@@ -175,7 +175,8 @@ fn collect<'a>(value: &'a Value, texts: &mut Vec<&'a str>) {
     }
 }
 
-/// Marks the special tokens in all strings of a JSON value.
+/// Marks the names of special tokens in all strings of a JSON value, so that the tokenizer encodes these names as plain
+/// text.
 fn mark(value: &Value, marking: &Marking<'_>) -> Result<Value, RequestError> {
     Ok(match value {
         Value::String(text) => Value::String(marking.mark(text)?),

@@ -2,21 +2,22 @@
 
 use serde_json::{Map, Number, Value};
 
-/// The token that begins and ends a string.
+/// The special token that begins and ends a string.
 const QUOTE: &str = "<|\"|>";
-/// The largest depth of nested lists and objects.
+/// The largest nesting depth of lists and objects.
 const MAX_DEPTH: usize = 64;
 
-/// A call of a tool.
+/// A tool call: the name of the tool and the arguments.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolCall {
     /// The name of the tool.
     pub name: String,
-    /// The arguments.
+    /// The arguments, by name.
     pub arguments: Map<String, Value>,
 }
 
-/// Parses the text between the marks of a tool call. Returns `None` if the text is not a complete call.
+/// Parses the text between the tokens that begin and end a tool call. Returns `None` if the text is not a complete tool
+/// call.
 pub fn parse(text: &str) -> Option<ToolCall> {
     let rest = text.trim().strip_prefix("call:")?;
     let at = rest.find('{')?;
@@ -71,7 +72,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Parses a string, which stands between quote tokens or, as some templates write it, between JSON's quotes.
+    /// Parses a string between two quote tokens, or a JSON string. Some chat templates write JSON strings in tool calls.
     fn string(&mut self) -> Option<String> {
         if self.take(QUOTE) {
             let (text, rest) = self.rest.split_once(QUOTE)?;

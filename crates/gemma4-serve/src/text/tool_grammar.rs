@@ -1,16 +1,17 @@
-//! The grammar of tool calls, for answers that must call a tool.
+//! The grammar of answers that must call a tool.
 
 use super::conversation::Tool;
 use crate::engine::Grammar;
 use burn_gemma4::Tokenizer;
 
-/// The special tokens of a tool call: its begin, its end, and the quote.
+/// The special tokens that begin a tool call, end a tool call, and quote a string.
 const MARKS: [&str; 3] = ["<|tool_call>", "<tool_call|>", "<|\"|>"];
 
-/// Returns the grammar of an answer that calls one of `tools`, or several calls if `is_parallel` is true. Returns `None` if the
-/// vocabulary lacks the tokens of tool calls.
+/// Returns the grammar of an answer that calls one of `tools`, or several calls if `is_parallel` is true. Returns `None` if
+/// the vocabulary lacks a special token of tool calls.
 ///
-/// The grammar guarantees the name of a tool and the syntax of the arguments. It does not guarantee the schema of the arguments.
+/// The grammar guarantees the name of a tool and the syntax of the arguments. The grammar does not enforce the arguments'
+/// JSON schema.
 pub fn grammar(tokenizer: &Tokenizer, tools: &[&Tool], is_parallel: bool) -> Option<Grammar> {
     let [begin, end, quote] = MARKS.map(|mark| tokenizer.id(mark));
     let (begin, end, quote) = (begin?, end?, quote?);

@@ -1,4 +1,5 @@
-//! Tests many requests at once: each answer equals the answer alone, and cancelled requests free their places.
+//! Tests concurrent requests: each answer equals the answer to the same request alone, and cancelled requests leave the
+//! batch.
 
 use crate::harness::{Harness, gemma, user, with_model};
 use axum::body::Body;
@@ -12,7 +13,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 use tower::ServiceExt;
 
-/// The options of an answer like those of a generation.
+/// Returns the options of an answer with greedy decoding and the model's stop tokens.
 fn answer_options(gemma: &Gemma4, max_tokens: usize) -> AnswerOptions {
     AnswerOptions {
         max_tokens,
@@ -33,7 +34,7 @@ fn answer_options(gemma: &Gemma4, max_tokens: usize) -> AnswerOptions {
 }
 
 fn random_prompt(rng: &mut StdRng) -> Vec<u32> {
-    // Some prompts are longer than the window of 128 tokens, so that ring buffers wrap around.
+    // Make some prompts longer than the sliding window of 128 tokens, so that the ring buffers of the KV cache wrap around.
     let length = match rng.random_bool(0.2) {
         true => rng.random_range(100..400),
         false => rng.random_range(1..60),
@@ -123,7 +124,7 @@ async fn random_requests_equal_the_same_requests_alone() {
                 }
                 received += 1;
                 if is_cancelled && received == 3 {
-                    // Dropping the receiver cancels the request.
+                    // Return, which drops the receiver and thereby cancels the request.
                     return;
                 }
             }
@@ -213,7 +214,7 @@ async fn slow_client_does_not_delay_others() {
         "messages": user("x"), "max_tokens": 300, "ignore_eos": true, "stream": true, "temperature": 0,
     });
     let request = crate::harness::post("/v1/chat/completions", &with_model(long));
-    // The body of this response is not read until the other requests have ended.
+    // Read the body of this response only after the other requests have ended.
     let slow = harness.router().oneshot(request).await.expect("infallible");
     for _ in 0..3 {
         let body = json!({"messages": user("y"), "max_tokens": 5, "temperature": 0});
@@ -238,7 +239,7 @@ async fn request_beyond_the_kv_cache_is_refused() {
     let answer = harness.chat(body).await;
     assert_eq!(answer.status, 400);
     assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
-    // Requests that fit one after the other are all served.
+    // Check that the engine still answers two concurrent requests that each fit into the KV cache.
     let body = json!({"messages": user("x"), "max_tokens": 20, "n": 2, "temperature": 0});
     let (first, second) = tokio::join!(harness.chat(body.clone()), harness.chat(body));
     assert_eq!(first.ok()["choices"], second.ok()["choices"]);
@@ -344,7 +345,7 @@ async fn connection_beyond_the_limit_waits() {
         use std::io::{Read, Write};
         let health = "GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
         let first = std::net::TcpStream::connect(address).expect("a connection");
-        // The server must have taken the first connection before the second one begins.
+        // Wait until the server has accepted the first connection.
         std::thread::sleep(Duration::from_millis(100));
         let mut second = std::net::TcpStream::connect(address).expect("a connection");
         second
@@ -374,7 +375,7 @@ async fn connection_beyond_the_limit_waits() {
 #[tokio::test]
 async fn unread_request_bodies_do_not_panic_the_server() {
     let harness = Harness::plain();
-    // A body that ends with an error, as of a client that has left.
+    // The body ends with an error, as if the client had disconnected.
     let stream = futures_util::stream::iter([
         Ok::<_, std::io::Error>(Vec::from(&b"{\"model\":"[..])),
         Err(std::io::Error::other("gone")),

@@ -1,4 +1,4 @@
-//! Tests files of requests.
+//! Tests `run_batch_file`, which answers the requests in a file.
 
 use crate::harness::gemma;
 use gemma4_serve::engine::EngineOptions;

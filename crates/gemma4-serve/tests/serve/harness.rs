@@ -1,4 +1,4 @@
-//! A server with the embedded model, and requests to it without a socket.
+//! A test server with the embedded model. Tests send requests to the router without a socket.
 
 use axum::Router;
 use axum::body::Body;
@@ -11,10 +11,10 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
-/// The name of the model in requests.
+/// The name of the model that requests give.
 pub const MODEL: &str = "tiny";
 
-/// A chat template with tools, in Gemma's syntax.
+/// A chat template that supports tools and thoughts, in Gemma's syntax.
 const TEMPLATE: &str = "{{ bos_token }}{% if tools %}<|turn>system\n{% for tool in tools %}<|tool>{{ tool.function.name }}\
     {{ tool.function.description }}<tool|>{% endfor %}<turn|>\n{% endif %}{% for message in messages %}<|turn>{{ message.role }}\n\
     {{ message.content }}{% for call in message.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}\
@@ -26,13 +26,13 @@ pub fn gemma() -> Gemma4 {
     Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model loads")
 }
 
-/// A server and its paths.
+/// A test server, and the router of its paths.
 pub struct Harness {
     pub server: Server,
     router: Router,
 }
 
-/// A response that has ended.
+/// A complete response.
 pub struct Answer {
     pub status: StatusCode,
     pub headers: axum::http::HeaderMap,
@@ -44,14 +44,14 @@ impl Answer {
         serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
     }
 
-    /// Returns the body of a successful response.
+    /// Returns the JSON body of a response. Panics if the status is not 200.
     #[track_caller]
     pub fn ok(&self) -> Value {
         assert_eq!(self.status, StatusCode::OK, "{}", self.text);
         self.json()
     }
 
-    /// Returns the messages of a stream: the names of the events and their data.
+    /// Returns the server-sent events of a streamed response: the name and the data of each event.
     #[track_caller]
     pub fn messages(&self) -> Vec<(Option<String>, String)> {
         assert_eq!(self.status, StatusCode::OK, "{}", self.text);
@@ -67,7 +67,7 @@ impl Answer {
         blocks.filter_map(message).collect()
     }
 
-    /// Returns the JSON objects of a stream of OpenAI's, without the end.
+    /// Returns the JSON objects in a stream of OpenAI's API, without the last event `[DONE]`.
     #[track_caller]
     pub fn chunks(&self) -> Vec<Value> {
         let mut messages = self.messages();
@@ -98,12 +98,12 @@ impl Harness {
         Self { server, router }
     }
 
-    /// A server with the defaults.
+    /// Creates a server with the default options.
     pub fn plain() -> Self {
         Self::new(EngineOptions::default(), ServerOptions::default())
     }
 
-    /// A server whose chat template supports tools and thoughts.
+    /// Creates a server whose chat template supports tools and thoughts.
     pub fn with_tools() -> Self {
         let template = ChatTemplate::from_source(TEMPLATE).expect("the template parses");
         Self::with_template(
@@ -154,7 +154,7 @@ impl Harness {
         self.post("/v1/messages", &with_model(body)).await
     }
 
-    /// Returns the value of a metric without labels, or with the given labels.
+    /// Returns the value of a metric. `name` includes the labels, if any.
     pub async fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").await.text;
         let line = text
@@ -163,7 +163,7 @@ impl Harness {
         line.map_or(0.0, |value| value.parse().expect("a number"))
     }
 
-    /// Waits until a metric has a value.
+    /// Waits until a metric has the given value. Panics after 2000 reads of the metric.
     pub async fn wait_for(&self, name: &str, value: f64) {
         for _ in 0..2000 {
             if self.metric(name).await == value {
@@ -175,13 +175,13 @@ impl Harness {
     }
 }
 
-/// Adds the model's name to a request.
+/// Adds the field `model` to a request.
 pub fn with_model(mut body: Value) -> Value {
     body["model"] = json!(MODEL);
     body
 }
 
-/// Returns a request with a JSON body.
+/// Creates a POST request with a JSON body.
 pub fn post(path: &str, body: &Value) -> Request<Body> {
     Request::post(path)
         .header("content-type", "application/json")
@@ -189,7 +189,7 @@ pub fn post(path: &str, body: &Value) -> Request<Body> {
         .expect("the request is valid")
 }
 
-/// Returns a conversation of one message.
+/// Returns a conversation with one user message.
 pub fn user(text: &str) -> Value {
     json!([{"role": "user", "content": text}])
 }

@@ -1,4 +1,4 @@
-//! Tests the server in this process, with the model that burn-gemma4 contains. Each module covers one hazard.
+//! Tests the server in the process of the tests, with the small model that burn-gemma4 embeds.
 
 mod harness;
 

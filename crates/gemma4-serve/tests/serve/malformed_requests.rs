@@ -1,9 +1,9 @@
-//! Malformed requests, each with a text that its error must contain.
+//! Malformed requests, each paired with a text that the error message must contain.
 
 use crate::harness::user;
 use serde_json::{Value, json};
 
-/// Requests to `/v1/chat/completions`.
+/// Returns malformed requests to `/v1/chat/completions`.
 pub fn chat_requests() -> Vec<(Value, &'static str)> {
     let with = |field: &str, value: Value| {
         let mut body = json!({"messages": user("x"), "max_tokens": 2});
@@ -205,7 +205,7 @@ pub fn chat_requests() -> Vec<(Value, &'static str)> {
     ]
 }
 
-/// Requests to `/v1/completions`.
+/// Returns malformed requests to `/v1/completions`.
 pub fn completion_requests() -> Vec<(Value, &'static str)> {
     let with = |field: &str, value: Value| {
         let mut body = json!({"prompt": "x", "max_tokens": 2});
@@ -233,7 +233,7 @@ pub fn completion_requests() -> Vec<(Value, &'static str)> {
     ]
 }
 
-/// Requests to `/v1/messages`.
+/// Returns malformed requests to `/v1/messages`.
 pub fn message_requests() -> Vec<(Value, &'static str)> {
     let with = |field: &str, value: Value| {
         let mut body = json!({"messages": user("x"), "max_tokens": 2});

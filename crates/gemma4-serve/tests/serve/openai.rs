@@ -1,4 +1,4 @@
-//! Tests OpenAI's APIs against the same generations without the server.
+//! Tests that OpenAI's APIs give the same texts as a direct call of the model.
 
 use crate::harness::{Harness, gemma, user};
 use burn_gemma4::{GenerateOptions, Message, Sampling, TokenLogprobs};
@@ -19,7 +19,7 @@ fn generated(prompt: &str, options: impl FnOnce(&mut GenerateOptions)) -> burn_g
         .expect("the generation succeeds")
 }
 
-/// Joins the deltas of a stream.
+/// Concatenates the text deltas of a streamed answer.
 fn joined(chunks: &[Value], field: &str) -> String {
     let choices = chunks.iter().filter_map(|chunk| chunk["choices"].get(0));
     let texts = choices.filter_map(|choice| choice["delta"][field].as_str());
@@ -77,7 +77,7 @@ async fn seeds_repeat_answers_and_differ_between_choices() {
     let first = texts(&harness.chat(body.clone()).await.ok());
     assert_eq!(first, texts(&harness.chat(body).await.ok()));
     assert!(first[0] != first[1] && first[1] != first[2], "{first:?}");
-    // The first choice has the request's seed, as the program `gemma4 run` has.
+    // The first answer uses the seed of the request, so it equals a direct generation with this seed.
     let expected = generated("A test", |options| {
         options.max_tokens = 12;
         options.sampling = Sampling {
@@ -167,7 +167,7 @@ async fn logit_bias_and_penalties_change_the_answer() {
     body["logit_bias"] = json!({token.to_string(): 100});
     let text = |answer: Value| answer["choices"][0]["message"]["content"].clone();
     assert_eq!(text(harness.chat(body.clone()).await.ok()), "aaaaa");
-    // The frequency penalty outweighs the bias after some repetitions.
+    // Apply the frequency penalty too. After some repetitions of the token, the penalty outweighs the bias.
     body["logit_bias"] = json!({token.to_string(): 8});
     body["max_tokens"] = json!(30);
     let before = text(harness.chat(body.clone()).await.ok()).to_string();

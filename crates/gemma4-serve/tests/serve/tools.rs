@@ -1,4 +1,4 @@
-//! Tests tool calls, thoughts and constrained answers, streamed and whole.
+//! Tests tool calls, thoughts and constrained answers, in streamed and complete responses.
 
 use crate::harness::{Harness, gemma, user};
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ fn weather() -> Value {
     ])
 }
 
-/// Checks a tool call of a message and returns its name.
+/// Checks the JSON of a tool call, and returns the tool's name.
 fn checked_call(call: &Value) -> String {
     assert_eq!(call["type"], "function");
     assert!(
@@ -30,7 +30,7 @@ fn checked_call(call: &Value) -> String {
         .to_owned()
 }
 
-/// Returns the first answer whose tool call is complete. The tiny model often writes arguments without an end.
+/// Tries seeds until an answer has a complete tool call. The small test model often writes arguments that never end.
 async fn called(harness: &Harness, mut body: Value) -> Value {
     for seed in 0..40 {
         body["seed"] = json!(seed);
@@ -247,7 +247,7 @@ async fn thoughts_are_told_apart_and_limited() {
     });
     let answer = harness.chat(body).await.ok();
     let message = &answer["choices"][0]["message"];
-    // The template opens a thought, which the answer does not end: an open thought is not an empty answer.
+    // The template begins a thought, which the answer does not end. The thought's text must still arrive.
     assert!(
         message["reasoning_content"]
             .as_str()

@@ -24,7 +24,7 @@ pub const KEPT: usize = 2;
 
 /// The names of the three records of a checkpoint.
 const RECORDS: [&str; 3] = ["model", OPTIMIZER, "schedule"];
-/// The name of the record that several processes may write in parts.
+/// The name of the optimizer's record. With ZeRO-1, each process writes its shard of this record.
 const OPTIMIZER: &str = "optimizer";
 
 /// Returns the file name for a part of a record. The first part has the record's name, without a number.
@@ -202,7 +202,8 @@ impl<R: Restored> Checkpointer<R> for Records {
                 }
                 _ => (),
             }
-            // Ignore the result. The call fails until the last record in the folder is deleted, and then removes the folder.
+            // Ignore the result. `remove_dir` fails while the folder contains a record, and removes the folder once all
+            // records are deleted.
             let _ = fs::remove_dir(folder);
         }
         Ok(())

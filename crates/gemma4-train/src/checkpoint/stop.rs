@@ -76,7 +76,7 @@ impl Stop {
 pub struct AfterCheckpoint {
     /// The request to stop.
     pub stop: Stop,
-    /// The schedule, which gives the steps of each interval.
+    /// The schedule, which gives the steps between two checkpoints.
     pub schedule: Schedule,
 }
 

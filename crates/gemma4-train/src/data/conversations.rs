@@ -39,10 +39,10 @@ const ASSISTANT: &str = "assistant";
 const TOOL_RESPONSES: &str = "tool_responses";
 
 /// The fields of a line that are meant for the chat template. If the template does not render such a field, the line is
-/// refused. If the template does not render another field, the field is ignored.
+/// refused. Any other field that the template does not render is ignored.
 const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
 
-/// The ignored columns, each with the number of lines that contain it.
+/// The ignored fields of a file's lines, each with the number of lines that contain the field.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Ignored(BTreeMap<String, usize>);
 
@@ -51,7 +51,7 @@ impl Ignored {
         *self.0.entry(column.to_owned()).or_default() += 1;
     }
 
-    /// Returns a note about the ignored columns, or `None` if no column was ignored.
+    /// Returns a note about the ignored fields, or `None` if no field was ignored.
     pub(super) fn summary(&self) -> Option<String> {
         let named = |(name, count): (&String, &usize)| match count {
             1 => format!("{name:?} (1 line)"),
@@ -62,10 +62,10 @@ impl Ignored {
     }
 }
 
-/// Parses one line. A column with the value `null` is counted in `ignored`.
+/// Parses one line, a JSON object. A field with the value `null` is counted in `ignored`.
 pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "expected one of \"messages\" and \"text\"";
-    // The error message names only the column. The parser gets each line separately, so the parser's line number is always 1.
+    // The error message names only the column, because the line number is always 1: the parser gets each line separately.
     let broken = |error: serde_json::Error| format!("is no JSON, column {}", error.column());
     let mut fields = match serde_json::from_str(line).map_err(broken)? {
         Value::Object(fields) => fields,
@@ -411,7 +411,7 @@ impl Conversation {
         }
     }
 
-    /// Refuses messages and `tools` that the template does not render completely. Any other column that is not rendered is
+    /// Refuses messages and `tools` that the template does not render completely. Any other field that is not rendered is
     /// counted in `ignored`.
     fn refuse_unrendered(
         &self,
@@ -435,8 +435,8 @@ impl Conversation {
         }
         for (index, message) in self.messages.iter().enumerate() {
             let fields = message.as_object().into_iter().flatten();
-            // Look for each field in the rendering up to this message, because a template may drop earlier thoughts when the
-            // conversation continues.
+            // Look for each field in the rendering of the conversation up to this message, because a template may drop
+            // earlier thoughts when the conversation continues.
             let until = &until[index + 1];
             for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
             {
@@ -848,8 +848,8 @@ mod tests {
         "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}",
     );
 
-    /// Checks that special tokens are encoded as plain text in messages, in fields of messages, and in columns such as
-    /// `tools`. Only the assistant's own text may contain special tokens.
+    /// Checks that special tokens are encoded as plain text in messages, in fields of messages, and in other fields of the
+    /// line, such as `tools`. Only the assistant's own text may contain special tokens.
     #[cfg(feature = "flex")]
     #[test]
     fn texts_for_the_model_encode_without_special_tokens() {
@@ -904,7 +904,7 @@ mod tests {
         let pieces = pieces.expect("pieces").concat().into_iter();
         let text: String = pieces.map(|(text, _)| text).collect();
         assert_eq!(tokens(&line), tokenizer.encode(&text).expect("tokens"));
-        // A column that is not rendered must be counted as ignored even if it has the name of a special token, here
+        // A field that is not rendered must be counted as ignored even if it has the name of a special token, here
         // `bos_token`.
         let named = line.replacen('{', r#"{"bos_token": "<bos>", "#, 1);
         let mut ignored = Ignored::default();

@@ -26,15 +26,15 @@ pub struct Document {
 /// object with `text`, all tokens are trained on.
 ///
 /// A conversation may have `tools` and `enable_thinking`. Its messages may have every field that the chat template renders,
-/// such as `tool_calls`. A column that is `null` or not rendered is ignored, and a note reports the number of lines with
-/// this column. Empty lines are ignored too.
+/// such as `tool_calls`. A field that is `null` or not rendered is ignored, and a note reports the number of lines with this
+/// field. Empty lines are ignored too.
 ///
 /// # Errors
 /// Returns an error, which names the file and the line, in these cases:
 ///
 /// - A line is not one of these objects.
 /// - The chat template fails.
-/// - The template does not render a part of a message, or a column that is meant for templates, such as `tools`.
+/// - The template does not render a part of a message, or a field that is meant for templates, such as `tools`.
 pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
     let text = read_text(path)?;
     refuse_other_forms(path, &text)?;
@@ -76,7 +76,7 @@ fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
 /// document.
 ///
 /// # Errors
-/// Returns [`InvalidArgument`] for other extensions. Also returns the errors of [`read_documents`].
+/// Returns [`InvalidArgument`] for other extensions. Also passes on the errors of [`read_documents`].
 pub fn read_documents_or_text(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
     match path.extension().and_then(|kind| kind.to_str()) {
         Some("jsonl") => read_documents(path, gemma),

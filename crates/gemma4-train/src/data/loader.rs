@@ -102,7 +102,7 @@ pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
     device: Device,
-    /// The index of this device's part of a step, and the number of parts into which a step is divided.
+    /// The index of the part of each step's batches that this device processes, and the number of parts.
     part: (usize, usize),
     /// The number of the next interval between checkpoints.
     interval: AtomicUsize,
@@ -158,7 +158,7 @@ impl TrainingLoader {
         chosen
     }
 
-    /// Returns the order of the rows in the pass (iteration over all rows) with this number.
+    /// Returns the order of the rows in the pass with this number. A pass is one iteration over all rows.
     fn pass(&self, number: usize) -> Vec<usize> {
         let seed = self.schedule.seed.wrapping_add((number as u64) << 32);
         let mut order: Vec<usize> = (0..self.data.rows.len()).collect();

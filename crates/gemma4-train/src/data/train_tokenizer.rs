@@ -43,7 +43,7 @@ pub const SMALLEST: usize = SPECIAL.len() + 256 + 128;
 /// Trains a tokenizer of at most `size` tokens on texts, and returns its `tokenizer.json`.
 ///
 /// # Errors
-/// Returns the errors of the trainer.
+/// Passes on the errors of the trainer.
 pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<String, Error> {
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
     let first: Vec<String> = SPECIAL.into_iter().map(String::from).chain(bytes).collect();

@@ -75,8 +75,8 @@ impl fmt::Debug for Workers {
 }
 
 impl AllReduce {
-    /// Returns the model with which a step computes gradients. Burn's own averaging of gradients does not know this model's
-    /// parameters.
+    /// Returns the model with which a step computes gradients. If this process has several workers, Burn's own averaging of
+    /// gradients excludes the parameters of this model.
     pub fn unmarked(&self, model: &Gemma4Model) -> Gemma4Model {
         match self {
             Self::Workers(_) => model.clone().map(&mut Unmarked),

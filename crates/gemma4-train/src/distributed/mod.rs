@@ -186,7 +186,7 @@ impl ProcessGroup {
     /// Returns the same text in every process. The first process creates the text by `make`, and broadcasts the text.
     ///
     /// # Errors
-    /// Returns the errors of `make` in the first process. Returns an error in every process if another process is gone.
+    /// Passes on the errors of `make` in the first process. Returns an error in every process if another process is gone.
     pub fn broadcast_text(
         &self,
         make: impl FnOnce() -> Result<String, Error>,

@@ -43,8 +43,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1. Other actors may know the owner's accesses up to the old time, but not its next
-    /// accesses.
+    /// Advances the owner's time by 1. Actors that have joined the owner's clock are ordered after the owner's accesses up to
+    /// the old time, but not after later accesses.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }
@@ -54,8 +54,7 @@ impl Clock {
     }
 }
 
-/// Joins the clock `other` into the clock `times` by the elementwise maximum. Afterwards, `times` knows every access
-/// that at least one of the two clocks knew.
+/// Joins the clock `other` into the clock `times` by the elementwise maximum.
 pub fn join(times: &mut [u32], other: &[u32]) {
     for (time, other) in times.iter_mut().zip(other) {
         *time = (*time).max(*other);

@@ -20,7 +20,7 @@ struct Copy {
 #[derive(Default)]
 struct Lane {
     copies: VecDeque<Copy>,
-    /// The number of groups that the lane has committed.
+    /// The number of `cp.async` groups that the lane has committed.
     groups: usize,
 }
 
@@ -123,8 +123,8 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Handles registered arrivals of one warp at one mbarrier: the oldest arrival of each lane. Completes all copies
-    /// of these lanes, and lets the lanes arrive at the mbarrier. Returns false if no warp has a registered arrival.
+    /// Completes pending mbarrier arrivals after `cp.async`: at one mbarrier, the oldest arrival of each lane of one warp.
+    /// Completes all copies of these lanes first. Returns false if no warp has a pending arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps
             .iter_mut()

@@ -155,8 +155,8 @@ fn runs(addresses: &DoubleRow, bytes: usize, mask: u32, mut run: impl FnMut(usiz
         }
         run(start, end - start);
         start = end;
-        // If a lane accesses the same address as the previous lane, skip the lane. The check of the previous lane covers it
-        // too.
+        // A lane that accesses the same address as the previous lane is skipped, because the check of the previous lane
+        // covers both.
         while start < LANES && mask >> start & 1 != 0 && addresses[start] == addresses[start - 1] {
             start += 1;
         }
@@ -229,8 +229,8 @@ impl Cube<'_> {
         })
     }
 
-    /// Splits the lanes by memory space, and calls `act` for each space. `act` gets checked addresses, which are
-    /// relative to the start of the space.
+    /// Splits the lanes by the memory space of their addresses, and calls `act` for each space. `act` receives checked
+    /// addresses relative to the start of the space.
     fn by_space(
         &mut self,
         warp: &mut Warp,

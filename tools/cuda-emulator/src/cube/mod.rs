@@ -112,8 +112,8 @@ impl Launch<'_> {
         Ok(all)
     }
 
-    /// Runs thread blocks until host threads have started all thread blocks of the launch. `next` is the index of the
-    /// next thread block to start.
+    /// Runs thread blocks until none is left to start. All host threads share `next`, the index of the next thread block to
+    /// start.
     fn run_some(&self, next: &AtomicU64) -> Result<Outcome, LocatedFault> {
         let mut cube = Cube::new(self);
         let mut warps: Vec<_> = (0..self.warps()).map(|id| Warp::new(id, self)).collect();

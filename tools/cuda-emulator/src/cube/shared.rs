@@ -8,10 +8,10 @@ use crate::ptx::SHARED_START;
 
 const WORD: usize = 4;
 
-/// The number of words in a page. Pages are reset as a whole, and only if they were touched.
+/// The number of words in a page. Before a thread block starts, only the pages that the previous block has touched are reset.
 const PAGE: usize = 256;
 
-/// The value of `writer` in a word that no actor has written.
+/// The value of `writer` in the record of a word that no actor has written.
 const NOBODY: u16 = u16::MAX;
 
 #[derive(Clone, Copy)]
@@ -96,7 +96,7 @@ impl SharedMemory {
         &self.bytes
     }
 
-    /// Returns the bytes for a write that the caller has already checked and recorded.
+    /// Returns the bytes of the shared memory for a write that the caller has already checked and recorded.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
@@ -292,8 +292,8 @@ impl SharedMemory {
     }
 }
 
-/// Returns true if the warp's next access cannot race with the last write to the word. This is the case if the write is
-/// the warp's own, if it happened before the access, or if the word was never written.
+/// Returns true if the warp's next access cannot race with the last write to the word. There is no race if the write is the
+/// warp's own, if the write happened before the access, or if no actor has written the word.
 fn is_known(word: Word, clock: &Clock) -> bool {
     let writer = usize::from(word.writer);
     word.writer == NOBODY || writer == clock.owner() || clock.knows(writer, word.written)

@@ -44,7 +44,7 @@ pub enum State {
 pub struct Group {
     pub at: u32,
     pub mask: u32,
-    /// The lowest instruction index, above the group's own index, at which other lanes of the warp are.
+    /// The lowest instruction index above `at` at which other lanes of the warp are.
     pub others: u32,
 }
 

@@ -10,8 +10,8 @@ use crate::card::Settings;
 /// The alignment of allocations in bytes.
 const ALIGNMENT: usize = 512;
 
-/// Allocations of at least this number of bytes are not filled with NaN. Writing to every page of a large allocation would
-/// make the operating system provide all of its memory.
+/// Allocations of at least this number of bytes are not filled with NaN. Filling a large allocation would touch every page,
+/// so the operating system would have to provide all of its memory.
 const POISONED: usize = 64 << 20;
 
 fn layout(bytes: usize) -> Option<Layout> {

@@ -11,7 +11,8 @@ const SIZE: usize = 8;
 /// The size of a tile's row in bytes.
 const ROW: usize = 16;
 
-/// Returns the row and the column, in a tile, of the half that a lane's register holds at index `k`.
+/// Returns the row and the column, in a tile, of element `k` in a lane's register. A register holds two halves (16-bit
+/// floats).
 fn element(lane: usize, k: usize, transposed: bool) -> (usize, usize) {
     let (row, column) = place(lane);
     if transposed {

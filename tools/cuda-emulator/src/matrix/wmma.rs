@@ -158,7 +158,7 @@ impl Cube<'_> {
     }
 }
 
-/// Returns the row-major index in the tile of the element at index `k` of a line.
+/// Returns the row-major index, in the tile, of element `k` of a line (a row or a column).
 fn place(access: &WmmaAccess, line: usize, k: usize) -> usize {
     let columns = access.fragment.columns;
     match access.by_rows {

@@ -106,8 +106,8 @@ fn to_integer(conversion: Conversion, x: f64) -> u64 {
 }
 
 fn integer_to_float(conversion: Conversion, value: i128) -> u64 {
-    // The f64 `near` is inexact only for integers of more than 53 bits. The final rounding needs the difference `lack`
-    // between `value` and `near`.
+    // `near` is `value` as f64, which is inexact only for integers of more than 53 bits. `lack` is the difference of `value`
+    // and `near`, which the final rounding needs.
     let near = value as f64;
     let lack = (value - near as i128) as f64;
     match conversion.to {
@@ -166,8 +166,8 @@ mod tests {
             single(4_294_967_296.0)
         );
         assert_eq!(of(Type::F32, Type::S32, 0xffff_ffff), single(-1.0));
-        // This integer lies just above a tie between two f32 values, so it rounds up. A conversion to f64 first would
-        // round it to the tie, and the tie would then round down to the even f32.
+        // The integer `x` lies just above a tie between two f32 values, so `x` rounds up. A conversion to f64 first would
+        // round `x` to the tie, and the tie would then round down to the even f32.
         let x = (1u64 << 60) + (1 << 36) + 1;
         assert_eq!(
             of(Type::F32, Type::U64, x),

@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn conversion_from_f64_rounds_once() {
-        // This f64 lies just above a tie between two halves, so it rounds up. A conversion to f32 first would round it
+        // The f64 `x` lies just above a tie between two halves, so `x` rounds up. A conversion to f32 first would round `x`
         // to the tie, and the tie would then round down to the even half.
         let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
         assert_eq!(double_to_half(Type::F16, x, Rounding::Nearest), 0x3c01);

@@ -127,7 +127,7 @@ pub struct Compare {
     pub from: [Register; 2],
     pub to: u32,
     /// The predicate that receives the negated comparison, or `None` if the instruction has no second result. If `combined`
-    /// is given, the comparison and the negated comparison are both combined with its guard predicate.
+    /// is given, its guard predicate is combined with the comparison and with the negated comparison.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }
@@ -176,8 +176,8 @@ pub enum ShuffleMode {
 pub struct Shuffle {
     pub mode: ShuffleMode,
     pub to: u32,
-    /// The predicate that becomes true if the lane that is read lies in the segment of the reading lane. `None` if the
-    /// program ignores this result.
+    /// The predicate that becomes true if the source lane lies in the segment of the reading lane. `None` if the program
+    /// ignores this result.
     pub found: Option<u32>,
     pub value: u32,
     pub lane: u32,
@@ -241,7 +241,7 @@ pub struct Mma {
 /// The element type of a `wmma` fragment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    /// A 16-bit float of this type.
+    /// A 16-bit float, f16 or bf16.
     Half(Type),
     /// An f32 whose last 13 bits are ignored (tf32).
     Reduced,
@@ -387,14 +387,14 @@ pub enum Operation {
         from: [Register; 4],
     },
     Compare(Box<Compare>),
-    /// Writes `truth` to a word if the comparison is true, and otherwise writes 0.
+    /// Writes the value `truth` to a word if the comparison is true, and otherwise writes 0.
     SetWord {
         compare: Box<Compare>,
         truth: u32,
         to: u32,
     },
-    /// Compares the halves of two words as 16-bit floats of type `number`. Sets all bits of a half of the result if the comparison
-    /// is true, and otherwise clears them.
+    /// Compares the halves of two words as 16-bit floats of type `number`. Sets all bits of a half of the result if the
+    /// comparison is true, and otherwise clears all bits of the half.
     SetHalves {
         comparison: Comparison,
         number: Type,

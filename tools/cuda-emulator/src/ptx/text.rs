@@ -69,7 +69,7 @@ impl<'a> Cursor<'a> {
         self.through(';')
     }
 
-    /// Skips the block in braces that starts at this position.
+    /// Skips the block in braces that starts at the parser's position.
     pub fn skip_block(&mut self) {
         let mut depth = 0;
         while let Some(character) = self.peek() {
@@ -85,7 +85,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Consumes and returns the label at this position, or returns `None` if there is no label.
+    /// Consumes and returns the label at the parser's position, or returns `None` if there is no label.
     pub fn label(&mut self) -> Option<&'a str> {
         self.peek();
         let end = self.text.find(|c: char| !is_name(c))?;

@@ -2,7 +2,8 @@
 //!
 //! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the LSE and no
 //! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients of a
-//! query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
+//! query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of the LSE,
+//! and `Δ = rowsum(do ∘ o) − dlse`.
 //!
 //! Schedule: the queries to which a bias element is broadcast are divided into groups. Each unit adds up the score gradients
 //! of one group. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per query.
@@ -11,8 +12,8 @@ use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
 use cubecl::prelude::*;
 
-/// The sizes of a bias, and how often broadcasting repeats the bias along each dimension. In each dimension, the size or the
-/// number of repeats is 1.
+/// The sizes of a bias, and how often broadcasting repeats the bias along each dimension. The size of a broadcast dimension
+/// is 1. In all other dimensions, the number of repeats is 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Spread {

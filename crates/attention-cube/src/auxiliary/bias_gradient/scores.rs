@@ -77,8 +77,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let own_row_tile = (work_tile.tile / counts.key_tiles) as i32;
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
-    // The number of score tiles to sum: query tiles times query heads times sequences. A factor is 1 unless the bias is
-    // broadcast along its dimension.
+    // The number of score tiles to sum: query tiles times query heads times sequences. A factor is 1 if the bias is not
+    // broadcast along the factor's dimension.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;

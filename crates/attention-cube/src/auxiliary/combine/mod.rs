@@ -19,7 +19,8 @@ use cubecl::prelude::CubeDim;
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
-/// The largest number of splits that a unit loads at once. A unit has more splits only if `MOST_SHARING` units share them.
+/// The largest number of splits that a unit loads at once. A unit combines more splits than this number only if
+/// `MOST_SHARING` units already divide the splits.
 const MOST_HELD: usize = 2 * PARTS_OF_A_UNIT;
 
 fn sharing(splits: usize) -> Sharing {

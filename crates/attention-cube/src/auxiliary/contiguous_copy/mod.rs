@@ -36,7 +36,7 @@ pub(crate) fn aligned_inputs(
 /// sets only the strides of dimensions of size 1 to 0.
 ///
 /// `broadcast` is the number of leading dimensions in which TMA accepts a stride of 0. If the tensor has stride 0 in one of
-/// them, the copy has stride 0 there too.
+/// these dimensions, the copy has stride 0 in the same dimension.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);

@@ -40,10 +40,11 @@ pub(crate) fn is_blind(logsumexp: f32) -> bool {
 }
 
 /// The smallest magnitude of a far query's reference score (see the module's documentation). Below this magnitude, the
-/// rounding of the LSE changes each probability by at most 2⁻¹³ (relative). The rounding to half precision changes more.
+/// rounding of the LSE changes each probability by at most 2⁻¹³ (relative), less than the rounding of P to half precision.
 pub(crate) const FAR: f32 = 2048.0;
 
-/// The bits of −0, which row 0 holds in place of the LSE of a far query. Subtracting −0 from a score changes nothing.
+/// The bits of −0, which row 0 of the LSE/delta tensor holds in place of the LSE of a far query (see the module's
+/// documentation). Subtracting −0 from a score changes nothing.
 const FAR_MARK: u32 = 0x8000_0000;
 
 /// True if a query is far (see the module's documentation). The argument is an element of row 0 of the LSE/delta tensor.
@@ -61,13 +62,13 @@ pub(crate) const TERMS: usize = NUMBERS + 1;
 /// The index of the row of flags in the LSE/delta tensor.
 pub(crate) const FLAGS: usize = NUMBERS;
 
-/// Two rows of the LSE/delta tensor: `LOGARITHM` with the logarithms of the softmax sums, and `REFERENCE` with the reference
-/// scores of far queries.
+/// Two rows of the LSE/delta tensor. Row `LOGARITHM` holds the logarithms of the softmax sums. Row `REFERENCE` holds the
+/// reference scores of far queries (see the module's documentation).
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
-/// The number of rows that kernels read for queries that are not far. Elements of rows 2 and 3 that kernels do not read may
-/// hold any value.
+/// The number of rows of the LSE/delta tensor that kernels read for every query. Kernels read the remaining rows only for
+/// far queries (see the module's documentation), so the elements of all other queries in these rows may hold any value.
 const fn rows_without_marks(form: LogsumexpForm) -> usize {
     match form {
         LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,
@@ -195,13 +196,14 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
             target[at + REFERENCE * padded as usize] = reference;
         } else {
             let sum = reference + logarithm;
-            // Replaces an LSE of −0 by +0, because −0 is the mark of a far query.
+            // Replaces an LSE of −0 by +0, because −0 marks a query whose LSE is stored in rows 2 and 3.
             let logsumexp = select(sum == 0.0f32, 0.0f32, sum);
             target[at] = select(blind, infinity, logsumexp);
         }
     }
     if comptime!(form == LogsumexpForm::Marked) {
-        // Waits until all units have read the partial sums. The marks are written to the same shared memory.
+        // Waits until all units have read the partial sums. The flags of the units overwrite the partial sums in shared
+        // memory.
         sync_cube();
         partial[UNIT_POS as usize] = has_mark;
         sync_cube();
@@ -216,7 +218,7 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
     }
 }
 
-/// Returns the LSE (as reference score and logarithm) and delta of a query, or zeros if the query does not exist.
+/// Returns the LSE (as reference score and logarithm) and delta of a query. Returns zeros if `query` is not below `q_len`.
 #[cube]
 pub(crate) fn row_lse_delta_of(
     rows: &Tensor<f32>,

@@ -80,14 +80,13 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each block of `block` queries and each interval. The first range holds the key
-/// blocks that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See
-/// [`INTERVAL_BOUNDS`].
+/// Computes two ranges of key blocks for each interval of a block of `block` queries. The first range holds the key blocks
+/// that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See [`INTERVAL_BOUNDS`].
 ///
-/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`. One
-/// cube handles one block.
+/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
+/// One cube handles one block.
 ///
-/// If `spans`, the kernel also does the work of [`span_blocks`] for the query blocks. This requires a problem without
+/// If `spans`, the kernel also does the work of [`span_blocks`] for the query blocks. The problem must then have no
 /// segments.
 #[cube(launch_unchecked)]
 #[allow(
@@ -176,7 +175,7 @@ pub(crate) fn bound_intervals(
     }
 }
 
-/// The operation of [`reduced`].
+/// The operation by which [`reduced`] combines the values of all units.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reduction {
     Smallest,
@@ -245,7 +244,8 @@ pub(crate) fn bound_segments(
         token += units;
     }
     let smallest = reduced(smallest, Reduction::Smallest, units);
-    // The bitwise complement reverses the order of all i32, while the negation of the smallest i32 overflows.
+    // Computes the largest id as the complement of the smallest complement, because the bitwise complement reverses the
+    // order of all i32. The negation of the smallest i32 would overflow.
     let largest = !reduced(!largest, Reduction::Smallest, units);
     let bits = reduced(i32::reinterpret(bits), Reduction::BitwiseOr, units);
     if UNIT_POS == 0u32 {
@@ -256,8 +256,8 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes the block ranges of `count` blocks of `side`, with one cube per block. The block range spans the blocks of the
-/// opposite side that segments and intervals may leave visible.
+/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range spans
+/// the blocks of the opposite side that segments and intervals may leave visible.
 ///
 /// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
 /// `others`. A range is stored as the index of its first block and the index after its last block. The kernel also sets the

@@ -8,8 +8,9 @@
 //! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
 //! pair of a query block and a key block if the bounds show no common segment.
 //!
-//! Blocks of the stationary side (the side that a kernel's tiles keep) also have a range of opposite blocks. The range
-//! covers all opposite blocks that segments and intervals may leave visible.
+//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. Each block of the
+//! stationary side also has a range of opposite blocks. The range covers all opposite blocks that segments and intervals may
+//! leave visible.
 //!
 //! The bounds of a query block also have two ranges of key blocks per interval. The first range covers each key block with a
 //! key that a query of the block sees. The second range covers each key block whose keys are all visible to every query of
@@ -110,8 +111,8 @@ impl BoundsOffsets {
     }
 }
 
-/// Packs the lengths, segment ids and intervals of the problem. Returns the packed buffer (`None` if the problem has none of
-/// the three) and the offsets for each of the given block sizes.
+/// Packs the lengths, segment ids and intervals of the problem. Returns the packed buffer, and the offsets for each of the
+/// given block sizes. The buffer is `None` if the problem has no lengths, segment ids or intervals.
 pub(crate) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -139,8 +140,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // The kernels that this function launches read neither mask nor lengths. With cleared flags, problems that differ only
-    // in mask or lengths share compiled kernels.
+    // The kernels that this function launches do not depend on the flags for mask and lengths. Clear the flags, so that
+    // problems that differ only in mask or lengths share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -295,8 +296,8 @@ pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) 
     contiguous_integers(lengths, problem.kv_len)
 }
 
-/// Returns integers in the layout that kernels read: i32, with contiguous rows. The conversion may clamp integers to
-/// `0..=most`, as the kernels do.
+/// Returns integers in the layout that kernels read: i32, with contiguous rows. A conversion from a type that may exceed i32
+/// clamps the integers to `0..=most`. Kernels treat an integer outside of this range like the nearest integer in the range.
 pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTensor {
     if is_as_read(integers) {
         return integers.clone();
@@ -380,8 +381,8 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks for each block of queries and each interval. If `spans`, also does the work of [`span`]
-/// for the queries. See `bound_intervals`.
+/// Writes two ranges of key blocks for each interval of a block of queries: see `bound_intervals`. If `spans`, also does the
+/// work of [`span`] for the queries.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -392,7 +393,8 @@ fn bound_records(
 ) {
     let blocks = problem.q_len.div_ceil(offsets.blocks.queries);
     let count = problem.batch * blocks;
-    // SAFETY: records and bounds of all queries lie inside `packed`, because `prepare` has sized it for both.
+    // SAFETY: records and bounds of all queries lie inside `packed`, because `prepare` has allocated `packed` for records
+    // and bounds.
     unsafe {
         bound_intervals::launch_unchecked(
             &packed.client,
@@ -415,7 +417,8 @@ fn bound_records(
     }
 }
 
-/// Writes the range of opposite blocks for each block of `side`, and sets the counter of claimed tiles to 0.
+/// Writes the range of opposite blocks for each block of `side` (queries or keys), and sets the counter of claimed tiles to
+/// 0.
 ///
 /// A pair holds the offset of a side's bounds and the side's number of blocks per sequence. The first pair belongs to
 /// `side`, the second pair to the opposite side.

@@ -134,8 +134,8 @@ pub(crate) fn pack(
     }
 }
 
-/// Returns the mask as `[sequences, heads, rows, columns]`. Rows belong to `side`, queries or keys. The columns are
-/// expanded, and all other broadcast dimensions keep size 1.
+/// Returns the mask as `[sequences, heads, rows, columns]`. The rows are the queries or the keys, as `side` says. The
+/// columns are expanded, and all other broadcast dimensions keep size 1.
 fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
     let (mask, columns) = match side {
         Side::Queries => (mask.clone(), problem.kv_len),

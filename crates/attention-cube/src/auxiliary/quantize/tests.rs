@@ -110,7 +110,7 @@ fn write_numbers_hidden_rows_stay_unwritten() {
             ..problem([BATCH, HEADS, HEADS, QUERIES, LENGTH, 32])
         };
         for lengths in [None, Some(([37, 333], false)), Some(([0, LENGTH], true))] {
-            // The tested rows have one word, several words, or more words than a cube handles at once.
+            // The row sizes of the test are one word, several words, and more words than a cube handles at once.
             for words_of_row in [1, 33, 1100] {
                 check(&problem, words_of_row, lengths);
             }

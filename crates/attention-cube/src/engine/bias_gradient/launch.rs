@@ -29,7 +29,8 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient according to its plan. `offsets` locates lengths and segment bounds in the packed buffer.
+/// Computes the bias gradient according to its plan. `offsets` gives the positions of sequence lengths and segment bounds in
+/// the tensor that holds them.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.
@@ -67,7 +68,7 @@ pub(crate) struct BiasGrid {
 }
 
 impl BiasGrid {
-    /// Builds the grid for bias tiles of `rows` queries and `columns` keys. `parts` cubes share each tile.
+    /// Builds the grid for bias tiles of `rows` queries and `columns` keys. `parts` cubes compute partial sums of each tile.
     pub(crate) fn new(
         bias: &CubeTensor,
         problem: &AttentionProblem,
@@ -114,8 +115,9 @@ impl BackwardPass<'_> {
         let sinks = self.inputs.sinks.as_option();
         let sink_dtype = sinks.map_or(DType::F32, |sinks| sinks.dtype);
         let gradient = self.logsumexp_gradient.as_ref();
-        // SAFETY: a unit writes the element of `target` at its own index, and units with an index from `numbers · parts` on
-        // return at once. The kernel reads all other tensors inside the problem's `batch`, `q_heads` and `q_len`.
+        // SAFETY: `numbers` is the number of bias elements. Unit `i` writes only element `i` of `target`, and returns at once
+        // if `i` is at least `numbers · parts`. The kernel reads all other tensors at indices below `batch`, `q_heads` and
+        // `q_len`.
         unsafe {
             constant_bias_gradient::launch_unchecked(
                 &client,
@@ -186,7 +188,8 @@ impl BackwardPass<'_> {
             broadcast,
         } = BiasGrid::new(bias, problem, [tiles.rows, tiles.columns()], parts);
         // SAFETY: the kernel reads queries at rows below `q_len`, and keys and values at rows below `kv_len`. It writes
-        // `target` at elements of the bias, in one of `parts` partial gradients. The grid bounds heads and sequences.
+        // elements of the bias gradient to `target`, which has room for `parts` partial gradients. The launch grid limits the
+        // indices of heads and sequences.
         unsafe {
             scores::bias_gradient::launch_unchecked(
                 &client,

@@ -7,8 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
 use crate::types::refusal::Refusal;
 
-/// The number of cubes per multiprocessor that the plan tries to reach. If there are fewer bias tiles, several cubes share a
-/// tile.
+/// The number of cubes per multiprocessor that the plan tries to reach. If there are fewer bias tiles, several cubes compute
+/// partial sums of one tile.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// The plan of a bias gradient.
@@ -46,9 +46,9 @@ impl BiasTiles {
         }
     }
 
-    /// The fewest score tiles that one cube sums, if there are enough tiles. A cube on matrix units needs two tiles, because
-    /// it copies one tile while it multiplies another. With a larger minimum, there are fewer partial sums to write and
-    /// read.
+    /// The fewest score tiles that one cube sums, if there are enough tiles. The minimum is 2 on matrix units, because a cube
+    /// copies one tile while it multiplies another. A larger minimum gives fewer partial sums, so a second kernel has less to
+    /// add.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -98,8 +98,8 @@ impl BiasGradientPlan {
         Ok(Some(Self::with(shape, problem, device, tiles)))
     }
 
-    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. Other rows
-    /// are copied first. The plan uses matrix units if the device has them.
+    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. The launch
+    /// first copies operands whose rows have other sizes. The plan uses matrix units if the device has them.
     pub(crate) fn on_matrix_units(
         problem: &AttentionProblem,
         device: &DeviceProfile,

@@ -2,7 +2,7 @@
 
 use crate::math::side::{Side, Sums};
 
-/// The tiles of a backward kernel. A tile keeps rows of queries or keys, and the kernel streams blocks of the opposite side.
+/// The tiles of a backward kernel. A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries.
 pub trait BackwardTiles: Copy {
     /// Returns the side of the rows that a tile keeps: queries or keys.
     fn side(&self) -> Side;
@@ -10,7 +10,7 @@ pub trait BackwardTiles: Copy {
     /// The number of rows in a tile.
     fn rows(&self) -> usize;
 
-    /// The number of rows in a streamed block of the opposite side.
+    /// The number of keys in a streamed block if the tile holds queries, or of queries if the tile holds keys.
     fn columns(&self) -> usize;
 
     /// The gradients that the kernel accumulates: dQ, or dK and dV.

@@ -86,7 +86,8 @@ fn splits<T: BackwardTiles>(
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // With packed documents, a tile streams only a few blocks, and the plan does not know how many.
+    // With packed documents, a tile streams only a few blocks. The plan does not know their number, so it does not split the
+    // tile.
     if problem.segments {
         return 1;
     }
@@ -154,11 +155,11 @@ mod tests {
             (8, 1, 820, 16),
             // Eight heads have one query each, over 131,072 keys in blocks of 128.
             (8, 1, 1024, 16),
-            // These tiles fill the device without splits.
+            // The next cases have at least as many tiles as the device runs cubes at once (132), so no tile is split.
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),
-            // These tiles must not be split. Splits would save too little time, or there are too few blocks.
+            // In the next cases, no tile is split. Splits would save too little time, or there are too few tiles or blocks.
             (128, 1, 26, 1),
             (1, 1, 15, 1),
             (0, 1, 820, 1),

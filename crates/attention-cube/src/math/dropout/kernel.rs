@@ -11,11 +11,12 @@ pub(crate) struct DropoutArguments {
     pub seed_high: u32,
     /// The 16 bits of the [`Threshold`](super::Threshold), repeated in both halves of the word.
     pub thresholds: u32,
-    /// A word whose bits are all 1 if hits are dropped, and all 0 if hits are kept.
+    /// A word whose bits are all 1 if dropout drops the probabilities of hits, and all 0 if dropout keeps them. A hit is a
+    /// score whose random bits are above the threshold.
     pub drops_hits: u32,
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
-    /// `-1 / kept`.
+    /// The factor of delta, `-1 / kept`, in kernels that multiply the gradients by `kept` only at the end.
     #[cfg_attr(
         not(feature = "cuda"),
         allow(dead_code, reason = "only kernels for tensor cores read it")
@@ -57,9 +58,9 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. The first word belongs to the first
-/// query, and the second word to the second query. The low half of a word belongs to the even keys, and the high half to the
-/// odd keys. In each half, the high byte belongs to the earlier key.
+/// Draws the 64 random bits of the cell (eight scores of two queries and four keys) that contains the score of `query` and
+/// `key`. The first word belongs to the first query, and the second word to the second query. The low half of a word belongs
+/// to the even keys, and the high half to the odd keys. In each half, the high byte belongs to the earlier key.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;
@@ -70,26 +71,26 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
 /// Selects the high byte of each half of a word.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the random bits of two scores, one in each half of the result. The high byte of a half is the high byte of that
-/// half of `own`. The low byte is the exclusive or of the low bytes of that half of `own` and of `other`.
+/// Returns the 16 random bits of two scores, one score in each half of the result. The high byte of a half comes from `own`.
+/// The low byte is the exclusive or of the low bytes that `own` and `other` have in this half.
 #[cube]
 pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
     own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)
 }
 
-/// Exchanges the bytes of each half of a word.
+/// Exchanges the two bytes within each 16-bit half of a word.
 #[cube]
 pub(crate) fn exchanged_bytes(word: u32) -> u32 {
     (word & comptime!(OWN_BYTES)) >> 8u32 | (word & comptime!(!OWN_BYTES)) << 8u32
 }
 
-/// True if 16 random bits are a hit: they are above the threshold as f16 numbers.
+/// True if the 16 random bits `bits` are above `threshold`, both read as f16 numbers.
 #[cube]
 fn is_hit(bits: u32, threshold: u32) -> bool {
     bits & 0x7FFFu32 <= comptime!(INFINITY) && number(bits) > number(threshold)
 }
 
-/// Returns an integer that orders 16 bits as f16 numbers.
+/// Converts the bits of an f16 number to an integer. The integers compare like the f16 numbers.
 #[cube]
 fn number(bits: u32) -> i32 {
     let magnitude = (bits & 0x7FFFu32) as i32;

@@ -29,8 +29,8 @@ pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence
 
 /// Computes [`accumulate`](super::super::product::accumulate) on fragments.
 ///
-/// The caller must sync before the call. If the function copies `b` to the stage, all units must have finished reading the
-/// stage. If `b` is already in shared memory, the tile must be visible to all units.
+/// The caller must sync the cube before the call. If the function copies `b` to shared memory, all units must have finished
+/// reading the previous operands there. If `b` is already in shared memory, the tile P must be visible to all units.
 #[cube]
 pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &Shared<[Four<C>]>,
@@ -183,7 +183,7 @@ fn multiply_rows<C: Float>(
     }
 }
 
-/// If any row maximum has changed (`moved`), multiplies each row of O by its factor. O passes through shared memory.
+/// If any row maximum has changed (`moved`), multiplies each row of O by the row's factor. O passes through shared memory.
 ///
 /// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the fragments of
 /// O overwrite S in shared memory.

@@ -41,7 +41,7 @@ pub(super) fn sync_own_plane(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Returns the first row of S that the unit reads. The function applies only if every unit reads only scores of its own plane.
+/// Returns the first row of S that the unit reads, if every unit reads only scores of its own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     let [m, n, _] = comptime!(tiles.fragment_shape());

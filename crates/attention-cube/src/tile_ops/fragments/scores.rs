@@ -84,7 +84,8 @@ pub(in crate::tile_ops) fn multiply_transposed<
     }
     if comptime!(tiles.owns_scores()) {
         if comptime!(stationary > 0 && tiles.is_resident()) {
-            // The next scores overwrite the scores of the previous multiplication.
+            // Wait until the plane's units have read the scores of the previous multiplication, because the new scores
+            // overwrite them.
             sync_own_plane(tiles);
         }
         hand_to_plane(&sums, stage, s, tiles);
@@ -96,7 +97,7 @@ pub(in crate::tile_ops) fn multiply_transposed<
     }
 }
 
-/// Multiplies the operands' columns that are in the stage, and adds the result to the plane's fragments of S.
+/// Multiplies the operands' columns in shared memory, and adds the result to the plane's fragments of S.
 #[cube]
 fn multiply_depth<C: Float>(
     operands: &Shared<[Four<C>]>,

@@ -198,8 +198,8 @@ impl Export<'_> {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
-            // Pack the matrix only if each of its rows consists of whole groups. No earlier code has checked the matrix's
-            // shape.
+            // Pack the matrix only if its row length is a multiple of the group size. For a matrix that no layer uses, no
+            // earlier code has checked the row length.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
                 && rows * columns > 0
@@ -245,7 +245,7 @@ impl Export<'_> {
         matrices
     }
 
-    /// Returns the three tensors that store a packed matrix: its words, its scales and its shape.
+    /// Returns the three tensors that store a packed matrix: the 32-bit words with the codes, the scales, and the shape.
     fn parts<'a>(&'a self, matrix: Matrix<'a>) -> [(String, Part<'a>); 3] {
         let scheme = self.scheme();
         let dtype = match self.dtype {
@@ -259,8 +259,8 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // Quantize the rows twice: once to write the words, and once to write the scales. The host never holds the whole
-        // quantized matrix.
+        // Quantize the rows twice: once to write the packed codes, and once to write the scales. The host never holds the
+        // whole quantized matrix.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
         };

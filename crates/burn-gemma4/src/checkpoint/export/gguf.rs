@@ -165,7 +165,7 @@ impl Export<'_> {
         has_full.then(|| pairs.map(divisor).collect())
     }
 
-    /// Returns the metadata keys and values, in the order of llama.cpp's converter.
+    /// Do not quantize a matrix whose row length is not a multiple of the block size.
     fn values(&self) -> Result<Vec<(String, Written)>, Gemma4Error> {
         let generation = match existing(self.from, "generation_config.json")? {
             Some(path) => {
@@ -212,7 +212,7 @@ impl Export<'_> {
     /// GGUF's keys cannot express every configuration.
     fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
         let alike = |config: &Gemma4Config| Gemma4Config {
-            // Do not compare fields that do not change results.
+            // Ignore differences in fields that do not change the model's outputs.
             dtype: None,
             initializer_range: 0.0,
             eos_tokens: Vec::new(),
@@ -286,7 +286,8 @@ impl Values {
     }
 
     fn number(&mut self, key: &str, number: usize) {
-        // A number that does not fit into u32 becomes the largest u32. The check of the written file finds such a number.
+        // A number that does not fit into u32 becomes the largest u32. The later comparison with the source's configuration
+        // then finds a difference.
         self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
     }
 

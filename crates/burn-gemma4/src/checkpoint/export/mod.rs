@@ -34,7 +34,7 @@ use std::{
 pub struct QuantizedCheckpoint {
     /// The size of the weight file in bytes.
     pub bytes: u64,
-    /// The paths of parameters that stay unquantized, because the length of their rows is not a multiple of the block size.
+    /// The paths of parameters that stay unquantized, because their row length is not a multiple of the block size.
     pub whole: Vec<String>,
     /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as vision and audio towers.
     pub left_out: Vec<String>,
@@ -155,7 +155,7 @@ struct Export<'a> {
     dtype: DType,
     /// The path and shape of each parameter.
     parameters: Vec<(String, Vec<usize>)>,
-    /// The paths of the parameters that the output format can quantize if their rows are whole blocks.
+    /// The paths of the parameters that the output format can quantize if their row length is a multiple of the block size.
     quantized: BTreeSet<String>,
     target: QuantTarget,
     report: RefCell<Report<'a>>,
@@ -178,13 +178,15 @@ impl<'a> Export<'a> {
             .unwrap_or_else(|problem| unreachable!("the tensors were checked before: {problem}"))
     }
 
-    /// True if a parameter is quantized: the output format can quantize it, and its rows are whole blocks.
+    /// True if a parameter is quantized: the output format can quantize it, and its row length is a multiple of the block
+    /// size.
     fn is_quantized(&self, path: &str, shape: &[usize]) -> bool {
         let columns = shape.last().copied().unwrap_or(0);
         self.quantized.contains(path) && self.target.layout(columns).is_some()
     }
 
-    /// Returns the paths of parameters that the format could quantize, but whose rows are not whole blocks.
+    /// Returns the paths of parameters that stay unquantized only because their row length is not a multiple of the block
+    /// size.
     fn whole(&self) -> Vec<String> {
         let parameters = self.parameters.iter();
         let whole = parameters.filter(|(path, shape)| {

@@ -310,7 +310,8 @@ fn global_rope(
         partial_rotary_factor: rotated as f64 / pairs.max(1) as f64,
         factor: f64::from(factor),
     };
-    // Rounding `rotated pairs / all pairs` to a float may lose one rotated pair. In that case use the next larger float.
+    // The rounded fraction `rotated pairs / all pairs` may be slightly too small, and would lose one rotated pair. In that
+    // case use the next larger f64.
     Ok(RopeConfig {
         partial_rotary_factor: match rope.rotated_pairs(head_dim) == rotated {
             true => rope.partial_rotary_factor,

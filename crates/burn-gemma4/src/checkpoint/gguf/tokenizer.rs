@@ -22,8 +22,8 @@ pub(in crate::checkpoint) mod token_type {
     pub const BYTE: usize = 6;
 }
 
-/// The roles of special tokens: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`, and the name of the
-/// variable in chat templates.
+/// The roles of special tokens. Each role has two names: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`,
+/// and the name of the variable in chat templates.
 pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("bos", "bos_token"),
     ("eos", "eos_token"),

@@ -18,7 +18,7 @@ impl Ahead {
         Self { tokens, chosen }
     }
 
-    /// Returns the tokens that the step chooses, if `tokens` are the input tokens of the step. Returns `None` otherwise.
+    /// Returns the tokens that the queued step chooses, if `tokens` are its input tokens. Returns `None` otherwise.
     pub fn after(self, tokens: &[u32]) -> Option<Reading> {
         let tokens = tokens.iter().copied().map(Some);
         self.tokens

@@ -139,7 +139,7 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
-    /// Makes the type `!Send`, like a decoder.
+    /// Makes the type `!Send`. A graph replay is ordered only after work of the thread that captured the graph.
     _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -173,8 +173,8 @@ impl Batch {
         })
     }
 
-    /// The largest number of tokens for which the KV cache's buffers have slots, for `sequences` sequences of up to `tokens`
-    /// tokens. Full-attention layers have that many slots. The ring buffers of sliding layers are smaller.
+    /// Returns the largest number of slots in a full-attention layer's KV buffer for `sequences` sequences of up to `tokens`
+    /// tokens. A slot holds the key and value of one token. The ring buffers of sliding layers are smaller.
     pub fn largest_slots(sequences: usize, tokens: usize) -> usize {
         let rows = sequences.max(1).next_power_of_two();
         rows.saturating_mul(Cache::largest_slots(tokens))
@@ -260,7 +260,7 @@ impl Batch {
     /// Removes the sequence at `index`. The last sequence moves to this index.
     ///
     /// # Panics
-    /// If the batch has no sequence at `index`.
+    /// Panics if the batch has no sequence at `index`.
     pub fn leave(&mut self, index: usize) {
         assert!(index < self.count, "the batch has a sequence at `index`");
         let mut lengths = self.lengths();
@@ -315,7 +315,7 @@ impl Batch {
                 "exceed the model's {positions} positions; expected that full sequences leave"
             ));
         }
-        // Rows without a sequence read an arbitrary token, and their logits are dropped.
+        // Give an arbitrary token to the buffer rows that have no sequence. The logits of these rows are dropped.
         let mut tokens = tokens.to_vec();
         tokens.resize(self.cache.batch(), 0);
         let count = self.count;
@@ -370,7 +370,7 @@ impl Batch {
         }
     }
 
-    /// Sets the lengths of the sequences, and prepares the decode kernels if they support the batch.
+    /// Sets the length of each sequence in the KV cache, and prepares the decode kernels if they support the batch size.
     fn set_lengths(&mut self, mut lengths: Vec<usize>) {
         #[cfg(feature = "cube")]
         {
@@ -386,7 +386,8 @@ impl Batch {
         }
         lengths.truncate(self.capacity);
         self.cache.set_lengths(&lengths);
-        // The decode kernels write a row of the buffers for each sequence, so both numbers must be equal.
+        // The decode kernels write one buffer row per sequence, so the number of lengths must equal the number of buffer
+        // rows.
         #[cfg(feature = "cube")]
         if self.count > 0 && lengths.len() == self.capacity {
             let graph = GraphCapture::new(&self.model, &self.cache);

@@ -1,4 +1,4 @@
-//! The decoder, which runs decode steps of one token per sequence, and passes over several tokens.
+//! The decoder, which runs decode steps of one token per sequence, and forward passes over several tokens.
 
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
@@ -20,10 +20,10 @@ use std::marker::PhantomData;
 /// A decoder, which generates tokens after a filled [`Cache`]. Each decode step runs the model over one more token of
 /// every sequence.
 ///
-/// On CubeCL devices a decode step of up to 8 sequences, or of up to 64 sequences with NVIDIA's tensor cores in f16 or
-/// bf16, runs memory-bound decode kernels. If the device supports CUDA
-/// graphs, the kernel launches are captured once and then replayed. The decode kernels need at most 512 experts, and
-/// parameters of one dtype: f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
+/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. With NVIDIA's tensor cores in f16
+/// or bf16, the limit is 64 sequences. If the device supports CUDA graphs, the kernel launches are captured once and then
+/// replayed. The decode kernels need at most 512 experts, and parameters of one dtype: f32, f16 or bf16. All other models
+/// run through [`Gemma4Model::step`].
 ///
 /// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a
 /// capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture, another
@@ -129,7 +129,7 @@ impl<'a> Decoder<'a> {
     /// host must draw for the given samplers.
     ///
     /// # Errors
-    /// Returns the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
+    /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
     pub fn follow(
         &mut self,
         tokens: &[u32],
@@ -184,8 +184,8 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a pass over `count` tokens of each sequence. A pass writes all its keys before
-    /// attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
+    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes all its keys
+    /// before attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         let most = gemv::most_rows(&self.model.device(), self.model.dtype());
@@ -311,7 +311,8 @@ impl<'a> Decoder<'a> {
         self.model.config().check_tokens(tokens)
     }
 
-    /// Runs a pass over `count` tokens of each sequence through the layers' generic operations, without the decode kernels.
+    /// Runs a forward pass over `count` tokens of each sequence through the layers' generic operations, without the decode
+    /// kernels.
     fn plain_step(&mut self, tokens: &[u32], count: usize) -> Result<Next<'_>, Gemma4Error> {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {

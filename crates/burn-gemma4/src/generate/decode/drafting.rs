@@ -20,7 +20,7 @@ impl<'a> Decoder<'a> {
     pub fn with_drafter(self, drafter: &'a Drafter) -> Result<Self, Gemma4Error> {
         drafter.check(self.model)?;
         Ok(Self {
-            // Drop the captured drafting rounds, which belong to the previous drafter.
+            // Drop the captured CUDA graphs of the previous drafter.
             #[cfg(feature = "cube")]
             graph: self.graph.map(GraphCapture::without_rounds),
             #[cfg(feature = "cube")]
@@ -131,8 +131,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs, which read the cache's buffers in rotated form. `turn_back` below undoes
-                    // the rotation.
+                    // Drop the captured graphs, which read each padded sequence from slot 0 on. `turn_back` below moves the
+                    // padding back to the beginning of the buffers.
                     graph.release();
                 }
             }

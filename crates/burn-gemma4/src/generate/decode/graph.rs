@@ -29,17 +29,18 @@ use std::{
     fmt,
 };
 
-/// The passes and drafting rounds of a decoder, with their captured graphs. Reallocating the cache's buffers invalidates
-/// the graphs.
+/// The forward passes of a decoder and the runs of its drafter (drafting rounds), with their captured graphs. Reallocating
+/// the cache's buffers invalidates the graphs.
 pub(super) struct GraphCapture {
     may_capture: bool,
-    /// The decode passes, indexed by the number of positions per sequence.
+    /// The forward passes, indexed by the number of positions per sequence.
     passes: BTreeMap<usize, CapturedGraph<Position>>,
-    /// The drafting rounds, indexed by the number of draft tokens per sequence.
+    /// The runs of the drafter (drafting rounds), indexed by the number of draft tokens per sequence.
     rounds: BTreeMap<usize, CapturedGraph<Round>>,
-    /// The sampler that draws the next tokens on the device. Only passes over one token of each sequence use it.
+    /// The sampler that draws the next tokens on the device. Only forward passes over one token of each sequence use the
+    /// sampler.
     sampler: Option<DeviceSampler>,
-    /// True if the last pass was a replay of its graph.
+    /// True if the last forward pass was a replay of its captured graph.
     replayed: bool,
     /// The decode step that is queued although the caller has not requested it yet, or `None` if no step is queued.
     ahead: Option<Ahead>,
@@ -84,7 +85,7 @@ impl GraphCapture {
         Self { sampler, ..self }
     }
 
-    /// Drops the captured drafting rounds, because the caller replaces the drafter to which the rounds belong.
+    /// Drops the captured runs of the drafter, because the caller replaces the drafter.
     pub fn without_rounds(self) -> Self {
         Self {
             rounds: BTreeMap::new(),
@@ -99,8 +100,8 @@ impl GraphCapture {
         }
     }
 
-    /// Drops all passes and drafting rounds, and the queued decode step. Other code may then write to the cache's buffers
-    /// in place.
+    /// Drops the queued decode step and all captured graphs, which hold handles to the cache's buffers. Other code can then
+    /// write to the buffers in place.
     pub fn release(&mut self) {
         self.ahead = None;
         self.passes.clear();
@@ -108,7 +109,7 @@ impl GraphCapture {
         self.replayed = false;
     }
 
-    /// Runs a pass over `tokens`, `[batch · positions]`.
+    /// Runs a forward pass over `tokens`, `[batch · positions]`.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
         let count = self.prepare(model, cache, tokens);
         let outputs = self.run_pass(count);
@@ -116,7 +117,8 @@ impl GraphCapture {
         outputs
     }
 
-    /// Runs the pass over `count` positions per sequence. The pass must be in `passes`, and its inputs must be written.
+    /// Runs the forward pass over `count` positions per sequence. The pass must be in `passes`, and its inputs must be
+    /// written.
     fn run_pass(&mut self, count: usize) -> Outputs {
         let pass = self
             .passes
@@ -206,14 +208,14 @@ impl GraphCapture {
         streams: &Streams,
         count: usize,
     ) -> Draft {
-        // Make room for only one token of every sequence, because the drafter computes all draft tokens at the next
-        // position.
+        // Make room in the KV cache for only one token of every sequence. The drafter uses the same position for all draft
+        // tokens.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
     }
 
-    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens.
+    /// Runs the drafter like [`guess`](Self::guess), then a forward pass over the tokens and their draft tokens.
     pub fn guess_and_read(
         &mut self,
         drafter: &Drafter,
@@ -234,8 +236,8 @@ impl GraphCapture {
         (on_the_way, outputs)
     }
 
-    /// Runs a drafting round, and returns the draft tokens and the round's inputs. The caller must have made room in the
-    /// cache for the next token of every sequence.
+    /// Runs the drafter, and returns the draft tokens and the inputs of the run. The caller must have made room in the cache
+    /// for the next token of every sequence.
     fn run_round(
         &mut self,
         drafter: &Drafter,
@@ -257,8 +259,8 @@ impl GraphCapture {
         (round.run(&mut self.may_capture), begun)
     }
 
-    /// Prepares a pass over `tokens`: makes room in the cache, and uploads the tokens with their positions. Returns the
-    /// number of positions per sequence.
+    /// Prepares a forward pass over `tokens`: makes room in the cache, and uploads the tokens with their positions. Returns
+    /// the number of positions per sequence.
     fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
@@ -273,8 +275,8 @@ impl GraphCapture {
         count
     }
 
-    /// Returns the pass over the next `count` positions of each sequence, and builds the pass if necessary. The caller
-    /// must write the pass's inputs.
+    /// Returns the forward pass over the next `count` positions of each sequence, and builds the pass if necessary. The
+    /// caller must write the inputs of the pass.
     fn pass(
         &mut self,
         model: &Gemma4Model,
@@ -302,8 +304,8 @@ impl GraphCapture {
         }
     }
 
-    /// Makes room for `count` more tokens of every sequence in the cache's buffers. Drops all passes and drafting rounds
-    /// if the buffers must grow.
+    /// Makes room for `count` more tokens of every sequence in the cache's buffers. Drops all captured graphs if the buffers
+    /// must grow.
     fn make_room(&mut self, cache: &mut Cache, count: usize) {
         if cache.len() + count > cache.room() {
             // Drop the captured graphs, which would continue to write to the old buffers.
@@ -326,7 +328,8 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
     own
 }
 
-/// Builds the pass over the next `count` positions of each sequence, with rotary tables for the full size of the buffers.
+/// Builds the forward pass over the next `count` positions of each sequence, with rotary tables for the full size of the
+/// buffers.
 fn position(
     model: &Gemma4Model,
     cache: &Cache,

@@ -1,17 +1,18 @@
-//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay.
+//! Device tensors that hold the tokens and positions of a forward pass. A captured graph reads these tensors at each replay.
 
 use super::guessed::Streams;
 use crate::model::cache::Cache;
 use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite these tensors.
+/// The input tensors of a forward pass, or of a run of the drafter. Launches outside the captured graph overwrite these
+/// tensors.
 pub(super) struct Inputs {
     /// The token ids, `[rows]`, ordered by sequence. Each sequence has equally many tokens.
     pub tokens: Tensor<1, Int>,
     /// The position of each token, `[rows]`.
     pub positions: Tensor<1, Int>,
-    /// The number of columns (tokens) that each sequence has in the cache after this pass, `[batch]`.
+    /// The number of columns (tokens) that each sequence has in the cache after this forward pass, `[batch]`.
     pub lengths: Tensor<1, Int>,
 }
 
@@ -36,14 +37,14 @@ impl Inputs {
         advance_inputs(self.all(), chosen);
     }
 
-    /// Overwrites the inputs with those of a drafting round. Also overwrites `hidden`, `[batch, columns]`, with the
-    /// hidden states from which the round's tokens were chosen.
+    /// Overwrites the inputs with those of a run of the drafter. Also overwrites `hidden`, `[batch, columns]`, with the
+    /// hidden states from which the input tokens were chosen.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Overwrites the inputs of a pass with the tokens of a drafting round: each sequence's input token, then its draft
-    /// tokens. `first` are the inputs of the round. `guesses` are the draft tokens, ordered by drafting step.
+    /// Overwrites the inputs of a forward pass with the tokens of a run of the drafter: each sequence's input token, then
+    /// its draft tokens. `first` are the inputs of the run. `guesses` are the draft tokens, ordered by drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }
@@ -63,7 +64,7 @@ impl Inputs {
     }
 }
 
-/// The uploaded inputs of a pass in one tensor: the tokens, their positions, and the lengths of the sequences.
+/// The uploaded inputs of a forward pass in one tensor: the tokens, their positions, and the lengths of the sequences.
 pub(super) struct Uploaded {
     numbers: Tensor<1, Int>,
 }
@@ -85,7 +86,7 @@ impl Uploaded {
     }
 }
 
-/// The inputs of a drafting round: a token per sequence, its position, and the hidden state from which it was chosen.
+/// The inputs of a run of the drafter: a token per sequence, its position, and the hidden state from which it was chosen.
 pub(super) struct Begun {
     /// A concatenation of four lists, `[4 · batch]`: tokens, positions, lengths, and row indices of the hidden states.
     numbers: Tensor<1, Int>,

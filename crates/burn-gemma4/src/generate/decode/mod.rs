@@ -1,4 +1,4 @@
-//! Decoding: decode steps of one token per sequence, and passes over several draft tokens.
+//! Decoding: decode steps of one token per sequence, and forward passes over several draft tokens.
 //!
 //! Decoding *reads* a token when it runs the model over the token and appends the token's keys and values to the KV cache. A
 //! *column* of the cache is one token position of every sequence. A *drafting round* is a run of the drafter that proposes

@@ -20,11 +20,12 @@ use burn::tensor::{Device, Int, Tensor};
 /// The number of decode steps before a CUDA graph is captured. A capture does not pay off for a short text.
 pub(super) const CAPTURED_AFTER: usize = 3;
 
-/// A decode pass with all tensors that its launches read and write.
+/// A forward pass of the decoder, with all tensors that its launches read and write.
 pub(super) struct Position {
     /// A clone of the caller's model. Both share the same weight tensors.
     pub model: Gemma4Model,
-    /// The KV buffers to which the pass writes. Only layers that compute their own keys and values have such buffers.
+    /// The KV buffers to which the forward pass writes. Only layers that compute their own keys and values have such
+    /// buffers.
     pub targets: Vec<WriteTarget>,
     pub batch: usize,
     /// True if the sequences may be at different positions.
@@ -33,14 +34,14 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The rows of the pass's tokens in the per-layer embedding table, `[rows · layers · columns]`. `None` if the table
-    /// is on the device.
+    /// The rows of the forward pass's tokens in the per-layer embedding table, `[rows · layers · columns]`. `None` if the
+    /// table is on the device.
     pub from_host: Option<Tensor<1>>,
-    /// The sampler that draws the next tokens, or `None` if the pass takes the argmax of each row.
+    /// The sampler that draws the next tokens, or `None` if the forward pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
 }
 
-/// The results of a decode pass.
+/// The results of a forward pass.
 #[derive(Clone)]
 pub(super) struct Outputs {
     /// The logits, `[rows, vocabulary]`.
@@ -88,7 +89,7 @@ impl Computation for Position {
 }
 
 impl Position {
-    /// Runs the pass like [`compute`](Computation::compute), and calls `after` after each [`Part`] of the pass.
+    /// Runs the forward pass like [`compute`](Computation::compute), and calls `after` after each [`Part`] of the pass.
     pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
@@ -138,12 +139,13 @@ impl Position {
         }
     }
 
-    /// The number of positions of each sequence in this pass.
+    /// The number of positions of each sequence in this forward pass.
     fn count(&self) -> usize {
         self.inputs.rows() / self.batch
     }
 
-    /// Returns which keys the queries see in full layers. A causal mask hides the keys of the pass's later positions.
+    /// Returns which keys the queries see in full layers. A causal mask hides the keys of later positions of the same
+    /// forward pass.
     fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
@@ -151,8 +153,8 @@ impl Position {
         }
     }
 
-    /// Returns which keys the queries see in a sliding layer's ring buffer. A mask hides the keys of the pass's later
-    /// positions.
+    /// Returns which keys the queries see in a sliding layer's ring buffer. A mask hides the keys of later positions of the
+    /// same forward pass.
     fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
             // No mask is needed, because the single query sees every key in the ring buffer.

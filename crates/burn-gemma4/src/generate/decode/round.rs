@@ -19,13 +19,13 @@ use crate::op::rope::RotationTables;
 use crate::speculative::drafter::{Draft, Drafter};
 use burn::tensor::{Device, Tensor};
 
-/// A drafting round with all tensors that its launches read and write.
+/// One run of the drafter (a drafting round), with all tensors that its launches read and write.
 pub(super) struct Round {
     drafter: Drafter,
     /// A clone of the caller's model. Both share the same weight tensors.
     target: Gemma4Model,
-    /// The KV buffers that the drafter reads: those of the target model's last sliding layer and last full layer with
-    /// their own keys and values.
+    /// The KV buffers that the drafter reads. They belong to the target model's last sliding layer and last full layer that
+    /// compute their own keys and values.
     last_sliding: Option<WriteTarget>,
     last_full: Option<WriteTarget>,
     ring: Ring,
@@ -39,8 +39,8 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Builds a round of `count` draft tokens per sequence, with rotary tables for the full size of the cache's buffers.
-    /// The caller must write the round's inputs.
+    /// Builds a run of the drafter that proposes `count` draft tokens per sequence, with rotary tables for the full size of
+    /// the cache's buffers. The caller must write the inputs of the run.
     pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
         let (device, batch) = (target.device(), cache.batch());
         let hidden = [batch, target.config().hidden_size];

@@ -1,11 +1,11 @@
-//! The logits of a batch's sequences, and the choice of a token from each row.
+//! The logits of a batch's sequences, and the choice of the next token from each row of logits.
 
 use super::next::Next;
 use crate::error::Gemma4Error;
 use crate::generate::sampling::sampler::Sampler;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
-/// The logits of some sequences, one row each. The logits stay on the device until they are chosen from.
+/// The logits of some sequences, one row each. The logits stay on the device until [`choose`](Self::choose) is called.
 #[derive(Debug)]
 pub struct RowLogits<'a> {
     next: Next<'a>,
@@ -17,13 +17,14 @@ pub struct RowLogits<'a> {
 pub enum RowChoice<'a> {
     /// Take the argmax.
     Argmax,
-    /// Draw with this sampler if the device can, and give the logits otherwise. The sampler does not record the token.
+    /// Draw a token on the device with this sampler. If the device cannot draw, copy the logits to the host. The sampler
+    /// does not record the token.
     Draw(&'a Sampler),
-    /// Give the logits to the host.
+    /// Copy the row of logits to the host.
     Logits,
 }
 
-/// The result of a [`RowChoice`].
+/// The result of a [`RowChoice`] for one row of logits.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RowResult {
     /// The chosen token, or `None` if every logit of the row is NaN or −∞.
@@ -33,7 +34,7 @@ pub enum RowResult {
 }
 
 impl RowResult {
-    /// The chosen token, or `None` if there is no token.
+    /// Returns the chosen token. Returns `None` if no token is possible, or if the result is a row of logits.
     pub fn token(&self) -> Option<u32> {
         match self {
             Self::Token(token) => *token,
@@ -53,8 +54,8 @@ impl<'a> RowLogits<'a> {
         self.count
     }
 
-    /// Chooses from each row. `choices` has one element per row. Only the tokens are copied to the host, except for rows whose
-    /// logits are given.
+    /// Chooses a token from each row of logits. `choices` has one element per row. Only the chosen tokens and the requested
+    /// rows of logits are copied to the host.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of choices differs from the number of rows. Returns

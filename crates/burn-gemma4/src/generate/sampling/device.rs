@@ -12,10 +12,10 @@ pub(crate) struct DeviceSampler {
     draw: Option<sample::Draw>,
     /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
-    /// The set of tokens that each sequence already contains, as a bit mask `[batch · words]`, and the repetition
-    /// penalty. `None` if the penalty is 1.
+    /// The set of tokens that each sequence already contains, as a bit mask of 32-bit words, `[batch · words]`, and the
+    /// repetition penalty. `None` if the penalty is 1.
     seen: Option<(Tensor<1, Int>, f32)>,
-    /// The set of suppressed tokens as a bit mask, `[words]`, or `None` if no tokens are suppressed.
+    /// The set of suppressed tokens as a bit mask of 32-bit words, `[words]`, or `None` if no tokens are suppressed.
     suppressed: Option<Tensor<1, Int>>,
 }
 

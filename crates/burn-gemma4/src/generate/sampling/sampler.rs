@@ -15,8 +15,7 @@ pub struct Sampler {
     seed: u64,
     /// The number of tokens in the text so far.
     position: usize,
-    /// Tokens that are forbidden at the beginning of the text. Each list of tokens is forbidden while the text is shorter
-    /// than the paired length.
+    /// Pairs of a length and a list of tokens. The tokens are forbidden while the text has fewer tokens than the length.
     suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text contains, if a repetition penalty is set.
     seen: HashSet<u32>,

@@ -1,4 +1,4 @@
-//! Buffers of keys and values, and functions that write and read their columns.
+//! Buffers of keys and values, and functions that write and read these buffers.
 //!
 //! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A layer with full attention
 //! stores column `c` in slot `c`. A layer with a sliding window has a ring buffer, and stores column `c` in slot `c % slots`.
@@ -37,8 +37,8 @@ pub(super) fn capacity(columns: usize) -> usize {
     columns.next_multiple_of(BLOCK)
 }
 
-/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a new buffer of `slots` slots that holds a copy
-/// of the first `columns` columns.
+/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a new buffer of `slots` slots with a copy of the
+/// first `columns` slots of `buffer`.
 pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     match buffer.dims()[2] < slots {
         true => write(buffer.empty(slots), buffer, 0, 0, columns),
@@ -46,7 +46,8 @@ pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     }
 }
 
-/// Appends `new`, `[batch, kv_heads, count, …]`, to a full-attention layer's buffer that already holds `past` columns.
+/// Appends `new`, `[batch, kv_heads, count, …]`, to a full-attention layer's buffer that already holds `past` tokens of
+/// every sequence.
 pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots {
     let count = new.dims()[2];
     let slots = capacity(past + count);
@@ -57,7 +58,7 @@ pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots 
     write(buffer, new, 0, past, count)
 }
 
-/// Copies `count` columns from `new` to `buffer`. Column `start` of `new` goes to slot `slot`.
+/// Copies `count` tokens of every sequence from `new`, beginning at index `start`, to `buffer`, beginning at slot `slot`.
 ///
 /// The caller passes the only handle to the buffer's memory, so the write happens in place.
 pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count: usize) -> Slots {
@@ -65,7 +66,7 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
-/// Writes the last columns of `new` to a ring buffer, as many as the buffer has slots. `past` columns precede `new`.
+/// Writes the last tokens of `new` to a ring buffer, as many as the buffer has slots. `past` tokens precede those of `new`.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);
@@ -79,7 +80,7 @@ pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     }
 }
 
-/// Returns the last `kept` of the `past` columns that were written to a ring buffer, followed by the columns of `new`.
+/// Returns the last `kept` of the `past` tokens that were written to a ring buffer, followed by the tokens of `new`.
 pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> Slots {
     if kept == 0 {
         return new.clone();
@@ -89,8 +90,8 @@ pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> S
     Slots::cat(parts)
 }
 
-/// Returns the slots of the last `kept` of the `past` columns that were written to a ring buffer, in text order. Columns
-/// that wrap around the end of the buffer give two ranges. `kept` must be at least 1.
+/// Returns the slots of the last `kept` of the `past` tokens that were written to a ring buffer, in text order. Tokens that
+/// wrap around the end of the buffer give two ranges of slots. `kept` must be at least 1.
 pub(super) fn parts_in_order(ring: &Slots, past: usize, kept: usize) -> Vec<Slots> {
     let slots = ring.dims()[2];
     let slot = (past - kept) % slots;

@@ -1,4 +1,4 @@
-//! The slots of a cache that are reserved for future tokens, and the buffers that the decode kernels write.
+//! Reserved slots for future tokens in the buffers of the KV cache, and the buffers that the decode kernels write.
 //!
 //! A column is one token of every sequence. A full-attention layer stores column `c` in slot `c` of its buffer.
 
@@ -20,13 +20,14 @@ pub(crate) enum WriteTarget {
 }
 
 impl Cache {
-    /// Returns the number of columns for which every full-attention layer's buffer has slots.
+    /// Returns the number of tokens per sequence for which every full-attention layer's buffer has slots.
     pub(crate) fn room(&self) -> usize {
         self.room
     }
 
-    /// Reserves slots for at least `count` more columns. A reallocated buffer invalidates the captured CUDA graphs, so
-    /// buffers grow by at least an eighth and at least 1,024 columns, up to the model's maximum number of positions.
+    /// Reserves slots for at least `count` more tokens of every sequence. A reallocated buffer invalidates the captured CUDA
+    /// graphs, so buffers grow rarely: by at least an eighth and at least 1,024 slots, up to the model's maximum number of
+    /// positions.
     pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
         let ahead = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
@@ -51,7 +52,7 @@ impl Cache {
     /// values have an entry.
     ///
     /// # Panics
-    /// If the cache is empty.
+    /// Panics if the cache is empty.
     pub(crate) fn targets(&self) -> Vec<WriteTarget> {
         self.stores.iter().map(Store::target).collect()
     }
@@ -59,7 +60,7 @@ impl Cache {
     /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no layer does.
     ///
     /// # Panics
-    /// If the cache is empty.
+    /// Panics if the cache is empty.
     pub(crate) fn last_target(&self, kind: LayerType) -> Option<WriteTarget> {
         let is_of =
             |store: &&Store| matches!(store, Store::Ring(_)) == (kind == LayerType::Sliding);

@@ -8,15 +8,15 @@ use super::{
     slots::Slots,
 };
 
-/// The contents of the ring buffers after a given number of columns. A column is one token of the text.
+/// The contents of the ring buffers at an earlier token of the text.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
     /// The number of columns (tokens) in the cache when the checkpoint was made.
     pub column: usize,
     /// The number of columns (tokens) that the checkpoint copied from each ring buffer.
     pub kept: usize,
-    /// The copied columns of each layer, `[batch, kv_heads, kept, head_dim]`, in text order. `None` for a layer without a
-    /// ring buffer, or if `kept` is 0.
+    /// The copied keys and values of each layer, `[batch, kv_heads, kept, head_dim]`, in text order. `None` for a layer
+    /// without a ring buffer, or if `kept` is 0.
     pub rings: Vec<Option<Buffers>>,
 }
 
@@ -31,7 +31,7 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// Creates a checkpoint, which copies the last columns of each ring buffer.
+    /// Creates a checkpoint, which copies the keys and values of the last tokens in each ring buffer.
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
@@ -50,21 +50,21 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last columns that a checkpoint must copy from each ring buffer: the `window - 1` columns
-    /// that the next query sees, plus the columns that [`forget`](Self::forget) may remove before that query.
+    /// Returns the number of last tokens that a checkpoint must copy from each ring buffer: the `window - 1` tokens that the
+    /// next query sees, plus the tokens that [`forget`](Self::forget) may remove before that query.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
 
-    /// Removes all columns from `column` on, and returns true. Returns false without a change if the ring buffers lack a
-    /// key in the window of a query at `column`.
+    /// Removes the token at position `column` and all later tokens, and returns true. Returns false without a change if the
+    /// ring buffers lack a key in the window of a query at that position.
     ///
     /// # Panics
-    /// If the cache is padded.
+    /// Panics if the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // If a slot is unwritten, the ring buffer holds every token of the text. This is also true after a restore: if
-        // the first tokens are missing, all slots count as written.
+        // `is_whole` means that the ring buffers still hold every token of the text, because some of their slots were never
+        // written. After a restore without the first tokens, `written` counts all slots as written, so `is_whole` is false.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -79,10 +79,10 @@ impl Cache {
         }
     }
 
-    /// Restores this cache to one of its earlier checkpoints, which must not have more columns than the cache.
+    /// Restores this cache to one of its earlier checkpoints, which must not contain more tokens than the cache.
     ///
     /// # Panics
-    /// If the cache is padded.
+    /// Panics if the cache is padded.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) {
         assert!(!self.is_padded(), "only an unpadded cache can be restored");
         let slots = self.ring_slots();
@@ -101,7 +101,8 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // After forgetting, the ring buffer must still hold the whole window of the next query.
+        // Allow `forget` to remove only as many tokens as the ring buffers can lose and still hold the whole window of the
+        // next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
             false => self.spare.min(checkpoint.kept + 1 - self.window),
@@ -110,7 +111,7 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` columns that were written to a ring buffer. A view would change with the buffer,
+/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would not keep the old values,
 /// because kernels write ring buffers in place. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;

@@ -1,4 +1,5 @@
-//! The columns of each layer's cache as named tensors, in the form that session files store. A column is one token of the text.
+//! The keys and values in each layer's cache as named tensors, in the form that session files store. A column is one token
+//! of the text.
 
 use super::{
     Cache, Store,
@@ -11,7 +12,7 @@ use crate::model::Gemma4Model;
 use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// The name and shape of a tensor in a session file: a layer's keys, its values, or its slots with compact keys.
+/// The name and shape of a tensor in a session file. The tensor holds a layer's keys, its values, or its compact slots.
 pub(crate) struct CacheColumns {
     pub name: String,
     /// The shape, `[1, kv_heads, columns, head_dim]`. For compact slots the last dimension is the slot's width.
@@ -68,7 +69,7 @@ impl Cache {
         expected
     }
 
-    /// Returns the names and shapes that the ring buffers' tensors in a checkpoint of `kept` columns must have.
+    /// Returns the names and shapes that the ring buffers' tensors must have in a checkpoint of `kept` tokens.
     pub(crate) fn expected_rings(
         &self,
         config: &Gemma4Config,
@@ -93,8 +94,8 @@ impl Cache {
             .collect()
     }
 
-    /// True if a checkpoint of a cache with `columns` columns may hold exactly `kept` columns of each ring buffer. A
-    /// checkpoint holds all columns, or at least the `window - 1` columns that the next query sees.
+    /// True if a checkpoint of a cache with `columns` tokens may hold exactly `kept` tokens of each ring buffer. A
+    /// checkpoint holds all tokens, or at least the `window - 1` tokens that the next query sees.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;
@@ -125,7 +126,8 @@ impl Cache {
         }
     }
 
-    /// Allocates the ring buffers for which the session file has no tensors, because they hold no token.
+    /// Allocates the ring buffers that have no tensors in the session file. A session file omits ring buffers that hold no
+    /// token.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());

@@ -38,7 +38,8 @@ impl CompactLayout {
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
-    /// True if the key range and the value range of a slot begin and end at 32-bit words of four int8 codes.
+    /// True if a slot's key range and value range begin and end at multiples of four elements. In int8, four elements fill a
+    /// 32-bit word.
     pub fn has_words(&self) -> bool {
         self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }
@@ -95,7 +96,8 @@ impl CompactLayout {
     }
 }
 
-/// The index tensors that build compact slots, and the weight by which a query is multiplied before it attends to the slots.
+/// The index tensors that reorder channels to the layout of a compact slot and back, and the factors by which a query is
+/// multiplied before it attends to the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
@@ -108,7 +110,7 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
-    /// Builds the index tensors and the query weight. `key_weight`, `[head_dim]`, is the weight of the key norm.
+    /// Builds the index tensors and the query factors. `key_weight`, `[head_dim]`, is the weight of the key norm.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
         let pairs = layout.head_dim / 2;
@@ -148,7 +150,7 @@ impl CompactKeys {
 pub(crate) struct CompactBuffer {
     /// The slots, `[batch, kv_heads, slots, width]`.
     pub slots: Slots,
-    /// The layout of the slots, and the index tensors that build slots.
+    /// The layout of the slots, and the index tensors that reorder channels to this layout and back.
     pub keys: CompactKeys,
 }
 

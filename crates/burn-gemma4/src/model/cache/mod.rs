@@ -55,7 +55,7 @@ pub struct Cache {
     /// The model's maximum number of positions.
     #[cfg(feature = "cube")]
     positions: usize,
-    /// The number of spare slots in each ring buffer, and the largest number of columns that can be forgotten.
+    /// The number of spare slots in each ring buffer, and the largest number of tokens per sequence that can be forgotten.
     spare: usize,
     /// The current number of columns (tokens of every sequence), including padding and without the forgotten columns.
     columns: usize,
@@ -68,12 +68,12 @@ pub struct Cache {
     rotated: bool,
     /// True if the sequences may have different lengths, and a call adds one token to each: see the module `ragged`.
     ragged: bool,
-    /// The number of columns for which `make_room` has reserved slots in every full-attention layer's buffer.
+    /// The number of tokens per sequence for which `make_room` has reserved slots in every full-attention layer's buffer.
     #[cfg(feature = "cube")]
     room: usize,
 }
 
-/// The buffers of one layer, which are allocated when the first columns are written.
+/// The buffers of one layer, which are allocated when the first tokens are written.
 #[derive(Debug)]
 enum Store {
     /// A ring buffer of `window + spare` slots. Column (token) `c` is in slot `c % slots`.
@@ -128,11 +128,11 @@ impl Cache {
         }
     }
 
-    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence,
-    /// counted back from the largest number of tokens that the cache ever had.
+    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence. The
+    /// limit counts back from the largest number of tokens that the cache ever had.
     ///
     /// # Panics
-    /// If the cache is not empty.
+    /// Panics if the cache is not empty.
     pub fn forgetting(self, columns: usize) -> Self {
         assert!(
             self.written == 0,
@@ -157,7 +157,7 @@ impl Cache {
     /// Removes the last `count` tokens of every sequence.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if `count` exceeds [`forgettable`](Self::forgettable).
+    /// Returns [`Gemma4Error::Argument`] if `count` exceeds [`forgettable`](Self::forgettable).
     pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
         let most = self.forgettable();
         match count > most {
@@ -291,7 +291,7 @@ impl Cache {
     /// the layer's queries attend to. `key_weight` is the key norm's weight.
     ///
     /// # Panics
-    /// If the layer is a shared KV layer.
+    /// Panics if the layer is a shared KV layer.
     pub(crate) fn extend(
         &mut self,
         layer: usize,
@@ -371,8 +371,8 @@ impl Cache {
         }
     }
 
-    /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer, and which of them the
-    /// next query sees. Returns `None` if no layer qualifies or the cache is empty.
+    /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer. Also returns the rules
+    /// that decide which keys the next query sees. Returns `None` if no layer qualifies or the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
@@ -408,12 +408,12 @@ impl Cache {
         found.next()
     }
 
-    /// Adds the call's tokens to the number of columns, after all layers have written their buffers.
+    /// Adds the call's tokens to the length of the cache, after all layers have written their buffers.
     pub(crate) fn advance(&mut self, call: &Call) {
         self.advance_by(call.count);
     }
 
-    /// Returns the number of slots that a full-attention layer's buffer needs for the columns up to `end`. The buffer
+    /// Returns the number of slots that a full-attention layer's buffer needs for `end` tokens of every sequence. The buffer
     /// never shrinks.
     fn full_slots(&self, end: usize) -> usize {
         let slots = capacity(end.max(self.written));
@@ -444,8 +444,8 @@ impl Cache {
         self.columns.min(self.window - 1)
     }
 
-    /// Returns the newest column in each slot of a ring buffer of `window` slots after `end` columns. For an unwritten
-    /// slot, returns the first column that will be written.
+    /// Returns, for each slot of a ring buffer of `window` slots, the index of the newest token in the slot after `end`
+    /// tokens. For an unwritten slot, returns the index of the first token that will be written to the slot.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {
@@ -454,14 +454,14 @@ impl Cache {
         })
     }
 
-    /// Returns the padding mask, `[batch, 1, 1, columns]`, which is `false` for padding, or `None` if there is no
-    /// padding.
+    /// Returns the padding mask for the tokens with the indices `columns`, `[batch, 1, 1, columns]`. An element is `false`
+    /// if the token is padding. Returns `None` if no token is padding.
     fn mask(
         &self,
         columns: impl ExactSizeIterator<Item = usize> + Clone,
         device: &Device,
     ) -> Option<Tensor<4, Bool>> {
-        // Return early for batches without padding. A decode step must not iterate over all columns.
+        // Return early for batches without padding. A decode step must not iterate over all tokens of the cache.
         let most = self.most_padding();
         let padded = most > 0 && columns.clone().any(|column| column < most);
         padded.then(|| {

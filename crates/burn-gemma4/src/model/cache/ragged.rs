@@ -18,7 +18,7 @@ use crate::config::Gemma4Config;
 use attention_cube::paged::{Places, append, append_quantized};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The smallest number of columns by which the buffers of full-attention layers grow at once.
+/// The smallest number of slots by which the buffers of full-attention layers grow at once.
 const GROWTH: usize = 256;
 
 /// The slots to which a call writes the new token of each sequence.
@@ -26,7 +26,8 @@ const GROWTH: usize = 256;
 pub(super) struct RaggedRows {
     /// The position of each sequence's new token.
     positions: Vec<usize>,
-    /// The slots on the device if kernels write them, or `None` if the host writes one sequence after another.
+    /// The slots as device tensors if kernels write the keys and values. `None` if the host writes one sequence after
+    /// another.
     on_device: Option<DeviceRows>,
 }
 
@@ -137,8 +138,8 @@ impl Cache {
         });
     }
 
-    /// Reallocates the buffers with `capacity` rows, and copies the first `kept` rows. The buffers of full-attention layers
-    /// shrink to the slots that the longest sequence needs.
+    /// Reallocates the buffers with `capacity` rows, one row per sequence, and copies the first `kept` rows. The buffers of
+    /// full-attention layers shrink to the slots that the longest sequence needs.
     pub(crate) fn set_capacity(&mut self, capacity: usize, kept: usize) {
         let longest = self.columns;
         self.for_each_buffer(|buffer, is_ring| {
@@ -159,12 +160,13 @@ impl Cache {
         self.ensure_slots(longest);
     }
 
-    /// The largest number of slots of a row in the buffers of full-attention layers, if sequences have up to `tokens` tokens.
+    /// The largest number of slots per sequence in the buffers of full-attention layers, if sequences have up to `tokens`
+    /// tokens.
     pub(crate) fn largest_slots(tokens: usize) -> usize {
         capacity(tokens.saturating_add((tokens / 8).max(GROWTH)))
     }
 
-    /// Lets the buffers of full-attention layers grow, so that each row has at least `columns` slots.
+    /// Enlarges the buffers of full-attention layers, if necessary, so that each sequence has at least `columns` slots.
     pub(crate) fn ensure_slots(&mut self, columns: usize) {
         let mut slots = usize::MAX;
         self.for_each_buffer(|buffer, is_ring| {
@@ -195,7 +197,7 @@ impl Cache {
         }
     }
 
-    /// Calls `visit` with each buffer. The second argument is true for a ring buffer.
+    /// Calls `visit` with each buffer of keys or values. The second argument of `visit` is true for a ring buffer.
     fn for_each_buffer(&mut self, mut visit: impl FnMut(&mut Slots, bool)) {
         for store in &mut self.stores {
             let is_ring = matches!(store, Store::Ring(_));
@@ -238,7 +240,8 @@ impl Cache {
         }
     }
 
-    /// Writes the new key and value of each sequence to the buffers of a layer, and returns what the layer's queries attend to.
+    /// Writes the new key and value of each sequence to the buffers of a layer, and returns the keys and values that the
+    /// layer's queries attend to.
     pub(super) fn extend_ragged(
         &mut self,
         layer: usize,
@@ -328,7 +331,8 @@ impl DeviceRows {
                 })
             }
         };
-        // The shapes fit by construction, and the model has run attention on this device before.
+        // `append` returns an error for tensors of the wrong shape or for an unsupported device. The code above builds
+        // tensors of the right shape, and attention has run on this device before.
         written.unwrap_or_else(|error| panic!("{error}"))
     }
 }

@@ -23,9 +23,9 @@ impl Ring {
         self.slots == self.window
     }
 
-    /// Computes which slots each query sees: the slots whose newest column lies in the query's window. The queries' own
-    /// columns must already be written. `queries` is `[sequences, queries per sequence]`. `positions` lists the queries'
-    /// positions, ordered by sequence.
+    /// Computes which slots each query sees: the slots whose newest token lies in the query's window. The keys at the
+    /// queries' own positions must already be written. `queries` is `[sequences, queries per sequence]`. `positions` lists
+    /// the queries' positions, ordered by sequence.
     pub fn visible(&self, queries: [usize; 2], positions: Tensor<1, Int>) -> Visible {
         self.mask(queries, positions, true)
     }

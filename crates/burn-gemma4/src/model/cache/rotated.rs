@@ -9,7 +9,7 @@ use super::{Cache, Store, slots::Slots};
 use crate::error::Gemma4Error;
 
 impl Cache {
-    /// Rotates every sequence so that slot 0 holds its first token. The cache must already know the padding.
+    /// Rotates every sequence so that slot 0 holds its first token. The padding of each sequence must already be set.
     #[cfg(feature = "cube")]
     pub(crate) fn rotate(&mut self) {
         if !self.rotated {
@@ -19,7 +19,8 @@ impl Cache {
         }
     }
 
-    /// Undoes [`rotate`](Self::rotate). A ragged cache always stays rotated.
+    /// Undoes [`rotate`](Self::rotate), so that each sequence begins with its padding again. In a ragged cache this function
+    /// does nothing.
     #[cfg(feature = "cube")]
     pub(crate) fn turn_back(&mut self) {
         if self.rotated && !self.ragged {
@@ -33,7 +34,7 @@ impl Cache {
     /// shorter sequences get more padding.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).
+    /// Returns [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).
     pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
         let most = counts.iter().copied().max().unwrap_or(0);
         if counts.iter().all(|count| *count == most) || most > self.forgettable() {

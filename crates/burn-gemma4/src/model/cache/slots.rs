@@ -28,7 +28,7 @@ impl Slots {
     /// Converts floats to the storage format.
     ///
     /// # Panics
-    /// If the storage format is int8 and a row does not fill whole 32-bit words.
+    /// Panics if the storage format is int8 and a row does not fill whole 32-bit words.
     pub fn new(numbers: Tensor<4>, precision: KvPrecision) -> Self {
         match precision {
             KvPrecision::Model => Self::Whole(numbers),
@@ -160,7 +160,7 @@ impl Slots {
     /// Returns the keys or values as floats. Int8 codes are dequantized to f32.
     ///
     /// # Panics
-    /// If the device does not support attention.
+    /// Panics if the device does not support attention.
     pub fn numbers(self) -> Tensor<4> {
         match self {
             Self::Whole(numbers) => numbers,
@@ -174,7 +174,7 @@ impl Slots {
 /// Combines packed int8 codes and scales into the type that attention reads.
 ///
 /// # Panics
-/// If the shapes of codes and scales do not match.
+/// Panics if the shapes of codes and scales do not match.
 pub(crate) fn rows(words: Tensor<4, Int>, scales: Tensor<4>) -> QuantizedRows {
     QuantizedRows::of_parts(words, scales.squeeze_dim(3)).unwrap_or_else(|error| panic!("{error}"))
 }

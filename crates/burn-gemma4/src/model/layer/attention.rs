@@ -69,7 +69,7 @@ impl Attention {
     /// Returns the norm of the keys.
     ///
     /// # Panics
-    /// If the layer is a shared KV layer.
+    /// Panics if the layer is a shared KV layer.
     pub(crate) fn key_norm(&self) -> &RmsNorm {
         self.k_norm
             .as_ref()

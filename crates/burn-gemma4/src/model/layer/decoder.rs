@@ -83,7 +83,7 @@ impl DecoderLayer {
     /// `shared` and returns none. `next` is the norm that follows the layer.
     ///
     /// # Panics
-    /// If the layer computes no keys and values, and `shared` holds none for the layer's type.
+    /// Panics if the layer computes no keys and values, and `shared` holds none for the layer's type.
     pub(crate) fn forward<O: LayerOps>(
         &self,
         stream: ResidualStream,

@@ -97,7 +97,8 @@ impl Router {
         }
     }
 
-    /// Chooses the experts of a few rows in one kernel, like [`forward`](Self::forward) without the probabilities.
+    /// Chooses the experts of a few rows in one kernel. Unlike [`forward`](Self::forward), this method does not return the
+    /// probabilities.
     #[cfg(feature = "cube")]
     pub(crate) fn choice(&self, input: Tensor<2>) -> Choice {
         let dtype = input.dtype();

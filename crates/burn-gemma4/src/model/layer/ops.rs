@@ -44,7 +44,7 @@ pub(crate) trait LayerOps {
     /// `None`, the queries attend to `shared`, the keys and values of an earlier layer.
     ///
     /// # Panics
-    /// If both `own` and `shared` are `None`.
+    /// Panics if both `own` and `shared` are `None`.
     fn heads(
         &mut self,
         attention: &Attention,
@@ -171,7 +171,7 @@ pub(crate) fn added(stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -
 /// The message of `expect` at code that requires keys and values for a layer's queries.
 pub(crate) const KEYS_ARE_THERE: &str = "a validated configuration has an earlier layer of the same type with keys for each shared KV layer";
 
-/// The projected keys and values of a layer that computes its own.
+/// The projected keys and values of a layer that computes its own keys and values.
 pub(crate) struct OwnColumns {
     pub key: ColumnSlice,
     pub value: ColumnSlice,
@@ -183,7 +183,7 @@ pub(crate) enum ResidualStream {
     /// The residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm, if it is already
     /// computed.
     Ready(Box<(Tensor<2>, Option<Tensor<2>>)>),
-    /// An addition to the residual stream that is not computed yet, because the kernel of the next GEMV may compute it too.
+    /// A pending addition to the residual stream, which the kernel of the next GEMV may compute together with the GEMV.
     #[cfg(feature = "cube")]
     Deferred(Box<(ResidualAdd, Next)>),
 }

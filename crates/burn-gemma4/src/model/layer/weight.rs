@@ -28,7 +28,7 @@ pub enum Weight<const D: usize = 2> {
     Quantized(Box<QuantizedWeight<D>>),
 }
 
-/// A quantized weight, with the rows of all its matrices packed into words.
+/// A quantized weight. The rows of all its matrices are packed into 32-bit words.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight<const D: usize = 2> {
     /// The packed rows, `[rows, words]`, in 32-bit words of a layout that is internal to this crate.
@@ -69,7 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows in portions. A weight with an adapter is never large, so it has only one portion.
+    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion, because its dequantized
+    /// size is small enough for one device buffer.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 /// Six gradients and the other arguments need 8 buffers, which every WebGPU device can bind.
 pub(super) const AT_ONCE: usize = 6;
 
-/// The number of vectors in each of the six gradient arguments. It is 0 for an argument that a launch does not need.
+/// The number of vectors in each of the six gradient arguments. The number is 0 for an argument that a launch does not need.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct Counts {
     pub first: u32,
@@ -146,8 +146,8 @@ pub(super) fn adamw<G: Float, N: Size>(
     }
 }
 
-/// Rounds a vector of f32 weights to the model's dtype. If `drawn`, uses the pseudorandom thresholds of [`super::rounding`].
-/// Otherwise rounds to nearest.
+/// Rounds a vector of f32 weights to the model's dtype. If `drawn` is true, the pseudorandom thresholds of
+/// [`super::rounding`] decide between the two bf16 neighbors. Otherwise rounds to nearest.
 #[cube]
 fn shown<W: Float, N: Size>(weights: Vector<f32, N>, #[comptime] drawn: bool) -> Vector<W, N> {
     let mut shown = weights;

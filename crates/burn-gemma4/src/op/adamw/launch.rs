@@ -183,8 +183,8 @@ impl UpdateBackend for CubeBackend {
         let rounded = empty(&own.weight, own.weight.meta.shape().clone(), dtype);
         let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
         let (count, dim) = grid(&client, vectors);
-        // SAFETY: the accesses are the same as in `adamw`. Unit `i` also writes vector `i` of `rounded`, which has `vectors`
-        // vectors.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all tensors except `factor`. The unit
+        // accesses only vector `i` of these tensors, and the single element of `factor`.
         unsafe {
             adamw_rounded::launch_unchecked(
                 &client,

@@ -33,7 +33,7 @@ pub struct SumOfSquares {
     /// The partial sums, `[PARTS]`.
     #[cfg(feature = "cube")]
     parts: Option<Tensor<1>>,
-    /// Tensors of one dtype whose squares still wait to be added, because the tensors are too few for a full launch.
+    /// Tensors of one dtype whose squares are not yet in the partial sums. A launch adds up the squares of six tensors.
     #[cfg(feature = "cube")]
     waiting: Vec<FloatTensor<Dispatch>>,
     /// The sum of squares over tensors that the kernel does not support, `[1]`.
@@ -73,7 +73,7 @@ impl SumOfSquares {
         self
     }
 
-    /// Adds the squares of all waiting tensors to the partial sums.
+    /// Launches the sum of squares over the tensors in `waiting`, which adds the result to the partial sums.
     #[cfg(feature = "cube")]
     fn add_waiting(&mut self) {
         let count = self.waiting.len();
@@ -131,7 +131,7 @@ pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     Tensor::from_data(TensorData::new(shown, shape), (&device, dtype))
 }
 
-/// True if weights of this dtype are rounded by the pseudorandom thresholds of [`rounding`].
+/// True if [`rounding`] rounds weights of this dtype, by a fixed pseudorandom threshold for each weight.
 fn drawn(dtype: DType) -> bool {
     dtype == DType::BF16
 }
@@ -172,7 +172,8 @@ impl AdamW {
         if serve(&gradient.device(), [gradient.dtype(), dtype]) {
             return by_kernel(gradient, factor, trained, formula, dtype);
         }
-        // If the factor is 0, keep the old state. Multiplying the gradient by 0 would not skip the step, because 0 × NaN is NaN.
+        // If the factor is 0, keep the old state. Multiplying the gradient by 0 would not skip the step, because 0 × NaN is
+        // NaN.
         let trained = match factor.clone().into_scalar::<f32>() == 0.0 {
             true => trained,
             false => {
@@ -201,7 +202,8 @@ fn by_operators<const D: usize>(
     }
 }
 
-/// True if the device can run the kernels on both dtypes: the dtype of the kernel's input, and the dtype of the model's weights.
+/// True if the device can run the kernels on both dtypes: the dtype of the kernel's input, and the dtype of the model's
+/// weights.
 #[cfg(feature = "cube")]
 fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
     dtypes.into_iter().all(|dtype| super::serves(device, dtype))

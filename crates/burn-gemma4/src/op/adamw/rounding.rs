@@ -47,7 +47,7 @@ pub(super) fn neighbour(weight: f32, place: u32) -> f32 {
     f32::from_bits((kept + next) << LOST)
 }
 
-/// Computes the same hash as [`threshold`] on the device.
+/// Computes the same hash as the host function [`threshold`], on the device.
 #[cfg(feature = "cube")]
 #[cube]
 fn threshold_there(kept: u32, place: u32) -> u32 {
@@ -109,7 +109,7 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // The bound is four standard deviations of the fraction, each at most 0.004.
+                // The bound of 0.016 is four standard deviations of the fraction. A standard deviation is at most 0.004.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

@@ -49,8 +49,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         let first = row as usize * columns as usize;
         #[unroll]
         for index in 0..held {
-            // If a column lies beyond the end of the section, load the first of these values again. With a branch instead,
-            // the compiler would not issue the loads together.
+            // If a column lies beyond the end of the section, load the value at `column` again, which is within the section.
+            // With a branch instead, the compiler would not issue the loads together.
             let other = column + comptime!((index * UNITS) as u32);
             let at = first + select(other < end, other, column) as usize;
             held_values[index] = values[at];

@@ -5,8 +5,8 @@ use crate::op::dequantize::tests::devices;
 use burn::tensor::TensorData;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The tested numbers of rows and vocabulary sizes. The vocabulary sizes need different vector widths, and are smaller or
-/// larger than a cube.
+/// The tested numbers of rows and vocabulary sizes. The vocabulary sizes need different vector widths. Some are smaller than
+/// the number of units in a cube, and some are larger.
 const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
 
 /// Returns the exact losses, one per row, and the exact gradients of the logits, row by row.

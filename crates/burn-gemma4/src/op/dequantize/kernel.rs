@@ -29,7 +29,7 @@ pub(in crate::op) struct RowParts {
 /// The parameters that dequantize the codes of a group.
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
-    /// The zero point of this group, or 0 if the format has no zero point per group.
+    /// The zero point of the group, or 0 if the format has no zero point per group.
     pub zero: f32,
     pub scale: f32,
     pub least: f32,

@@ -38,7 +38,7 @@ pub trait DequantizeBackend: Backend {
     fn dequantize(words: IntTensor<Self>, layout: Layout, dtype: DType) -> FloatTensor<Self>;
 }
 
-/// Describes the output to Burn's fusion before the output exists.
+/// Returns the shape and dtype of the output, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(words: &TensorSpec, layout: &Layout, dtype: &DType) -> TensorSpec {
     TensorSpec::new(Shape::new([words.shape[0], layout.columns]), *dtype)

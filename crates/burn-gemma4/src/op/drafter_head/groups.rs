@@ -17,7 +17,8 @@ use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks, with `SHARES` units per score. Neither `OWN` nor `SHARES` has been tuned yet.
+/// The number of scores that a cube ranks. For each score, `SHARES` units compare the score with all scores of the row. Both
+/// constants are untuned.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -27,8 +28,7 @@ pub(super) const CHOOSING_UNITS: usize = OWN * SHARES;
 /// The number of scores that shared memory holds at a time.
 const STRETCH: usize = 2048;
 
-/// The number of weight rows that a group of units reads at once to compute dot products. The number has not been tuned
-/// yet.
+/// The number of rows of the LM head that a unit reads at once to compute dot products. The number has not been tuned yet.
 pub(super) const AT_ONCE: usize = 4;
 
 /// Chooses for each row the `top_k` groups with the largest scores, in descending order. On ties the lower index comes
@@ -58,7 +58,8 @@ pub(super) fn choose_groups_pdl<E: Float, I: Int>(
     let mut before = 0u32;
     let mut behind = 0u32;
     while behind < groups {
-        // Wait before the loads below overwrite the previous `STRETCH` scores in shared memory, which some units may still read.
+        // Wait until all units have read the previous `STRETCH` scores in shared memory, before the loads below overwrite
+        // the scores.
         sync_cube();
         let count = min(groups - behind, comptime!(STRETCH as u32));
         let mut at = UNIT_POS;
@@ -117,9 +118,9 @@ pub(super) struct Candidates {
 /// The compile-time plan of the search among candidate tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct CandidatesPlan {
-    /// The units that compute a logit together.
+    /// The group of units that computes a logit together.
     pub team: Team,
-    /// The number of teams per cube.
+    /// The number of teams per cube. A team is a group of units that computes a logit together.
     pub teams: usize,
     pub pdl: bool,
 }
@@ -157,7 +158,8 @@ pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
         let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
             * comptime!(teams as u32)
             + of_cube;
-        // Repeat the last token if no token is left for these units. A repeated token cannot change the maximum.
+        // If no candidate token is left, process the row's last candidate again. A repeated candidate cannot change the
+        // maximum.
         let candidate = min(candidate, last);
         let rank = candidate / candidates.of_group;
         let group = u32::cast_from(chosen[(row * candidates.groups + rank) as usize]);

@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// The layout of the embeddings and streams that `join_pdl` concatenates.
+/// The layout of the embeddings and the residual streams that `join_pdl` concatenates.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Joined {
@@ -73,8 +73,8 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Finds the largest of each row's `parts` logits, and writes its token to the tensor of draft tokens. On ties the
-/// smaller token id wins. The draft token is 0 if every token is −1. One cube handles a row.
+/// Reduces the `parts` partial results of each row: finds the largest logit, and writes its token to the tensor of draft
+/// tokens. On ties the smaller token id wins. The draft token is 0 if every token is −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(
     largest: &Tensor<f32>,

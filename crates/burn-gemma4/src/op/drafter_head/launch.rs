@@ -97,8 +97,8 @@ fn join(
     );
     let element = dtype_to_storage_type(table.dtype);
     let integer = dtype_to_storage_type(tokens.dtype);
-    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. The unit reads
-    // one vector of a row of `streams` or of `table`. Token ids are below the number of rows of `table`.
+    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. The unit reads one
+    // vector of a row of `streams` or of `table`. Token ids are below the number of rows in `table`.
     unsafe {
         join_pdl::launch_unchecked(
             &client,

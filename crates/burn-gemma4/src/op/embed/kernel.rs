@@ -32,7 +32,7 @@ pub(super) struct EmbedPlan {
     pub loads_now: bool,
 }
 
-/// The number of rows in the table, and the distance between the rows.
+/// The number of rows in the embedding table, and the distance between the rows.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TableRows {
@@ -129,8 +129,8 @@ pub(super) struct Factors {
     pub sum: f32,
 }
 
-/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's
-/// columns, in f32. Without tokens, output row `i` reads row `i` of the table.
+/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns,
+/// in f32. If there are no tokens, output row `i` uses row `i` of the table.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     projected: &Tensor<Vector<E, N>>,

@@ -160,7 +160,7 @@ pub struct Embedded<B: Backend> {
     pub normed: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. The functions above document the operators.
+/// The kernels as operators of a backend. For each operator, see the function of this module that calls it.
 #[backend_extension(Cube, Fusion)]
 pub trait EmbedBackend: Backend {
     #[fusion(meta = |tokens, table, _weight, _options| metadata(tokens, table))]
@@ -181,7 +181,7 @@ pub trait EmbedBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the outputs to Burn's fusion before the outputs exist.
+/// Returns the shapes and dtypes of the outputs, which Burn's fusion needs before it runs the operator.
 fn metadata(tokens: &TensorSpec, table: &TensorSpec) -> EmbeddedMetadata {
     let rows = TensorSpec::new(Shape::new([tokens.shape[0], table.shape[1]]), table.dtype);
     EmbeddedMetadata {

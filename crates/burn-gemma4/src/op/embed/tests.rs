@@ -165,7 +165,7 @@ fn per_layer_matches_reference() {
                 assert_eq!(found.len(), exact.len());
                 for (found, exact) in found.into_iter().zip(&exact) {
                     let error = (f64::from(found) - exact).abs();
-                    // The bound is half a unit in the last place, plus the rounding of f32 operations.
+                    // The bound is half a unit in the last place, plus the rounding errors of the operations in f32.
                     let most = (0.51 * rounding).max(1e-6) * exact.abs().max(1.0);
                     assert!(error <= most, "got {found}, expected {exact}, in {dtype:?}");
                 }

@@ -8,7 +8,8 @@ use cubecl::prelude::*;
 /// The largest number of concatenated matrices.
 pub(super) const MOST_SIDES: usize = 3;
 
-/// The number of rows of each matrix, and the number of cubes for the first two matrices.
+/// The number of rows of each matrix, and the number of cubes for each of the first two matrices. The remaining cubes
+/// compute the outputs of the third matrix.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConcatRows {

@@ -1,35 +1,36 @@
 //! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
 //!
-//! The work of a GEMV is divided into items. In the gate and up projections an item is one (row, chosen expert) pair.
+//! The work of a GEMV is divided into work items. In the gate and up projections a work item is one (row, chosen expert) pair.
 //!
-//! In the down projection an item is one row, and the kernel adds up the outputs of the row's experts. The kernel treats
+//! In the down projection a work item is one row, and the kernel adds up the outputs of the row's experts. The kernel treats
 //! the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its index among the
-//! experts of an item.
+//! experts of a work item.
 
 use super::concat::SideOutputs;
 use super::sums::ProjectPlan;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-/// The division of a GEMV into items, as a kernel argument. An item is one (row, chosen expert) pair, or one row whose
-/// experts' outputs the kernel adds up.
+/// The division of a GEMV into work items, as a kernel argument. A work item is one (row, chosen expert) pair, or one row
+/// whose experts' outputs the kernel adds up.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ItemPlace {
-    /// The number of cubes that compute one item. An item is a unit of the GEMV's work: see [`Items`].
+    /// The number of cubes that compute one work item.
     pub cubes: u32,
-    /// The number of items that read each input row: the number of chosen experts per row, or 1 if the outputs are added
+    /// The number of work items that read each input row: the number of chosen experts per row, or 1 if the outputs are added
     /// up.
     pub items_of_row: u32,
     /// The number of vectors in an expert's inner dimension.
     pub vectors: u32,
     /// The number of rows in an expert's matrix.
     pub rows: u32,
-    /// The distance from a row of the gate projection to the matching row of the up projection, in rows of the expert's matrix.
+    /// The distance from a row of the gate projection to the matching row of the up projection, in rows of the expert's
+    /// matrix.
     pub through: u32,
 }
 
-/// The chosen experts of a GEMV, and the division of the GEMV's work into items: see [`ItemPlace`].
+/// The chosen experts of a GEMV, and the division of the GEMV's work into work items: see [`ItemPlace`].
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct ExpertInputs {
     /// The indices of the chosen experts, `[rows, top_k]`; absent without experts.
@@ -49,7 +50,7 @@ pub(super) struct VectorPlace {
     pub vector: u32,
 }
 
-/// Returns the index of the item that this cube computes: a (row, chosen expert) pair, or a row.
+/// Returns the index of the work item that this cube computes: a (row, chosen expert) pair, or a row.
 #[cube]
 pub(super) fn item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 0) {
@@ -59,7 +60,7 @@ pub(super) fn item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the index of this cube among the cubes that compute the same item.
+/// Returns the index of this cube among the cubes that compute the same work item.
 #[cube]
 pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 0) {
@@ -69,7 +70,7 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the expert's index among the experts of the item. `vector` counts vectors over the concatenated inner
+/// Returns the expert's index among the experts of the work item. `vector` counts vectors over the concatenated inner
 /// dimensions of these experts.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
@@ -128,17 +129,17 @@ pub(super) struct OfExperts {
     pub rows: usize,
 }
 
-/// The items of a GEMV: units of work that separate cubes compute. Without experts there is one item.
+/// The work items of a GEMV: units of work that separate cubes compute. Without experts there is one work item.
 #[derive(Clone, Copy)]
 pub(super) struct Items {
     pub count: usize,
-    /// The number of input rows that one item reads.
+    /// The number of input rows that one work item reads.
     pub rows: usize,
-    /// The number of outputs that one item computes with each concatenated matrix, per input row.
+    /// The number of outputs that one work item computes with each of the concatenated matrices, per input row.
     pub sides: SideOutputs,
     /// The number of rows in the GEMV's output.
     pub rows_out: usize,
-    /// The number of experts by whose matrices one item multiplies; 0 without experts.
+    /// The number of experts by whose matrices one work item multiplies; 0 without experts.
     pub ranks: usize,
     of_row: usize,
     rows_of_expert: usize,
@@ -146,7 +147,7 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Creates the division of a GEMV without experts: a single item with all `rows` input rows. `outputs` is the number
+    /// Creates the division of a GEMV without experts: a single work item with all `rows` input rows. `outputs` is the number
     /// of rows of each matrix.
     pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
         Self {
@@ -186,22 +187,22 @@ impl Items {
         }
     }
 
-    /// The number of experts whose inner dimensions are concatenated in one item; 1 without experts.
+    /// The number of experts whose inner dimensions are concatenated in one work item; 1 without experts.
     pub fn inner(&self) -> usize {
         self.ranks.max(1)
     }
 
-    /// The number of cubes that compute one item of the GEMV's work.
+    /// The number of cubes that compute one work item.
     pub fn cubes(&self, plan: ProjectPlan) -> usize {
         self.sides.cubes(plan)
     }
 
-    /// The number of outputs that an item computes for each of its input rows.
+    /// The number of outputs that a work item computes for each of its input rows.
     pub fn outputs(&self) -> usize {
         self.sides.all()
     }
 
-    /// Returns the division into items as a kernel argument. `vectors` is the number of vectors in one expert's inner
+    /// Returns the division into work items as a kernel argument. `vectors` is the number of vectors in one expert's inner
     /// dimension.
     pub fn place(&self, plan: ProjectPlan, vectors: usize) -> ItemPlaceLaunch {
         ItemPlaceLaunch::new(

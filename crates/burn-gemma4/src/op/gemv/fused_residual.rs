@@ -87,7 +87,7 @@ pub trait AfterResidualBackend: Backend {
     ) -> AfterResidual<Self>;
 }
 
-/// Describes the stream and the GEMV's output to Burn's fusion before these tensors exist.
+/// Returns the shapes and dtypes of the stream and the GEMV's output, which Burn's fusion needs before it runs the operator.
 fn both(tensors: &ProductTensorsMetadata, options: &ProductOptions) -> AfterResidualMetadata {
     let product: TensorSpec = metadata(tensors, options);
     AfterResidualMetadata {

@@ -1,7 +1,7 @@
 //! GEMV of a few input rows: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
 //! Algorithm: a team is a group of units that computes a few outputs for all input rows. The units divide the inner
-//! dimension among themselves. With MoE experts a team computes outputs of one item (see `experts`). If the outputs of
+//! dimension among themselves. With MoE experts a team computes outputs of one work item (see `experts`). If the outputs of
 //! several matrices are concatenated, each cube computes outputs of only one matrix.
 //!
 //! Budget: shared memory holds the planes' partial sums, at most 8 KB. Registers hold `rows · weights` sums, at most 32,

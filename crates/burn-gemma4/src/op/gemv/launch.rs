@@ -76,7 +76,7 @@ impl GemvBackend for CubeBackend {
 }
 
 /// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix. If
-/// the rows are padded, Burn's own reshape would copy the matrices for each token.
+/// the rows are padded, Burn's own reshape would copy the matrices in every decode step.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     let weight = untile(weight);
     let [count, rows, _] = weight.meta.shape().dims();
@@ -123,7 +123,7 @@ pub(super) fn multiply(
     }
 }
 
-/// Returns the tensors of the product for the given rows of the input.
+/// Returns the tensors of the product for a range of the input rows.
 fn rows_of_product(
     tensors: &ProductTensors<CubeBackend>,
     rows: Range<usize>,
@@ -146,7 +146,7 @@ fn rows_of_product(
     }
 }
 
-/// Returns the largest number of input rows that the device multiplies with few reads of the weights.
+/// Returns the largest number of input rows for which a GEMV reads each weight only once.
 pub(super) fn most_rows(client: &Client, dtype: DType) -> usize {
     #[cfg(feature = "cuda")]
     if tensor_core::serves_batches(client, dtype) {
@@ -206,9 +206,9 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
-    // SAFETY: each unit reads input rows of its item, and weight rows up to the last row of its matrix. The indices of
+    // SAFETY: each unit reads input rows of its work item, and weight rows up to the last row of its matrix. The indices of
     // chosen experts are below the number of experts. Each unit writes only elements of `output` that belong to its own
-    // item and matrix.
+    // work item and matrix.
     unsafe {
         project_pdl::launch_unchecked(
             &client,

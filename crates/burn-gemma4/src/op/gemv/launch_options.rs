@@ -94,7 +94,7 @@ impl LaunchOptions {
         }
     }
 
-    /// Divides a GEMV of `rows` input rows into items: see the module `experts`. `of_matrix` is the number of rows of the
+    /// Divides a GEMV of `rows` input rows into work items: see the module `experts`. `of_matrix` is the number of rows of the
     /// first matrix.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
         if let Some(experts) = &self.experts {

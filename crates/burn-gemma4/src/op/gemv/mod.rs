@@ -31,11 +31,12 @@ use burn::{
 /// The largest number of input rows of a GEMV on CUDA cores.
 pub(crate) const GEMV_MAX_ROWS: usize = 8;
 
-/// The largest number of input rows of a batch, which tensor cores multiply with few reads of the weights. See [`most_rows`].
+/// The largest number of input rows for which a GEMV on tensor cores reads each weight only once. See [`most_rows`].
 pub(crate) const BATCH_MAX_ROWS: usize = 64;
 
-/// Returns the largest number of input rows of `dtype` that the device multiplies with few reads of the weights:
-/// [`BATCH_MAX_ROWS`] with tensor cores, or else [`GEMV_MAX_ROWS`].
+/// Returns the largest number of input rows of `dtype` for which a GEMV reads each weight only once: [`BATCH_MAX_ROWS`] with
+/// tensor cores, or else [`GEMV_MAX_ROWS`]. A shape that the tensor-core kernels do not support is multiplied in chunks of
+/// [`GEMV_MAX_ROWS`] rows.
 pub(crate) fn most_rows(device: &Device, dtype: DType) -> usize {
     match device.clone().without_autodiff().as_dispatch() {
         DispatchDevice::Cube(device) => launch::most_rows(&device.client(), dtype),
@@ -325,7 +326,7 @@ pub trait GemvBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the output of a GEMV to Burn's fusion before the output exists.
+/// Returns the shape and dtype of the output of a GEMV, which Burn's fusion needs before it runs the operator.
 fn metadata(tensors: &ProductTensorsMetadata, options: &ProductOptions) -> TensorSpec {
     let rows_of = |matrix: &MaybeMatrixMetadata| match matrix {
         MaybeMatrixMetadata::Absent => 0,

@@ -43,7 +43,7 @@ impl ProjectPlan {
         self.rows * self.weights()
     }
 
-    /// The number of partial sums that shared memory holds for all teams of a cube, in f32.
+    /// The number of partial sums in f32 that shared memory holds for all teams of units in a cube.
     pub fn partials(self) -> usize {
         self.teams * self.sums() * self.team.parts()
     }
@@ -78,11 +78,11 @@ pub(super) struct EpilogueInputs<E: Float> {
 /// The position of the outputs that a team of units computes.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Outputs {
-    /// The first output row that the team writes.
+    /// The first output row that the team of units writes.
     pub row: u32,
-    /// The index of the team's first output among the outputs of its matrix.
+    /// The index of the first output that the team of units computes, counted within the outputs of its matrix.
     pub first: u32,
-    /// The number of outputs of the matrix by which the team multiplies.
+    /// The number of outputs of the matrix by which the team of units multiplies.
     pub outputs: u32,
     /// The column of an output row at which the outputs of the matrix begin.
     pub column: u32,
@@ -90,7 +90,7 @@ pub(super) struct Outputs {
     pub all_outputs: u32,
 }
 
-/// Reduces the partial sums of a team's units, applies the epilogue, and writes the outputs. Synchronizes the cube.
+/// Reduces the partial sums of a team of units, applies the epilogue, and writes the outputs. Synchronizes the cube.
 #[cube]
 pub(super) fn finish<E: Float>(
     sums: Array<f32>,

@@ -147,7 +147,7 @@ pub(super) fn go_on<I: Int>(
 pub(super) struct Rows {
     pub count: u32,
     pub columns: u32,
-    /// The row stride of `streams`. The field `target_stride` is the row stride of `hidden`. Both strides are in elements.
+    /// The row stride of `streams`, in elements. The field `target_stride` is the row stride of `hidden`, in elements.
     pub stride: u32,
     pub target_stride: u32,
 }

@@ -74,8 +74,8 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
-/// Overwrites an integer vector with `source`, which has the same length and dtype. Every handle to `target` sees the new
-/// values.
+/// Overwrites the integer vector `target` with `source`, which has the same length and dtype. Every handle to `target` sees
+/// the new values.
 pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispatch>) {
     let _ = Dispatch::overwrite_integers(target.into_dispatch(), source);
 }
@@ -387,8 +387,8 @@ impl OverwriteBackend for CubeBackend {
         let [first, second, third] = from.map(CubeTensor::into_tensor_arg);
         let [over_first, over_second, over_third] =
             over.map(|target| target.clone().into_tensor_arg());
-        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the target's number of
-        // vectors. A source has as many vectors as its target, and the elements of each are contiguous.
+        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the target's number
+        // of vectors. A source has as many vectors as its target. All elements are contiguous.
         unsafe {
             copy_each::launch_unchecked(
                 &client,

@@ -55,7 +55,7 @@ pub trait SidesBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the output of a GEMM to Burn's fusion before the output exists.
+/// Returns the shape and dtype of the output of a GEMM, which Burn's fusion needs before it runs the operator.
 fn metadata(lhs: &TensorSpec, sides: &[&TensorSpec]) -> TensorSpec {
     let columns = sides.iter().map(|side| side.shape[1]).sum();
     TensorSpec::new(Shape::new([lhs.shape[0], columns]), lhs.dtype)

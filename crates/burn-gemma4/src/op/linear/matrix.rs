@@ -114,8 +114,8 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Dequantizes all rows to `dtype`. Autodiff does not track the result, but the result is on an autodiff device if
-    /// the words are.
+    /// Dequantizes all rows to `dtype`. Autodiff does not track the result. The result is on an autodiff device if the
+    /// packed words are on such a device.
     pub fn dequantized(&self, dtype: DType) -> Tensor<2> {
         let strategy = self.words.gradient_checkpointing_strategy();
         let numbers = dequantize(self.words.clone().without_autodiff(), self.layout, dtype);

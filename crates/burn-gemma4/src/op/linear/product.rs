@@ -74,7 +74,8 @@ pub trait ProductBackend: Backend {
         let product = |lhs: &FloatTensor<Self>, rhs: &FloatTensor<Self>| {
             Self::float_matmul(lhs.clone(), rhs.clone())
         };
-        // Add the smallest of the four matmuls' results first, to lose the fewest bits.
+        // Add the products with small magnitudes first, to lose the fewest bits. The product of the two low matrices is the
+        // smallest.
         let sum = Self::float_add(product(&lhs.low, &rhs.low), product(&lhs.high, &rhs.low));
         let sum = Self::float_add(sum, product(&lhs.low, &rhs.high));
         Self::float_add(sum, product(&lhs.high, &rhs.high))
@@ -87,7 +88,7 @@ pub trait ProductBackend: Backend {
     }
 }
 
-/// Describes the output of a GEMM to Burn's fusion before the output exists.
+/// Returns the shape and dtype of the output of a GEMM, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cuda")]
 fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)

@@ -14,7 +14,7 @@ use burn::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-/// A LoRA-adapted matrix, saved for the backward.
+/// A LoRA-adapted matrix in the form that the autodiff graph saves for the backward.
 #[derive(Clone, Debug)]
 pub(in crate::op) struct SavedMatrix<B: Backend> {
     base: SavedBase<B>,

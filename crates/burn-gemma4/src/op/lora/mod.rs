@@ -137,7 +137,7 @@ pub trait AdaptedBackend: Backend {
     ) -> AdaptedGradients<Self>;
 }
 
-/// Describes the outputs to Burn's fusion before the outputs exist.
+/// Returns the shapes and dtypes of the outputs, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(input: &TensorSpec, matrix: &AdaptedMatrixMetadata) -> AdaptedRowsMetadata {
     let columns = |count| TensorSpec::new(Shape::new([input.shape[0], count]), input.dtype);
@@ -147,7 +147,7 @@ fn metadata(input: &TensorSpec, matrix: &AdaptedMatrixMetadata) -> AdaptedRowsMe
     }
 }
 
-/// Describes the gradients to Burn's fusion before the gradients exist.
+/// Returns the shapes and dtypes of the gradients, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn gradients_metadata(
     input: &TensorSpec,

@@ -32,7 +32,7 @@ pub trait RowsOfHeadsBackend: Backend {
     fn rows_of_heads(heads: FloatTensor<Self>) -> FloatTensor<Self>;
 }
 
-/// Describes the output to Burn's fusion before the output exists.
+/// Returns the shape and dtype of the output, which Burn's fusion needs before it runs the operator.
 fn metadata(heads: &TensorSpec) -> TensorSpec {
     let [sequences, count, positions, channels] = [0, 1, 2, 3].map(|dim| heads.shape[dim]);
     let shape = Shape::new([sequences * positions, count * channels]);

@@ -24,7 +24,7 @@ struct State<B: Backend> {
     down: SavedMatrix<B>,
     /// The outputs of the gate and up projections, or `None` if the backward recomputes them.
     inside: Option<[AdaptedRows<B>; 2]>,
-    /// Gated activations times the transpose of the down projection's first LoRA factor, `[rows, rank]`.
+    /// The gated activations times the transpose of the down projection's first LoRA factor, `[rows, rank]`.
     inner: FloatTensor<B>,
     options: MlpOptions,
 }

@@ -1,4 +1,4 @@
-//! The backward of MoE GEMMs, which consists of MoE GEMMs too. A place is one (row, chosen expert) pair.
+//! The backward of MoE GEMMs, which runs MoE GEMMs too.
 
 use super::{GroupedBackend, Stacked};
 use burn::{

@@ -1,7 +1,7 @@
-//! Groups places by expert, with a stable counting sort. A place is one (row, chosen expert) pair.
+//! Groups the (row, chosen expert) pairs by expert, with a stable counting sort.
 //!
 //! Budget: eight bytes of shared memory per unit. Schedule: one cube per expert. Each unit handles a contiguous range of
-//! places. Bound: latency. Every cube reads the chosen experts of all places twice from the cache.
+//! pairs. Bound: latency. Every cube reads the chosen experts of all pairs twice from the cache.
 
 use cubecl::prelude::*;
 

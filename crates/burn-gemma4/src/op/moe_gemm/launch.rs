@@ -1,4 +1,4 @@
-//! Launches the grouping of places by expert, and the MoE GEMMs. A place is one (row, chosen expert) pair.
+//! Launches the kernel that groups (row, chosen expert) pairs by expert, and the MoE GEMMs.
 
 use super::{
     GroupBackend, Grouped, GroupedBackend, NUMBERS, Stacked,

@@ -32,9 +32,10 @@ pub(crate) fn serves(input: &Tensor<2>) -> bool {
     crate::op::runs(&device, input.dtype()) && !on_matrix_units
 }
 
-/// The places grouped by expert, as constants that autodiff does not track. A place is one (row, chosen expert) pair.
+/// The (row, chosen expert) pairs grouped by expert, as constants that autodiff does not track.
 pub(crate) struct Groups {
-    /// The indices of all (row, chosen expert) pairs sorted by expert, `[places]`. The pairs of one expert keep their order.
+    /// The indices of all (row, chosen expert) pairs sorted by expert, one index per pair. The pairs of one expert keep
+    /// their order.
     order: Tensor<1, Int>,
     /// The index in `order` of each expert's first pair, `[experts + 1]`. The last element is the number of pairs.
     starts: Tensor<1, Int>,
@@ -50,7 +51,8 @@ pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
     }
 }
 
-/// Multiplies the input row of each place by the transpose of the expert's matrix. A place is one (row, chosen expert) pair.
+/// Multiplies the input row of each (row, chosen expert) pair by the transpose of the expert's matrix. A place is the index
+/// of a pair.
 ///
 /// # Shapes
 /// - `input`: `[places / of_row, columns in]`. Every `of_row` consecutive places share an input row.
@@ -143,7 +145,7 @@ pub trait GroupedBackend: Backend {
         of_row: usize,
     ) -> FloatTensor<Self>;
 
-    /// Returns the gradient with respect to the input of each (row, chosen expert) pair, `[places, columns in]`.
+    /// Returns the gradient with respect to the input of each (row, chosen expert) pair, `[pairs, columns in]`.
     #[fusion(meta = |gradient, weight, order, _starts| metadata(gradient, order, weight.shape[2]))]
     fn grouped_columns(
         gradient: FloatTensor<Self>,

@@ -108,7 +108,7 @@ pub trait NormalizeBackend: Backend {
     fn normalize(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;
 }
 
-/// Describes the gradients to Burn's fusion before the gradients exist.
+/// Returns the shapes and dtypes of the gradients, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(input: &TensorSpec) -> NormGradientsMetadata {
     let shape = [PARTS.min(input.shape[0]), input.shape[1]];

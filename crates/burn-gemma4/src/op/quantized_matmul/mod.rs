@@ -69,7 +69,7 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     in_slices(input, weight, SLICE_NUMBERS)
 }
 
-/// Computes [`rows`] in slices of at most `numbers` weights, but at least one tile's rows.
+/// Computes [`rows`] in slices of the matrix. A slice has at most `numbers` weights, but at least the rows of one GEMM tile.
 fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
     let [outputs, _] = weight.words.dims();
     let product = |slice: Range<usize>| {
@@ -85,7 +85,8 @@ fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tens
     }
 }
 
-/// Divides `outputs` rows into slices of at most `numbers` weights, but at least one tile's rows.
+/// Divides the matrix's `outputs` rows into slices. A slice has at most `numbers` weights, but at least the rows of one GEMM
+/// tile.
 fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
     let starts = (0..outputs).step_by(at_once);
@@ -132,7 +133,7 @@ pub trait QuantizedProductBackend: Backend {
     }
 }
 
-/// Describes the gradient to Burn's fusion before the gradient exists.
+/// Returns the shape and dtype of the gradient, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(gradient: &TensorSpec, layout: &Layout) -> TensorSpec {
     let shape = [gradient.shape[0], layout.columns];
@@ -196,8 +197,8 @@ pub(super) fn columns_in_slices<B: DequantizeBackend>(
     columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
-/// Computes [`columns`] with the given matmul function, in slices. A slice has at most `numbers` weights, but at least the
-/// rows of one tile. The results of the slices are added in f32.
+/// Computes [`columns`] with the given matmul function, in slices of the matrix. A slice has at most `numbers` weights, but
+/// at least the rows of one GEMM tile. The results of the slices are added in f32.
 fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,

@@ -84,8 +84,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // The number of outputs exceeds the units of a cube on any device. It is also no multiple of the number that a
-            // group of units computes together.
+            // Use more outputs than a cube has units on any device. The number is also not a multiple of the outputs that a
+            // team of units computes.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);

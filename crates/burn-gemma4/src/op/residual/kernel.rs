@@ -143,7 +143,8 @@ pub(super) fn residual_pdl<E: Float, N: Size>(
     #[comptime]
     match &next_weight {
         ComptimeOption::Some(_) => {
-            // Use a second buffer, because other units may still read the partial sums of the first norm.
+            // Reduce the second norm in a separate buffer, because other units may still read the partial sums of the first
+            // norm.
             let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
             let mean = first_cube_sum(squares, &mut partial, team) / columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());

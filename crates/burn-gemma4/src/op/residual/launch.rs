@@ -78,8 +78,8 @@ fn launch(
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
-    // Read the parameters before the previous launch has ended only if all of them are contiguous. If one is not, a launch
-    // first copies it, and the kernel must wait for this launch.
+    // Read the parameters before the previous launch has ended only if all of them are contiguous. Otherwise a launch first
+    // copies a parameter to make it contiguous, and the kernel must wait for this launch.
     let stay = [Some(&weight), next_weight.as_ref(), scalar.as_ref()];
     let stay = stay
         .into_iter()

@@ -170,7 +170,7 @@ pub trait AddNormedBackend: NormBackend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the results to Burn's fusion before the results exist.
+/// Returns the shapes and dtypes of the results, which Burn's fusion needs before it runs the operator.
 #[cfg(feature = "cube")]
 fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     ResidualMetadata {

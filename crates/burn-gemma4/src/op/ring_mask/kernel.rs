@@ -1,5 +1,5 @@
-//! The attention mask over the slots of a ring buffer of keys. A slot holds one token's key, the newest that was written to
-//! the slot. A column is the position of this token.
+//! The attention mask over the slots of a ring buffer of keys. Each slot holds the newest key that was written to the slot.
+//! The variable `column` is the position of this key's token.
 //!
 //! Budget: one element of the mask per unit in registers, no shared memory. Bound: latency.
 
@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 pub(super) const UNITS: usize = 256;
 
 /// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest key
-/// belongs to the last query. Otherwise it belongs to the token before the last query.
+/// belongs to the last query. Otherwise the newest key belongs to the token before the last query.
 #[cube(launch_unchecked)]
 pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
     positions: &Tensor<I>,
@@ -37,7 +37,7 @@ pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
             last -= 1i32;
         }
         let slots = i32::cast_from(slots);
-        // The number of slots back from the newest key's slot to this slot, around the ring.
+        // The distance in the ring from this slot forward to the slot of the newest key.
         let behind = (last + slots - slot) % slots;
         let column = last - behind;
         let before = position - column;

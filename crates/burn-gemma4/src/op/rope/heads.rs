@@ -1,5 +1,5 @@
-//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads.
-//! The operators serve inference on CubeCL devices.
+//! Normalizes and rotates the heads of a projection (queries, keys or values), and writes the heads in the layout that
+//! attention reads. The operators serve inference on CubeCL devices.
 
 use super::RotationTables;
 use burn::{
@@ -280,7 +280,7 @@ pub trait HeadsBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the heads to Burn's fusion before the heads exist.
+/// Returns the shapes and dtypes of the heads, which Burn's fusion needs before it runs the operator.
 fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorSpec {
     let head_dim = 2 * cos.shape[1];
     let rows = projected.shape[0];

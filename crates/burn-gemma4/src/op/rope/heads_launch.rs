@@ -96,7 +96,8 @@ pub(super) struct HeadsLaunch {
     pub target: RopeTarget,
     pub own: Option<OwnHeads>,
     pub columns: RopeColumns,
-    /// The number of rotated channel pairs of compact keys; 0 for other layouts.
+    /// The number of rotated channel pairs per head if the KV cache stores the unrotated channels once for key and value.
+    /// The number is 0 for other KV caches.
     pub rotated: usize,
     pub epsilon: f64,
     /// True if the kernel may read the weights, tables and positions before the previous launch has ended. No launch may
@@ -105,8 +106,8 @@ pub(super) struct HeadsLaunch {
 }
 
 impl HeadsLaunch {
-    /// Creates the arguments of a launch. `columns` is the channel order of compact keys. Other keys keep their channel
-    /// order.
+    /// Creates the arguments of a launch. `columns` is the channel order for a KV cache that stores only the rotated
+    /// channels of keys. For other KV caches, heads keep their channel order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,

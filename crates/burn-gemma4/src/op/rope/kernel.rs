@@ -21,13 +21,15 @@ use cubecl::prelude::*;
 /// The order in which the columns of the target hold a head's channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum RopeColumns {
-    /// The channels' own order.
+    /// The order of the channels in the projection's output.
     Channels,
-    /// The order of values that share slots with compact keys. The rotated channels come first.
+    /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come first. The
+    /// other channels then lie next to the key's rotated channels.
     CompactValues,
-    /// The order of compact keys. Only the rotated channels are written, after the value.
+    /// The order of keys in a KV cache that stores only the rotated channels of keys. These channels are written after the
+    /// value.
     CompactKeys,
-    /// The order of queries for compact keys. The rotated channels come last.
+    /// The order of queries for a KV cache that stores only the rotated channels of keys. The rotated channels come last.
     CompactQueries,
 }
 
@@ -114,7 +116,8 @@ pub(super) struct HeadSizes {
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
     pub pairs: u32,
-    /// The number of rotated channel pairs of compact keys; 0 for other layouts.
+    /// The number of rotated channel pairs per head if the KV cache stores only the rotated channels of keys. The number is
+    /// 0 for other KV caches.
     pub rotated: u32,
 }
 
@@ -247,7 +250,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
                 }
                 ComptimeOption::None => {}
             }
-            // Round to the element type, as the separate norm kernel does.
+            // Round to the element type before the rotation, because the separate norm kernel also stores its output in this
+            // type.
             first = f32::cast_from(E::cast_from(first));
             second = f32::cast_from(E::cast_from(second));
             #[comptime]

@@ -10,7 +10,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::empty;
 
-/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only 8 buffers.
+/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only 8 buffers, so some devices
+/// need separate launches.
 const LAYER_BINDINGS: u32 = 9;
 
 impl HeadsBackend for CubeBackend {
@@ -26,7 +27,8 @@ impl HeadsBackend for CubeBackend {
         HeadsLaunch {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
-            // An earlier launch computes the weight for compact keys, so the kernel must wait for this launch.
+            // An earlier launch computes the weight if the KV cache stores only the rotated channels of keys. The kernel
+            // must wait for that launch.
             reads_ahead: options.compact.is_none(),
             ..HeadsLaunch::new(projected, &target, RopeColumns::CompactQueries, options)
         }

@@ -131,7 +131,7 @@ impl Rotation {
         [self.cos.clone(), self.sin.clone()]
     }
 
-    /// Creates a rotation from [`parts`](Self::parts).
+    /// Creates a rotation from the tensors that [`parts`](Self::parts) returns.
     #[cfg(feature = "cube")]
     pub fn of_parts([cos, sin]: [Tensor<4>; 2]) -> Self {
         Self { cos, sin }
@@ -153,7 +153,7 @@ impl Rotation {
     }
 }
 
-/// The positions of the tokens in a call.
+/// The positions of the tokens in one call of the model.
 #[derive(Clone, Debug)]
 pub(crate) enum Positions {
     /// The positions `first .. first + count`, for every sequence.

@@ -18,8 +18,8 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section. A key is an integer that compares as its logit does. The threshold is
-/// the smallest key that is kept.
+/// The number of words in the summary of a section. A sort key is an integer that compares as its logit does. The threshold is
+/// the smallest sort key that is kept.
 ///
 /// - words 0 and 1: the summed weight of the tokens above the threshold
 /// - word 2: the number of tokens at the threshold
@@ -34,17 +34,17 @@ pub(super) const COLUMN_BITS: u32 = 22;
 #[expand(derive(Clone, Copy))]
 struct Kept {
     largest: u32,
-    /// The smallest key that is kept. A key is an integer that compares as its logit does.
+    /// The smallest sort key that is kept. A sort key is an integer that compares as its logit does.
     threshold: u32,
-    /// True if top-p is active. Then only some of the tokens whose key equals `threshold` are kept.
+    /// True if top-p is active. Of the tokens whose sort key equals `threshold`, only some are then kept.
     #[cube(comptime)]
     top_p: bool,
 }
 
 #[cube]
 impl Kept {
-    /// Returns the weight of a logit whose key is above the threshold, and 0 for any other key. Without top-p, a key at the
-    /// threshold counts as above.
+    /// Returns the weight of a logit whose sort key is above `threshold`, the smallest kept sort key, and 0 for any other
+    /// logit. Without top-p, a sort key equal to `threshold` counts as above.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;
         if comptime!(self.top_p) {
@@ -57,7 +57,7 @@ impl Kept {
         }
     }
 
-    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0.
+    /// Returns 1 if top-p is active and the sort key equals `threshold`, the smallest kept sort key. Otherwise returns 0.
     pub fn tie(&self, key: u32) -> u32 {
         if comptime!(self.top_p) {
             select(key == self.threshold, 1u32, 0u32)
@@ -66,7 +66,7 @@ impl Kept {
         }
     }
 
-    /// Returns the weight of the logit with this key, or 0 if min-p removes the logit.
+    /// Returns the weight of the logit with this sort key, or 0 if min-p removes the logit.
     pub fn weight(&self, key: u32, limits: Limits) -> Wide {
         let ratio = ratio(key, self.largest, limits.temperature);
         let own = weight(ratio);
@@ -105,7 +105,7 @@ pub(super) fn keep_pdl<E: Float>(
         terminate!();
     }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
-    // The threshold of top-p, or the threshold of top-k if top-p is off.
+    // Find the smallest kept sort key by top-p, or by top-k if top-p is off.
     let found = if comptime!(cuts.top_p) {
         let records = before.unwrap();
         descend(
@@ -233,7 +233,8 @@ pub(super) fn draw_pdl<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Keep the first tokens at the threshold, in token order, until their summed weight reaches `need`.
+    // Several tokens may have the smallest kept sort key. Keep the first of them, in token order, until their summed weight
+    // reaches `need`.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],
@@ -344,7 +345,7 @@ pub(super) fn draw_pdl<E: Float>(
         tokens[CUBE_POS] = -1i32;
     }
     if UNIT_POS == 0 && exists && is_empty {
-        // Choose the section's most likely token if the weights of all tokens in the section round to zero.
+        // If the weights of all tokens in the section of columns round to zero, choose the most likely token of the section.
         tokens[CUBE_POS] = argmax(logits, from, start, end);
     }
     if exists && !is_empty && !drawn.is_below(begins) && drawn.is_below(reached) {

@@ -143,7 +143,7 @@ impl Rows {
         LogitsSizesLaunch::new(self.rows as u32, self.columns as u32, self.stretches as u32)
     }
 
-    /// Allocates `each` words for every section of every row.
+    /// Allocates a tensor with `each` 32-bit words per section of each row.
     fn words(&self, each: usize) -> CubeTensor {
         let shape = [self.rows * self.stretches, each];
         empty(&self.logits, shape, DType::U32)
@@ -173,8 +173,8 @@ impl Rows {
     fn count(&self, largest: &CubeTensor, before: Option<CubeTensor>, step: Step) -> CubeTensor {
         let client = &self.logits.client;
         let records = self.words(RECORD);
-        // SAFETY: the reads of `logits` are those of the function `largest`. `largest`, `before` and `records` have one
-        // entry per section. A cube reads its row's entries, and writes only its own entry of `records`.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. `largest`, `before` and
+        // `records` have one entry per section. A cube reads its row's entries, and writes only its own entry of `records`.
         unsafe {
             count_pdl::launch_unchecked(
                 client,
@@ -200,8 +200,8 @@ impl Rows {
         let summaries = self.words(SUMMARY);
         let records = self.rows * self.stretches * RECORD;
         assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
-        // SAFETY: the reads are those of the kernel in `count`. Each cube writes only its own entry of `summaries`, which
-        // has one entry per section.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`, and the row's entries of
+        // `largest` and `before`. The cube writes only its own entry of `summaries`, which has one entry per section.
         unsafe {
             keep_pdl::launch_unchecked(
                 client,
@@ -317,8 +317,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 rows with the same `logits`. `weights` are the summed weights of the sections, in
-    /// units of 2³², as the first kernel would report them.
+    /// Draws one token from each of 64 rows with the same `logits`. `weights` are the summed weights of the row's sections
+    /// of columns, in units of 2³². The first kernel of a draw computes such sums.
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);

@@ -1,12 +1,12 @@
-//! The search for the smallest key that top-k or top-p keeps. A key is an integer that compares as its logit does. Each
-//! launch of this radix search determines eight bits of the key.
+//! The search for the smallest sort key that top-k or top-p keeps. A sort key is an integer that compares as its logit does.
+//! Each launch of this radix search determines eight bits of the sort key.
 //!
 //! Algorithm: each cube builds a histogram over a section, which is a range of a row's columns. The histogram covers the
-//! keys that begin with the bits found so far. The next eight bits of a key select the bin. A bin counts tokens for top-k,
-//! and sums weights for top-p.
+//! sort keys that begin with the bits found so far. The next eight bits of a sort key select the bin. A bin counts tokens
+//! for top-k, and sums weights for top-p.
 //!
 //! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the largest
-//! keys down. The bin in which the sum reaches the target gives the next eight bits.
+//! sort keys down. The bin in which the sum reaches the target gives the next eight bits.
 //!
 //! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and
 //! the histograms come from the L2 cache, with several loads in flight.
@@ -19,23 +19,23 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of bins in a histogram, one for each value of eight key bits.
+/// The number of bins in a histogram, one for each value of eight bits of the sort key.
 pub(super) const BINS: usize = 256;
-/// The number of words that a cube writes for its section: two words per bin, then the four words of [`Found`].
+/// The number of words that a cube writes for its range of columns: two words per bin, then the four words of [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
 /// The number of histograms among which a cube's units are divided. Most logits fall into few bins, so several histograms
 /// reduce contention between atomics.
 const COPIES: usize = 4;
 
-/// The state of the search for a threshold, the smallest key that is kept.
+/// The state of the search for a threshold, the smallest sort key that is kept.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Found {
-    /// The smallest key that the search counts. Top-p counts only keys that top-k keeps.
+    /// The smallest sort key that the search counts. Top-p counts only sort keys that top-k keeps.
     pub floor: u32,
-    /// The upper bits of the threshold that earlier launches have found.
+    /// The upper bits of the smallest kept sort key that earlier launches have found.
     pub prefix: u32,
-    /// The number of tokens, or the weight, that keys with the upper bits `prefix` must contribute to reach the target.
+    /// The number of tokens, or the weight, that sort keys with the upper bits `prefix` must contribute to reach the target.
     pub need: Wide,
 }
 
@@ -46,7 +46,7 @@ pub(super) enum SearchTarget {
     Count,
     /// The fraction of the sum of all weights that top-p keeps, in units of 2⁻³².
     Share,
-    /// The part of the target that remains after the previous launch of the search.
+    /// The part of the target that the previous launch of the search has left.
     Rest,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Cuts {
     pub top_p: bool,
 }
 
-/// One launch of the search, which determines eight bits of the key. `digit` counts these groups of eight bits from the
+/// One launch of the search, which determines eight bits of the sort key. `digit` counts these groups of eight bits from the
 /// uppermost. `weighed` is true if the bins sum weights, and false if the bins count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
@@ -78,7 +78,7 @@ pub(super) struct Limits {
     pub least: f32,
 }
 
-/// Finds the largest key in each section of a row's columns. A key is an integer that compares as its logit does.
+/// Finds the largest sort key in each section of a row's columns. A sort key is an integer that compares as its logit does.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn largest_keys_pdl<E: Float>(
     logits: &Tensor<E>,
@@ -125,8 +125,8 @@ pub(super) fn largest_keys_pdl<E: Float>(
     }
 }
 
-/// Adds up the previous launch's histograms of all sections of a row, and finds the next bits of the threshold. Synchronizes
-/// the cube.
+/// Adds up the previous launch's histograms of all sections of a row, and finds the next bits of the smallest kept sort key.
+/// Synchronizes the cube.
 #[cube]
 pub(super) fn descend(
     records: &Tensor<u32>,
@@ -138,7 +138,8 @@ pub(super) fn descend(
     #[comptime] target: SearchTarget,
 ) -> Found {
     let first = (stretch.row * stretches) as usize * comptime!(RECORD);
-    // Assign the bin of the largest keys to unit 0, so that the running sum over units goes from the largest keys down.
+    // Assign the bin of the largest sort keys to unit 0, so that the running sum over units goes from the largest sort keys
+    // down.
     let bin = comptime!(BINS as u32 - 1) - UNIT_POS;
     let mut low = 0u32;
     let mut high = 0u32;
@@ -184,8 +185,8 @@ pub(super) fn descend(
             low: 0u32,
             high: limits.top_p,
         });
-        // The target is top-p times the sum of all weights, rounded up. `share` has rounded down, so add 1 if the product
-        // has a fraction.
+        // The target is top-p times the sum of all weights, rounded up. The function `share` rounds the product down, so add
+        // 1 if the product has a fraction.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {
@@ -220,7 +221,7 @@ pub(super) fn descend(
     }
 }
 
-/// Returns the initial state of a search among keys that are at least `floor`.
+/// Returns the initial state of a search that considers only sort keys of at least `floor`.
 #[cube]
 fn beginning(floor: u32) -> Found {
     Found {
@@ -233,8 +234,8 @@ fn beginning(floor: u32) -> Found {
     }
 }
 
-/// Returns the smallest key that top-k keeps. `threshold` is the key of the k-th largest logit. All logits that equal this
-/// logit are kept, and −0 equals 0.
+/// Returns the smallest sort key that top-k keeps. `threshold` is the sort key of the k-th largest logit. All logits that
+/// equal the k-th largest logit are kept, and −0 equals 0.
 #[cube]
 pub(super) fn floor_of(threshold: u32) -> u32 {
     let tied = select(
@@ -245,8 +246,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// Returns the initial state of the search of top-p, limited to the keys that top-k keeps. Without top-k, all keys above
-/// that of −∞ are kept.
+/// Returns the initial state of the search of top-p, limited to the sort keys that top-k keeps. Without top-k, the search is
+/// limited to sort keys above that of −∞.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,
@@ -273,8 +274,8 @@ pub(super) fn after_top_k(
     }
 }
 
-/// Runs one launch of a search. First finds the next bits of the threshold from the previous launch's histograms. Then
-/// builds the histogram over the next eight bits.
+/// Runs one launch of a search. First finds the next bits of the smallest kept sort key from the previous launch's
+/// histograms. Then builds the histogram over the next eight bits.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn count_pdl<E: Float>(
     logits: &Tensor<E>,

@@ -1,10 +1,11 @@
 //! The sections of a row of logits, and the loads of a section. A section is the range of a row's columns that one cube
-//! handles. A key is an integer that compares as its logit does.
+//! handles. A sort key is an integer that compares as its logit does.
 
 use super::{weight::key, wide::UNITS};
 use cubecl::prelude::*;
 
-/// The largest number of sections per row. Every cube reads the results of all sections of its row.
+/// The largest number of sections per row. Every cube reads the results of all sections of its row, so more sections mean
+/// more reads.
 pub(super) const MOST_STRETCHES: usize = 32;
 /// The number of loads that a unit issues before it uses the first loaded value.
 pub(super) const AHEAD: usize = 8;
@@ -15,11 +16,11 @@ pub(super) const AHEAD: usize = 8;
 pub(super) struct LogitsSizes {
     pub rows: u32,
     pub columns: u32,
-    /// The number of sections per row.
+    /// The number of sections per row. A section is the range of columns that one cube handles.
     pub stretches: u32,
 }
 
-/// A cube's section of a row.
+/// The section of a row that a cube handles: a range of columns.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stretch {
@@ -43,8 +44,8 @@ pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
     }
 }
 
-/// Returns the keys of [`AHEAD`] columns of a row. The columns are [`UNITS`] apart, and the row begins at element `from`. A
-/// column at or after `end` gives the key 0, which is below all other keys.
+/// Returns the sort keys of [`AHEAD`] columns of a row. The columns are [`UNITS`] apart, and the row begins at element
+/// `from`. A column at or after `end` gives the sort key 0, which is below all other sort keys.
 #[cube]
 pub(super) fn next_keys<E: Float>(
     logits: &Tensor<E>,
@@ -67,11 +68,12 @@ pub(super) fn next_keys<E: Float>(
     keys
 }
 
-/// Returns the largest key of a row, from the largest key of each section.
+/// Returns the largest sort key of a row, from the largest sort key of each section of the row.
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. The loads of missing sections read the last section's key, so that all loads are in bounds.
+    // Issue all loads at once. If the row has fewer sections, repeat the load of the last section's sort key, so that all
+    // loads are in bounds.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

@@ -1,4 +1,4 @@
-//! The key and the weight of a logit. The key is an integer that compares as the logit does, and the weight is an
+//! The sort key and the weight of a logit. The sort key is an integer that compares as the logit does, and the weight is an
 //! unnormalized probability.
 //!
 //! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on
@@ -7,21 +7,25 @@
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. The function
-/// `key` returns 0 for −∞ and for every NaN.
+/// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The
+/// function `key` returns 0 for −∞ and for every NaN.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The key of ∞. In the order of `f32::total_cmp`, NaN without a sign bit maps to a larger integer.
+/// The sort key of ∞. In the order of `f32::total_cmp`, NaN without a sign bit maps to a larger integer.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
-/// The key of 0, that is, the integer that compares with other keys as a logit of 0 does. The key of −0 is smaller by 1.
+/// The sort key of 0, that is, the integer that compares with other sort keys as a logit of 0 does. The sort key of −0 is
+/// smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
 /// The smallest natural logarithm of a weight that does not count as zero. Smaller logarithms give weights below 2⁻⁴¹.
 const LEAST_RATIO: f32 = -28.5;
-/// The factor 2⁸. The upper word is the integer part of this factor times a weight, relative to the largest weight.
+/// The factor 2⁸. The upper 32-bit word of a weight is the integer part of 2⁸ times the weight, where the largest weight is
+/// 1.
 const UPPER: f32 = 256.0;
-/// The factor 2³². The lower word is the integer part of this factor times the fraction that the upper word leaves.
+/// The factor 2³². The lower 32-bit word of a weight is the integer part of 2³² times the fraction that the upper word
+/// leaves.
 const LOWER: f32 = 4_294_967_296.0;
 
-/// Maps a logit to its key, an integer that compares with other keys as in the order of `f32::total_cmp`. NaN and −∞ give 0.
+/// Maps a logit to its sort key, an integer that compares with other sort keys as in the order of `f32::total_cmp`. NaN and
+/// −∞ give 0.
 #[cube]
 pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -35,7 +39,7 @@ pub(super) fn key(value: f32) -> u32 {
 }
 
 /// Returns the natural logarithm of a weight: the logit minus the largest logit, divided by the temperature. `key` and
-/// `largest` are the keys of these two logits.
+/// `largest` are the sort keys of these two logits.
 #[cube]
 pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
     // Handle infinite logits separately, because ∞ − ∞ is NaN, and some devices have no ∞.
@@ -51,7 +55,7 @@ pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
     )
 }
 
-/// Returns the float that has this key.
+/// Returns the float that has this sort key.
 #[cube]
 fn number(key: u32) -> f32 {
     let bits = select(

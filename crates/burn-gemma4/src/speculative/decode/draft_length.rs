@@ -1,4 +1,4 @@
-//! The number of draft tokens in each pass of the target model. The number adapts to the acceptance rate so far.
+//! The number of draft tokens in each forward pass of the target model. The number adapts to the acceptance rate so far.
 
 use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 
@@ -8,29 +8,29 @@ use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 pub(super) struct Cost(pub f64);
 
 impl Cost {
-    /// The cost of a draft token from prompt lookup, as a fraction of the cost of a pass.
+    /// The cost of a draft token from prompt lookup, as a fraction of the cost of a forward pass.
     pub const LOOKUP: Self = Self(0.05);
-    /// The cost of a draft token from the drafter, as a fraction of the cost of a pass.
+    /// The cost of a draft token from the drafter, as a fraction of the cost of a forward pass.
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The number of passes after which a pass's weight in the running counts has fallen to 1/e.
+/// The number of forward passes after which the weight of a pass in the running counts has fallen to 1/e.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of `FIRST_DRAFTS`
 /// draft tokens.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The maximum number of tokens of all sequences in a pass. It applies if the caller has not fixed the number of draft
-/// tokens. The decode kernels support up to 8 tokens.
+/// The maximum number of tokens of all sequences in a forward pass. This limit applies if the caller has not fixed the
+/// number of draft tokens. The decode kernels support up to 8 tokens.
 const ROWS: usize = 8;
 
-/// The adaptive number of draft tokens per pass, for one sequence.
+/// The adaptive number of draft tokens per forward pass, for one sequence.
 #[derive(Clone, Debug)]
 pub(super) struct DraftLength {
     fixed: Option<usize>,
-    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens of a pass are divided
-    /// equally among the sequences. Each sequence uses one row for the last token of its text.
+    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens of a forward pass are
+    /// divided equally among the sequences. Each sequence uses one row for the last token of its text.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller
@@ -52,8 +52,8 @@ impl DraftLength {
     }
 
     /// Returns the number of draft tokens that maximizes the expected number of generated tokens, divided by the cost of the
-    /// pass. If each draft token is accepted with probability `a`, a pass with `k` draft tokens generates `1 + a + … + aᵏ`
-    /// tokens on average.
+    /// forward pass. If each draft token is accepted with probability `a`, a pass with `k` draft tokens generates on average
+    /// `1 + a + … + aᵏ` tokens.
     pub fn next(&self) -> usize {
         if let Some(fixed) = self.fixed {
             return fixed.min(MAX_DRAFT_TOKENS);
@@ -72,8 +72,8 @@ impl DraftLength {
         best
     }
 
-    /// Records the result of a pass. Draft tokens after the first rejected draft token do not count, because the model has
-    /// not tested them.
+    /// Records the result of a forward pass. Draft tokens after the first rejected draft token do not count, because the
+    /// model has not tested them.
     pub fn learn(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {
             return;
@@ -88,7 +88,8 @@ impl DraftLength {
 mod tests {
     use super::*;
 
-    /// Returns the number of draft tokens that is chosen after 100 passes. Each pass accepted up to `accepted` draft tokens.
+    /// Returns the number of draft tokens that is chosen after 100 forward passes. Each pass accepted up to `accepted` draft
+    /// tokens.
     fn after(accepted: usize) -> usize {
         let mut pace = DraftLength::new(None, Cost::LOOKUP, 1);
         for _ in 0..100 {

@@ -113,8 +113,8 @@ impl DraftSources {
         let both = sequences.iter().zip(&self.of_sequences);
         let counts: Vec<usize> = both
             .map(|(sequence, guesser)| match sequence.finished {
-                // Limit the number of draft tokens so that the text does not become too long. A pass generates all accepted
-                // draft tokens and one more token.
+                // Limit the number of draft tokens so that the text does not become too long. A forward pass generates all
+                // accepted draft tokens and one more token.
                 None => {
                     let most = limits.max_tokens - sequence.tokens.len() - 1;
                     guesser.pace.next().min(most)
@@ -151,7 +151,7 @@ impl DraftSources {
         Ok((Guessed::LookedUp { drafts, count }, next))
     }
 
-    /// Records the result of a pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens were
+    /// Records the result of a forward pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens were
     /// generated. `first` is the index of the sequence's first row in the pass.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
@@ -173,11 +173,11 @@ impl DraftSource {
     }
 }
 
-/// The draft tokens of the current pass, by their source.
+/// The draft tokens of the current forward pass, by their source.
 enum Guessed {
     LookedUp {
         drafts: Vec<Vec<u32>>,
-        /// The number of tokens per sequence that the pass evaluates.
+        /// The number of tokens per sequence that the forward pass evaluates.
         count: usize,
     },
     ByDrafter {
@@ -190,7 +190,7 @@ enum Guessed {
 }
 
 impl Guessed {
-    /// Returns the number of tokens per sequence that the pass evaluates.
+    /// Returns the number of tokens per sequence that the forward pass evaluates.
     fn read(&self) -> usize {
         match self {
             Self::LookedUp { count, .. } => *count,
@@ -214,8 +214,8 @@ impl Guessed {
     }
 }
 
-/// Returns the first token that the next pass evaluates for a sequence: its last token, or the padding token if the sequence
-/// has finished.
+/// Returns the first token that the next forward pass evaluates for a sequence: its last token, or the padding token if the
+/// sequence has finished.
 fn last(sequence: &Sequence<'_>, limits: Limits) -> u32 {
     match (sequence.finished, sequence.tokens.last()) {
         (None, Some(last)) => *last,
@@ -233,8 +233,8 @@ pub(crate) struct Limits {
 /// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the
 /// last.
 ///
-/// A pass evaluates equally many tokens of every sequence. After the pass, the columns of rejected tokens are removed from
-/// the cache.
+/// A forward pass evaluates equally many tokens of every sequence. After the pass, the keys and values of rejected tokens
+/// are removed from the cache.
 pub(crate) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
@@ -250,15 +250,15 @@ pub(crate) fn decode(
             guessers.streams.rows = hidden;
         }
         let chosen = Chosen::of(next, sequences, options)?;
-        // This call does not wait for the device. `Chosen::of` has waited for the model's choices, which are copied after
-        // the draft tokens.
+        // `of_sequences` does not wait for the device here. `Chosen::of` has waited for the model's choices, which the
+        // device copies after the draft tokens.
         let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
             let first = index * count;
             if sequence.finished.is_some() {
-                // Ignore the drafter's tokens for a finished sequence. But select one of its hidden states, because the
-                // drafter needs a valid row for every sequence.
+                // Ignore the drafter's tokens for a finished sequence. Select an arbitrary hidden state of the sequence,
+                // because the drafter needs a valid row for every sequence.
                 guessers.streams.of[index] = first;
                 continue;
             }
@@ -271,8 +271,8 @@ pub(crate) fn decode(
                     break;
                 }
             }
-            // Keep the first `taken` columns of the pass: the token before the draft tokens, and all generated tokens except
-            // the last. The next pass evaluates the last generated token.
+            // Keep the keys and values of the first `taken` tokens of the forward pass: the token before the draft tokens,
+            // and all generated tokens except the last. The next pass evaluates the last generated token.
             forgotten[index] = count - taken;
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();

@@ -82,7 +82,7 @@ impl MaskedEmbedding {
     }
 
     /// Computes the tokens of [`token`](Self::token) with kernels. Writes them to the tensor of all draft tokens of one run
-    /// of the drafter. `places` names this tensor, and the index of the first written token.
+    /// of the drafter. `places` holds this tensor, and the index at which the first token is written.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,

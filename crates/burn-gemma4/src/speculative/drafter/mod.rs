@@ -63,7 +63,7 @@ impl Draft {
     /// Copies the draft tokens to the host.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] if the device failed.
+    /// Returns [`Gemma4Error::Device`] if the device failed.
     pub fn tokens(&self) -> Result<Vec<u32>, Gemma4Error> {
         let tokens = self.tokens.clone().try_into_data().map_err(|error| {
             Gemma4Error::Device(format!("cannot read the drafter's tokens: {error}"))
@@ -122,7 +122,7 @@ impl Drafter {
     /// [`Next::hidden`](crate::generate::decode::Next::hidden).
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] in these cases:
+    /// Returns [`Gemma4Error::Argument`] in these cases:
     ///
     /// - The drafter does not fit `target`.
     /// - The cache is empty, is padded or holds several sequences.
@@ -200,8 +200,8 @@ impl Drafter {
     }
 
     /// Runs [`draft`](Self::draft) for one token per sequence, without checks. `hidden` is `[batch, hidden]`. The result
-    /// holds `batch` tokens of the first drafting step, then those of the second, and so on. All sequences must end at the
-    /// same column of the cache.
+    /// holds `batch` tokens of the first drafting step, then those of the second, and so on. The last tokens of all
+    /// sequences must be at the same index of the cache.
     pub(crate) fn guess(
         &self,
         target: &Gemma4Model,

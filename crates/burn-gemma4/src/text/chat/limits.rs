@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The maximum number of minijinja instructions in one rendering. So many instructions take seconds. Gemma 4's templates
-/// search all earlier messages for each message, so 1,000 messages take 4 million instructions.
+/// The maximum number of minijinja instructions in one rendering. A rendering of this length takes seconds. Gemma 4's
+/// templates search all earlier messages for each message, so 1,000 messages take 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
 /// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy each

@@ -173,7 +173,7 @@ impl ChatTemplate {
     /// encode the prompt without adding special tokens.
     ///
     /// # Errors
-    /// [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, fails, or exceeds a limit on time,
+    /// Returns [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, fails, or exceeds a limit on time,
     /// instructions or memory.
     pub fn render(
         &self,

@@ -161,7 +161,7 @@ fn is_printable(char: char) -> bool {
     }
 }
 
-/// Adds jinja2's tests, such as `is iterable`, whose namesakes in minijinja behave differently.
+/// Adds tests such as `is iterable` that behave as in jinja2. minijinja's tests of the same names behave differently.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
     // An undefined value is iterable, because Python iterates over it as over an empty list. None is not iterable.

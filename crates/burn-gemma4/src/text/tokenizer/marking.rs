@@ -22,8 +22,8 @@ impl Tokenizer {
     /// Creates a marking for `texts`, which must contain every text that is rendered with this marking.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is a character
-    /// of these planes that no text contains.
+    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is a
+    /// character of these planes that no text contains.
     ///
     /// # Examples
     /// ```no_run
@@ -68,7 +68,7 @@ impl Marking<'_> {
     /// Inserts a mark into each special token in `text`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
+    /// Returns [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
     pub fn mark(&self, text: &str) -> Result<String, Gemma4Error> {
         let mut text = text.to_owned();
         let added = self

@@ -49,7 +49,7 @@ impl Tokenizer {
     /// Parses the contents of a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the bytes are not a tokenizer with Gemma's type of decoder.
+    /// Returns [`Gemma4Error::Tokenizer`] if the bytes are not a tokenizer with Gemma's type of decoder.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         parse(bytes).map_err(Gemma4Error::Tokenizer)
     }
@@ -57,7 +57,7 @@ impl Tokenizer {
     /// Encodes `text`. Special tokens in the text, such as `<bos>`, become their ids. No further tokens are added.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
         Ok(encoding.get_ids().to_vec())
@@ -66,7 +66,8 @@ impl Tokenizer {
     /// Encodes `text` as plain text. Ordinary tokens encode the characters of a special token, such as `<|turn>`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a special token.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a special
+    /// token.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         // Run the same steps as `encode`, but with the added tokens in `spelled`.
         let mut pieces = self
@@ -94,7 +95,7 @@ impl Tokenizer {
     /// Unknown ids give no text.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, Gemma4Error> {
         self.inner.decode(tokens, skip_special).map_err(refused)
     }

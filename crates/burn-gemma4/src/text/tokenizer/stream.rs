@@ -20,7 +20,7 @@ impl TextStream<'_> {
     /// Adds a token and returns the text that the token completes, which may be empty.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
     pub fn push(&mut self, token: u32) -> Result<String, Gemma4Error> {
         match self.tokenizer.kind(token) {
             Kind::Silent => Ok(String::new()),
@@ -43,7 +43,7 @@ impl TextStream<'_> {
     /// Ends the stream. Returns the text that was held back. The bytes of an incomplete character become U+FFFD.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn finish(&mut self) -> Result<String, Gemma4Error> {
         let text = self.held();
         self.held.clear();

@@ -21,7 +21,7 @@ pub struct TrainBatch<'a> {
     pub targets: Tensor<2, Int>,
 }
 
-/// A batch on the device that has been checked. Its tensors have no autodiff.
+/// A checked batch on the device. Its tensors have no autodiff.
 pub(super) struct Read {
     pub text: Text,
     /// The targets, `[batch, last]`.
@@ -73,7 +73,8 @@ impl Read {
         })
     }
 
-    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`, without data on the host.
+    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. All inputs are on the device, so that a
+    /// CUDA graph can capture the computation.
     pub fn gradients(
         self,
         model: &Gemma4Model,

@@ -1,7 +1,7 @@
 //! Gradients from a captured graph. The launches of a training step are captured once and replayed for later steps.
 //!
-//! A step of a few thousand tokens has thousands of launches. The host takes longer to launch these kernels than the device
-//! takes to run them. With a graph the host needs only one launch.
+//! A step of a few thousand tokens has thousands of kernel launches. The host takes longer to launch the kernels than the
+//! device takes to run them. With a graph the host needs only one launch.
 
 mod batch;
 #[cfg(feature = "cube")]
@@ -22,11 +22,11 @@ use std::{fmt, marker::PhantomData};
 ///
 /// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. Later batches of
 /// the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape, or a change of
-/// the set of trained parameters, drops the graph for good.
+/// the set of trained parameters, drops the graph permanently.
 ///
 /// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On CUDA,
-/// half-precision experts with [`by_layer`](Self::by_layer) need it, too. The gradients do not depend on whether a graph is
-/// used.
+/// half-precision experts with [`by_layer`](Self::by_layer) also need data on the host. The gradients do not depend on
+/// whether a graph is used.
 ///
 /// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
 /// allocate device memory. Programs whose threads share a CUDA device should use
@@ -113,7 +113,8 @@ impl GradientRecorder {
     /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`. The
     /// next call may overwrite the returned gradients.
     ///
-    /// Between two calls the caller may change only the trained parameters and their set, but nothing else in the model.
+    /// Between two calls the caller may change the trained parameters, and may freeze or unfreeze parameters. The caller
+    /// must change nothing else in the model.
     ///
     /// # Errors
     /// Returns an error if the shape of the targets does not match the tokens. Passes on the errors of

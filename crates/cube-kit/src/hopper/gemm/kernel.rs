@@ -252,7 +252,7 @@ fn multiply_tiles<N: Size>(
 #[cube]
 fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are the 64 rows of a subtile.
-    // Otherwise they are the 64 columns of a subtile.
+    // Otherwise the warpgroup's rows are the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
     if comptime!(tiles.lhs == Major::Inner) {
         uniform(descriptor(own))

@@ -29,7 +29,7 @@ pub enum MatrixError {
         has: Vec<usize>,
         /// The dimension that does not fit.
         dimension: &'static str,
-        /// The size of that dimension.
+        /// The size of the dimension that does not fit.
         found: usize,
         /// The expected size, and the reason for it.
         expected: String,

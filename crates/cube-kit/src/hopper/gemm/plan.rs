@@ -41,7 +41,7 @@ const OVERHEAD: usize = 512;
 /// of its left operand from shared memory, and this read takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
-/// The number of tile rows that are in flight at the same time. Neighbouring tiles in flight share their reads in the L2 cache.
+/// The number of tile rows that are in flight at the same time. Neighboring tiles in flight share their reads in the L2 cache.
 #[cfg(feature = "cuda")]
 pub(crate) const TOGETHER: usize = 16;
 

@@ -1,4 +1,4 @@
-//! The messages of a request, which consist of content blocks.
+//! The messages of a request to Anthropic's API. A message consists of content blocks.
 
 use crate::error::RequestError;
 use crate::text::ChatMessage;
@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 
-/// A message as the client sends it.
+/// A message in the client's request.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MessageField {
@@ -14,7 +14,7 @@ pub(crate) struct MessageField {
     content: Blocks,
 }
 
-/// A content: a text or blocks.
+/// The content of a message or a tool result: a text or a list of blocks.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Blocks {
@@ -22,7 +22,8 @@ pub(crate) enum Blocks {
     Blocks(Vec<Block>),
 }
 
-/// A content block. The fields of all types are together, so that an error can name the type.
+/// A content block. One struct has the fields of all block types, so that the error for an unsupported type can name the
+/// type.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Block {
     #[serde(rename = "type")]
@@ -38,7 +39,7 @@ pub(crate) struct Block {
 }
 
 impl Blocks {
-    /// Returns the text of blocks that are all texts.
+    /// Returns the concatenated text of all blocks. Refuses blocks that are not text.
     pub fn into_text(self, field: &str) -> Result<String, RequestError> {
         let blocks = match self {
             Self::Text(text) => return Ok(text),
@@ -82,7 +83,7 @@ fn refused_type(field: &str, kind: &str, expected: &str) -> RequestError {
     RequestError::field(format!("{field}.type"), reason)
 }
 
-/// Converts the messages. A message of the user may hold several results of tools, which become messages of their own.
+/// Converts the messages to a conversation. Each tool result in a user message becomes a separate message.
 pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(

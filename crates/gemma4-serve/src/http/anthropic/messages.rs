@@ -1,4 +1,4 @@
-//! `/v1/messages` and `/v1/messages/count_tokens`.
+//! The handlers of `/v1/messages` and `/v1/messages/count_tokens`.
 
 use super::super::answers::{CompleteAnswer, Part, collect};
 use super::super::app::{App, new_id};
@@ -19,10 +19,10 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The beginning of the ids of tool calls.
+/// The prefix of the ids of tool calls.
 pub(super) const CALL_PREFIX: &str = "toolu_";
 
-/// Handles a request.
+/// Handles a request to `/v1/messages`.
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     match answer(app, request).await {
         Ok(response) => response,
@@ -30,7 +30,7 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) 
     }
 }
 
-/// Counts the tokens of a prompt.
+/// Handles a request to `/v1/messages/count_tokens`.
 pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     let counted = async {
         let request: MessagesRequest = read_json(request, &app.options).await?;
@@ -57,7 +57,7 @@ async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, Reque
     Ok(Json(complete(&app, &answer, prompt_tokens)).into_response())
 }
 
-/// The reason for the end in Anthropic's words, and the stop string.
+/// Returns Anthropic's name for the reason why an answer ended, and the stop string or null.
 pub(super) fn stop_reason(reason: &EndReason, has_calls: bool) -> (&'static str, Value) {
     match reason {
         EndReason::StopString(string) => ("stop_sequence", json!(**string)),

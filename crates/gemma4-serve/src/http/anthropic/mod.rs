@@ -1,4 +1,4 @@
-//! Anthropic's Messages API.
+//! The endpoints of Anthropic's Messages API.
 
 mod blocks;
 pub(crate) mod messages;

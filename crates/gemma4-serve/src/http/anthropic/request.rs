@@ -1,4 +1,4 @@
-//! The request of `/v1/messages`.
+//! The request of `/v1/messages`, and its conversion to a request of the engine.
 
 use super::super::app::App;
 use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
@@ -11,7 +11,7 @@ use crate::text::{ChatMessage, Tool, ToolChoice};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The fields of the request. Unknown fields are errors.
+/// The fields of a request to `/v1/messages`. An unknown field is an error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MessagesRequest {
@@ -28,7 +28,7 @@ pub(crate) struct MessagesRequest {
     tool_choice: Option<ToolChoiceField>,
     thinking: Option<Thinking>,
     output_config: Option<OutputConfig>,
-    // Fields that describe the request to a platform, and have no effect here.
+    // Accepted fields without an effect. They concern Anthropic's platform, such as billing and caching.
     #[serde(rename = "metadata")]
     _metadata: Option<Value>,
     #[serde(rename = "service_tier")]
@@ -39,14 +39,14 @@ pub(crate) struct MessagesRequest {
     _user_profile_id: Option<Value>,
     #[serde(rename = "workspace_id")]
     _workspace_id: Option<Value>,
-    // Fields that the server does not support.
+    // Fields that the server refuses unless they are null.
     container: Option<Value>,
     mcp_servers: Option<Value>,
     context_management: Option<Value>,
     output_format: Option<Value>,
 }
 
-/// A tool. Tools that the platform itself runs have a type of their own, and are refused.
+/// A tool that the client defines. The server refuses tools of other types, which Anthropic's platform would run.
 #[derive(Debug, Deserialize)]
 struct ToolField {
     #[serde(rename = "type")]
@@ -56,7 +56,7 @@ struct ToolField {
     input_schema: Option<Value>,
 }
 
-/// The choice of a tool.
+/// The field `tool_choice`: whether the model may, must or must not call a tool.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ToolChoiceField {
@@ -66,7 +66,7 @@ struct ToolChoiceField {
     disable_parallel_tool_use: Option<bool>,
 }
 
-/// The setting of thoughts.
+/// The field `thinking`: whether the model writes a thought before its answer, and the thought's largest number of tokens.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Thinking {
@@ -77,7 +77,8 @@ struct Thinking {
     _display: Option<Value>,
 }
 
-/// The form of the answer. The effort is a hint for models that have several, and has no effect here.
+/// The field `output_config`. `format` is the JSON schema of the answer. `effort` has no effect, because Gemma 4 has no
+/// levels of effort.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OutputConfig {
@@ -92,7 +93,7 @@ enum OutputFormat {
     JsonSchema { schema: Value },
 }
 
-/// A prepared prompt with its tools.
+/// The tokens of a prompt, the tools, and the largest number of tokens of a thought.
 struct Prepared {
     tokens: Vec<u32>,
     tools: SelectedTools,
@@ -100,7 +101,7 @@ struct Prepared {
 }
 
 impl MessagesRequest {
-    /// Converts the request to a request of the engine. The second result is true if the answer is streamed.
+    /// Converts the request to a request of the engine. Also returns true if the client requests a stream.
     pub fn prepare(mut self, app: &App) -> Result<(Request, bool), RequestError> {
         let max_tokens = self
             .max_tokens
@@ -143,7 +144,7 @@ impl MessagesRequest {
         Ok((request, self.stream.unwrap_or(false)))
     }
 
-    /// Counts the tokens of the prompt.
+    /// Returns the number of tokens of the prompt.
     pub fn count_tokens(mut self, app: &App) -> Result<usize, RequestError> {
         Ok(self.prompt(app)?.tokens.len())
     }
@@ -177,7 +178,8 @@ impl MessagesRequest {
         })
     }
 
-    /// The largest number of tokens of a thought, or `None` if the model does not think.
+    /// Returns the largest number of tokens of a thought, or `None` if thinking is off. Without a limit the number is
+    /// `usize::MAX`.
     fn thinking_budget(&self) -> Result<Option<usize>, RequestError> {
         let Some(thinking) = &self.thinking else {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! The stream of an answer in Anthropic's form.
+//! Writes an answer as a stream of Anthropic's events.
 
 use super::super::answers::Part;
 use super::super::app::new_id;
@@ -9,7 +9,7 @@ use crate::engine::Event;
 use crate::error::RequestError;
 use serde_json::{Value, json};
 
-/// The type of the open content block.
+/// The type of a content block that has been started and not yet stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Open {
     Text,
@@ -20,7 +20,7 @@ pub(super) struct MessageWriter {
     id: String,
     model: String,
     prompt_tokens: usize,
-    /// The number of content blocks that have begun.
+    /// The number of content blocks that have been started.
     blocks: usize,
     open: Option<Open>,
     has_calls: bool,
@@ -69,7 +69,7 @@ impl MessageWriter {
         }
     }
 
-    /// Opens a block of the type `kind`, unless it is open already.
+    /// Starts a content block of the type `kind`, unless such a block is open. Stops an open block of another type first.
     fn open(&mut self, kind: Open, messages: &mut Vec<Message>) {
         if self.open != Some(kind) {
             self.close(messages);

@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`.
+//! The handler of `/v1/chat/completions`.
 
 use super::super::answers::{Call, CompleteAnswer, Part, collect};
 use super::super::app::{App, new_id, now};
@@ -19,10 +19,10 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The beginning of the ids of tool calls.
+/// The prefix of the ids of tool calls.
 pub(crate) const CALL_PREFIX: &str = "call_";
 
-/// Handles a request.
+/// Handles a request to `/v1/chat/completions`.
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     match answer(app, request).await {
         Ok(response) => response,
@@ -41,7 +41,7 @@ async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, Reque
     Ok(Json(writer.complete(&answers)).into_response())
 }
 
-/// The reason for the end in OpenAI's words.
+/// Returns OpenAI's name for the reason why an answer ended.
 pub(crate) fn finish_reason(reason: &EndReason, has_calls: bool) -> &'static str {
     match reason {
         EndReason::Length => "length",
@@ -50,7 +50,7 @@ pub(crate) fn finish_reason(reason: &EndReason, has_calls: bool) -> &'static str
     }
 }
 
-/// The state of one choice in a stream.
+/// The state of one of the `n` answers in a stream.
 #[derive(Clone, Debug, Default)]
 struct Choice {
     calls: usize,

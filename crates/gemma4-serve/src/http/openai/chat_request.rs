@@ -1,4 +1,4 @@
-//! The request of `/v1/chat/completions`.
+//! The request of `/v1/chat/completions`, and its conversion to a request of the engine.
 
 use super::super::app::App;
 use super::super::overrides::{MAX_TOP_LOGPROBS, Overrides};
@@ -12,7 +12,7 @@ use crate::error::RequestError;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// The fields of the request. Unknown fields are errors.
+/// The fields of a request to `/v1/chat/completions`. An unknown field is an error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ChatRequest {
@@ -43,7 +43,7 @@ pub(crate) struct ChatRequest {
     parallel_tool_calls: Option<bool>,
     reasoning_effort: Option<String>,
     chat_template_kwargs: Option<TemplateVariables>,
-    // Fields that describe the request to a platform, and have no effect here.
+    // Accepted fields without an effect. They concern OpenAI's platform, such as billing and caching.
     #[serde(rename = "user")]
     _user: Option<Value>,
     #[serde(rename = "metadata")]
@@ -54,7 +54,7 @@ pub(crate) struct ChatRequest {
     _safety_identifier: Option<Value>,
     #[serde(rename = "prompt_cache_key")]
     _prompt_cache_key: Option<Value>,
-    // Fields that the server does not support.
+    // Fields that the server refuses unless they are null. `store: false` and `modalities: ["text"]` are also accepted.
     store: Option<Value>,
     modalities: Option<Value>,
     audio: Option<Value>,
@@ -72,7 +72,7 @@ struct TemplateVariables {
     enable_thinking: Option<bool>,
 }
 
-/// The parts of the request that the response needs.
+/// The request's settings that determine the form of the response.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatContext {
     pub choices: usize,
@@ -136,7 +136,7 @@ impl ChatRequest {
     }
 
     fn refuse_unsupported(&self) -> Result<(), RequestError> {
-        // `store: false` and text as the only modality ask for what the server does anyway.
+        // Accept `store: false` and `modalities: ["text"]`, because the server never stores responses and returns text only.
         let store = self.store.as_ref().filter(|value| **value != false);
         let text = serde_json::json!(["text"]);
         let modalities = self.modalities.as_ref().filter(|value| **value != text);

@@ -1,4 +1,4 @@
-//! `/v1/completions`.
+//! The handler of `/v1/completions`.
 
 use super::super::answers::{CompleteAnswer, collect};
 use super::super::app::{App, new_id, now};
@@ -20,7 +20,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Handles a request.
+/// Handles a request to `/v1/completions`.
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     match answer(app, request).await {
         Ok(response) => response,
@@ -60,7 +60,7 @@ struct CompletionWriter {
     prompt_tokens: usize,
     tokens: usize,
     ended: usize,
-    /// The number of characters of each choice, for the offsets of logprobs.
+    /// The number of characters in each answer so far. Log-probabilities give each token's offset in characters.
     offsets: Vec<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! The request of `/v1/completions`.
+//! The request of `/v1/completions`, and its conversion to requests of the engine.
 
 use super::super::app::App;
 use super::super::overrides::{MAX_TOP_LOGPROBS, Overrides};
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 /// The largest number of prompts in a request.
 pub(crate) const MAX_PROMPTS: usize = 128;
 
-/// The fields of the request. Unknown fields are errors.
+/// The fields of a request to `/v1/completions`. An unknown field is an error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CompletionRequest {
@@ -43,7 +43,7 @@ pub(crate) struct CompletionRequest {
     suffix: Option<Value>,
 }
 
-/// One prompt or several, as text or as tokens.
+/// The field `prompt`: one prompt or a list of prompts, as text or as token ids.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Prompts {
@@ -53,21 +53,21 @@ enum Prompts {
     AllTokens(Vec<Vec<u32>>),
 }
 
-/// A prompt as text or as tokens.
+/// A prompt as text or as token ids.
 #[derive(Clone, Debug)]
 pub(crate) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
 }
 
-/// The parts of the request that hold for each prompt and for the response.
+/// The settings that all prompts of a request have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct CompletionContext {
     pub choices: usize,
     pub stream: bool,
     pub include_usage: bool,
     pub logprobs: Option<usize>,
-    /// The fields, which are converted once for each prompt.
+    /// The fields of the request. [`request`](Self::request) converts the fields once for each prompt.
     fields: std::sync::Arc<CompletionRequest>,
 }
 
@@ -83,7 +83,7 @@ impl Prompts {
 }
 
 impl CompletionRequest {
-    /// Divides the request into its prompts and the options of all of them.
+    /// Splits the request into its prompts and the settings that all prompts have in common.
     pub fn split(mut self) -> Result<(CompletionContext, Vec<Prompt>), RequestError> {
         let refuse = |field, reason: String| Err(RequestError::field(field, reason));
         refuse_fields([("suffix", self.suffix.as_ref(), "is not supported")])?;
@@ -138,7 +138,7 @@ impl CompletionRequest {
 }
 
 impl CompletionContext {
-    /// Returns the engine's request for a prompt.
+    /// Returns the engine's request for one of the prompts.
     pub fn request(&self, prompt: Prompt, app: &App) -> Result<Request, RequestError> {
         let fields = &self.fields;
         app.check_model(&fields.model)?;

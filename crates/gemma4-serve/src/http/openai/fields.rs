@@ -1,10 +1,10 @@
-//! Fields that several of OpenAI's APIs share.
+//! Request fields that several of OpenAI's APIs have in common.
 
 use crate::error::RequestError;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// One stop string or several.
+/// The field `stop`: one stop string or a list of stop strings.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Stop {
@@ -21,7 +21,7 @@ impl Stop {
     }
 }
 
-/// The options of a stream.
+/// The field `stream_options`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct StreamOptions {
@@ -36,7 +36,7 @@ impl StreamOptions {
     }
 }
 
-/// The form of the answer's text.
+/// The field `response_format`: free text, JSON, or text that matches a regular expression or a grammar.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum ResponseFormat {
@@ -47,7 +47,7 @@ pub(crate) enum ResponseFormat {
     Grammar { grammar: String },
 }
 
-/// A JSON schema with its name.
+/// The field `json_schema` of a response format.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct JsonSchemaField {
@@ -61,7 +61,7 @@ pub(crate) struct JsonSchemaField {
 }
 
 impl JsonSchemaField {
-    /// Wraps a schema without a name.
+    /// Wraps a JSON schema. The other fields have no effect on the answer.
     pub fn new(schema: Option<Value>) -> Self {
         Self {
             _name: String::new(),
@@ -72,7 +72,7 @@ impl JsonSchemaField {
     }
 }
 
-/// A tool.
+/// An entry of the field `tools`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ToolField {
     #[serde(rename = "type")]
@@ -80,7 +80,7 @@ pub(crate) struct ToolField {
     pub function: Option<FunctionField>,
 }
 
-/// The function of a tool.
+/// A function that the model may call.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FunctionField {
@@ -91,7 +91,7 @@ pub(crate) struct FunctionField {
     pub _strict: Option<bool>,
 }
 
-/// The choice of a tool: a word or a tool.
+/// The field `tool_choice`: `auto`, `none`, `required`, or a tool that the answer must call.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum ToolChoiceField {
@@ -105,17 +105,17 @@ pub(crate) struct NamedTool {
     #[serde(rename = "type")]
     pub kind: String,
     pub function: Option<FunctionName>,
-    /// The name, which the Responses API has beside the type.
+    /// The name of the function. The Responses API gives the name here, and not in `function`.
     pub name: Option<String>,
 }
 
-/// The name of a function.
+/// The name of the function that the answer must call.
 #[derive(Debug, Deserialize)]
 pub(crate) struct FunctionName {
     pub name: String,
 }
 
-/// Refuses fields that the server does not support. A field that is `null` counts as missing.
+/// Returns an error for the first field that is set. A null field counts as not set.
 pub(crate) fn refuse_fields<const N: usize>(
     fields: [(&str, Option<&Value>, &str); N],
 ) -> Result<(), RequestError> {

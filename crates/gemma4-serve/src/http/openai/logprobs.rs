@@ -1,10 +1,10 @@
-//! Log-probabilities in the forms of OpenAI's APIs.
+//! Writes log-probabilities in the JSON formats of OpenAI's APIs.
 
 use crate::engine::TokenProbability;
 use burn_gemma4::Tokenizer;
 use serde_json::{Map, Value, json};
 
-/// The bytes of a token. A special token has the bytes of its name.
+/// Returns the bytes of a token's text. The text of a special token is its name.
 fn bytes(tokenizer: &Tokenizer, token: u32) -> Vec<u8> {
     match tokenizer.special(token) {
         Some(special) => special.into_bytes(),
@@ -19,12 +19,12 @@ fn name(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// JSON has no infinities, so a probability of 0 is written as a very small logarithm, as OpenAI does.
+/// Replaces −∞ by −9999, because JSON has no infinities. OpenAI's API returns −9999 too.
 fn number(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
 
-/// Returns the logprobs of a chat completion.
+/// Returns the field `logprobs` of a chat completion.
 pub(crate) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenProbability]) -> Value {
     let one = |token: u32, logprob: f32| {
         let bytes = bytes(tokenizer, token);
@@ -42,7 +42,8 @@ pub(crate) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenProbability]) -> Val
     json!({"content": content.collect::<Value>(), "refusal": null})
 }
 
-/// Returns the logprobs of a text completion. `offset` is the number of characters before the first token.
+/// Returns the field `logprobs` of a text completion. `offset` is the number of characters before the first token, and
+/// advances past the tokens.
 pub(crate) fn of_text(
     tokenizer: &Tokenizer,
     tokens: &[TokenProbability],

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 
-/// A message as the client sends it.
+/// A message in the client's request.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MessageField {
@@ -18,7 +18,7 @@ pub(crate) struct MessageField {
     tool_call_id: Option<String>,
     #[serde(alias = "reasoning")]
     reasoning_content: Option<String>,
-    // Fields of earlier answers, which clients send back unchanged.
+    // Fields of the server's answers, which clients send back with later requests.
     #[serde(rename = "refusal")]
     _refusal: Option<Value>,
     #[serde(rename = "annotations")]
@@ -27,7 +27,7 @@ pub(crate) struct MessageField {
     function_call: Option<Value>,
 }
 
-/// The content of a message: a text or parts.
+/// The content of a message: a text or a list of parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Content {
@@ -35,7 +35,7 @@ pub(crate) enum Content {
     Parts(Vec<ContentPart>),
 }
 
-/// A part of a content. Only parts of the type `text` are supported.
+/// A part of a message's content. Only parts of the type `text` are supported.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ContentPart {
     #[serde(rename = "type")]
@@ -43,7 +43,7 @@ pub(crate) struct ContentPart {
     text: Option<String>,
 }
 
-/// A tool call of an earlier answer.
+/// A tool call in an assistant message, which the client sends back.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CallField {
     id: String,
@@ -57,7 +57,7 @@ struct CallFunction {
 }
 
 impl Content {
-    /// Returns the text of the content.
+    /// Returns the concatenated text of the content.
     pub fn into_text(self, field: &str) -> Result<String, RequestError> {
         let parts = match self {
             Self::Text(text) => return Ok(text),
@@ -82,17 +82,17 @@ impl Content {
     }
 }
 
-/// Parses the arguments of an earlier tool call.
+/// Parses the arguments of a tool call in an assistant message. The arguments are the text of a JSON object.
 pub(crate) fn arguments(field: &str, text: &str) -> Result<Map<String, Value>, RequestError> {
     match serde_json::from_str(text) {
         Ok(Value::Object(arguments)) => Ok(arguments),
-        // Clients send an empty text for a call without arguments.
+        // Accept an empty text, which some clients send for a tool call without arguments.
         _ if text.trim().is_empty() => Ok(Map::new()),
         _ => Err(RequestError::field(field, "expected a JSON object as text")),
     }
 }
 
-/// Converts the messages.
+/// Converts the messages of a request to a conversation.
 pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(
@@ -107,7 +107,7 @@ pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessag
         .collect()
 }
 
-/// Converts a message. `names` has the name of each tool call so far.
+/// Converts a message. `names` maps the ids of earlier tool calls to the names of their tools.
 fn convert(
     index: usize,
     message: MessageField,

@@ -1,4 +1,4 @@
-//! OpenAI's APIs.
+//! The endpoints of OpenAI's APIs.
 
 pub(crate) mod chat;
 mod chat_request;

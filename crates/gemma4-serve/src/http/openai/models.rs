@@ -1,4 +1,4 @@
-//! `/v1/models`.
+//! The handlers of `/v1/models`.
 
 use super::super::app::App;
 use super::super::form::Form;
@@ -18,12 +18,12 @@ fn model(app: &App) -> Value {
     })
 }
 
-/// Lists the model.
+/// Returns a list with the server's only model.
 pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [model(&app)]}))
 }
 
-/// Describes the model of a name.
+/// Returns the description of the model called `name`, or an error if the server does not have the model.
 pub(crate) async fn one(State(app): State<Arc<App>>, Path(name): Path<String>) -> Response {
     let found: Result<(), RequestError> = app.check_model(&name);
     match found {

@@ -1,4 +1,4 @@
-//! `/v1/responses`.
+//! The handler of `/v1/responses`.
 
 use super::super::app::App;
 use super::super::body::read_json;
@@ -17,7 +17,7 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// Handles a request.
+/// Handles a request to `/v1/responses`.
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     match answer(app, request).await {
         Ok(response) => response,

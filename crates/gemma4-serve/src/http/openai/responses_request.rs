@@ -1,4 +1,4 @@
-//! The request of `/v1/responses`.
+//! The request of `/v1/responses`, and its conversion to a request of the engine.
 
 use super::super::app::App;
 use super::super::overrides::Overrides;
@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// The fields of the request. Unknown fields are errors.
+/// The fields of a request to `/v1/responses`. An unknown field is an error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ResponsesRequest {
@@ -37,12 +37,12 @@ pub(crate) struct ResponsesRequest {
     _safety_identifier: Option<Value>,
     #[serde(rename = "prompt_cache_key")]
     _prompt_cache_key: Option<Value>,
-    // Fields that the server supports only with the value that stands for what it does anyway.
+    // Fields with one accepted value each. The accepted value describes what the server always does, such as `store: false`.
     store: Option<Value>,
     background: Option<Value>,
     truncation: Option<Value>,
     include: Option<Vec<String>>,
-    // Fields that the server does not support.
+    // Fields that the server refuses unless they are null.
     previous_response_id: Option<Value>,
     conversation: Option<Value>,
     prompt: Option<Value>,
@@ -58,7 +58,8 @@ enum Input {
     Items(Vec<Item>),
 }
 
-/// An item of the input. The fields of all types are together, so that an error can name the type.
+/// An item of the field `input`. One struct has the fields of all item types, so that the error for an unsupported type can
+/// name the type.
 #[derive(Debug, Deserialize)]
 struct Item {
     #[serde(rename = "type")]
@@ -90,7 +91,7 @@ struct TextField {
     verbosity: Option<Value>,
 }
 
-/// The form of the answer's text. The fields of a schema are beside the type.
+/// The field `text.format`: free text, any JSON object, or JSON that follows `schema`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Format {
@@ -113,11 +114,11 @@ struct Reasoning {
     _summary: Option<Value>,
 }
 
-/// The parts of the request that the response needs.
+/// The request's settings that determine the form of the response.
 #[derive(Clone, Debug)]
 pub(crate) struct ResponsesContext {
     pub stream: bool,
-    /// The fields of the response that repeat the request.
+    /// The fields of the request that the response repeats.
     pub fields: Value,
 }
 
@@ -300,7 +301,7 @@ fn selected_tools(
     SelectedTools::new(tools, tool_choice(choice)?, is_parallel)
 }
 
-/// Converts the items of the input to a conversation.
+/// Converts the field `input` to a conversation.
 fn conversation(input: Input) -> Result<Vec<ChatMessage>, RequestError> {
     let items = match input {
         Input::Text(text) => return Ok(vec![ChatMessage::User(text)]),
@@ -374,7 +375,7 @@ fn convert(
             let text = output.into_text(&field("output"))?;
             messages.push(ChatMessage::Tool { id, name, text });
         }
-        // Clients send thoughts back; templates drop the thoughts of earlier turns.
+        // Ignore the reasoning of earlier answers, which clients send back. Chat templates would remove it from the prompt.
         "reasoning" => (),
         kind => {
             let reason = format!(

@@ -1,4 +1,4 @@
-//! The answer of `/v1/responses`, as a stream of events and as one object.
+//! Writes an answer of `/v1/responses` as a stream of events or as one JSON object.
 
 use super::super::answers::{Call, Part};
 use super::super::app::{new_id, now};
@@ -10,14 +10,14 @@ use crate::engine::{AnswerUsage, EndReason, Event};
 use crate::error::RequestError;
 use serde_json::{Value, json};
 
-/// The type of the open output item.
+/// The type of an output item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Text,
     Thought,
 }
 
-/// An output item whose text is not complete.
+/// An output item that still receives text.
 struct OpenItem {
     kind: Kind,
     id: String,
@@ -82,7 +82,7 @@ impl ResponseWriter {
         }
     }
 
-    /// Returns the response so far.
+    /// Returns the JSON object of the response with the output so far.
     pub fn response(&self) -> Value {
         let (status, details) = match &self.end {
             _ if self.failure.is_some() => ("failed", Value::Null),
@@ -122,7 +122,7 @@ impl ResponseWriter {
         Message::owned_name(name, &data)
     }
 
-    /// Ends the open item.
+    /// Completes the open output item, and moves the item to the output.
     fn close(&mut self, messages: &mut Vec<Message>) {
         let Some(open) = self.open.take() else {
             return;
@@ -148,7 +148,8 @@ impl ResponseWriter {
         self.output.push(item);
     }
 
-    /// Adds text to the open item of a kind, which is opened if necessary.
+    /// Appends text to the open output item. If no item of this kind is open, first completes any open item and starts a new
+    /// item.
     fn text(&mut self, kind: Kind, text: &str, messages: &mut Vec<Message>) {
         if self.open.as_ref().is_none_or(|open| open.kind != kind) {
             self.close(messages);

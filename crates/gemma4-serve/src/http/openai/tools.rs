@@ -1,4 +1,4 @@
-//! The tools of a request, and the grammar of its answer.
+//! The tools of a request, and the grammar of an answer that must call a tool or follow a format.
 
 use super::super::app::App;
 use super::fields::{ResponseFormat, ToolChoiceField, ToolField};
@@ -7,14 +7,14 @@ use crate::error::RequestError;
 use crate::text::{Tool, ToolChoice, tool_grammar};
 use burn_gemma4::Tokenizer;
 
-/// The token that begins a tool call.
+/// The special token that begins a tool call.
 const CALL: &str = "<|tool_call>";
-/// The token after the last tool call, with which the model waits for the results.
+/// The special token that the model writes after its last tool call. The client must then send the results of the calls.
 const RESPONSE: &str = "<|tool_response>";
-/// The largest number of tools.
+/// The largest number of tools in a request.
 const MAX_TOOLS: usize = 256;
 
-/// The tools that the prompt lists, and the choice among them.
+/// The tools of a request, and whether the answer may, must or must not call a tool.
 #[derive(Debug, Default)]
 pub(crate) struct SelectedTools {
     pub tools: Vec<Tool>,
@@ -23,7 +23,7 @@ pub(crate) struct SelectedTools {
 }
 
 impl SelectedTools {
-    /// Checks a list of tools and the choice.
+    /// Checks the number and the names of the tools, and that the choice fits the tools.
     pub fn new(
         tools: Vec<Tool>,
         choice: ToolChoice,
@@ -59,7 +59,7 @@ impl SelectedTools {
             _ => (),
         }
         Ok(Self {
-            // A model that must not call a tool does not need to know the tools.
+            // Leave the tools out of the prompt if the model must not call a tool.
             tools: match choice {
                 ToolChoice::None => Vec::new(),
                 _ => tools,
@@ -69,7 +69,7 @@ impl SelectedTools {
         })
     }
 
-    /// Changes the options of the answer according to the tools.
+    /// Changes an answer's options: forbids tool calls, limits the answer to one call, or ends the answer after its calls.
     pub fn apply(&self, tokenizer: &Tokenizer, options: &mut AnswerOptions) {
         if self.choice == ToolChoice::None
             && let Some(call) = tokenizer.id(CALL)
@@ -84,7 +84,7 @@ impl SelectedTools {
         }
     }
 
-    /// The grammar of an answer that must call a tool, or `None` if the answer is free.
+    /// Returns the grammar of an answer that must call a tool, or `None` if the answer need not call a tool.
     fn grammar(&self, tokenizer: &Tokenizer) -> Result<Option<Grammar>, RequestError> {
         let tools: Vec<&Tool> = match &self.choice {
             ToolChoice::Auto | ToolChoice::None => return Ok(None),
@@ -105,7 +105,7 @@ impl SelectedTools {
     }
 }
 
-/// Converts the fields `tools`, `tool_choice` and `parallel_tool_calls`.
+/// Converts the request fields `tools`, `tool_choice` and `parallel_tool_calls`.
 pub(crate) fn select_tools(
     tools: Vec<ToolField>,
     choice: Option<ToolChoiceField>,
@@ -130,7 +130,7 @@ pub(crate) fn select_tools(
     SelectedTools::new(tools, tool_choice(choice)?, is_parallel)
 }
 
-/// Converts the field `tool_choice`.
+/// Converts the request field `tool_choice`.
 pub(crate) fn tool_choice(choice: Option<ToolChoiceField>) -> Result<ToolChoice, RequestError> {
     let refuse = |reason: String| Err(RequestError::field("tool_choice", reason));
     match choice {
@@ -156,7 +156,8 @@ pub(crate) fn tool_choice(choice: Option<ToolChoiceField>) -> Result<ToolChoice,
     }
 }
 
-/// Compiles the grammar of an answer: the tool calls that it must make, or the format of its text.
+/// Compiles the grammar of the required tool calls or of the response format. Returns `None` if the answer is not
+/// constrained.
 pub(crate) fn answer_grammar(
     app: &App,
     tools: &SelectedTools,

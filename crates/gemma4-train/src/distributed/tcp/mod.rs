@@ -248,7 +248,7 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
 }
 
 impl Peer {
-    /// Creates the link to the process with this rank, and starts a thread that receives its messages.
+    /// Creates the link to the process with this rank, and starts a thread that receives the messages of that process.
     fn new(rank: usize, stream: Arc<Mutex<TcpStream>>, end: OnFailure) -> Result<Self, Error> {
         let guard = stream.lock().unwrap_or_else(PoisonError::into_inner);
         let reader = guard.try_clone()?;

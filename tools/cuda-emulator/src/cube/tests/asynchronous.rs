@@ -151,7 +151,7 @@ fn turns(waits_for_reader: bool) -> String {
 
 #[test]
 fn mbarrier_phases_alternate() {
-    // The writer writes four words, turn² + 1 for each turn from 0 to 3. The reader sums these words: 1 + 2 + 5 + 10.
+    // The writer writes the words 1, 2, 5 and 10: the squares of 0 to 3, plus 1. The reader sums these words to 18.
     assert_eq!(output(&turns(true), 64)[32..], [18; 32]);
 }
 

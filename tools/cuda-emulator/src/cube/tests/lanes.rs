@@ -100,7 +100,7 @@ fn shuffle_reads_within_its_segment() {
         shuffled("up", 2, 0),
         expected(|lane| if lane < 2 { lane + 100 } else { lane - 2 })
     );
-    // With `24 << 8` in the last operand, the shuffle runs within segments of eight lanes.
+    // The value `24 << 8` in the last operand restricts the shuffle to segments of eight lanes.
     assert_eq!(
         shuffled("idx", 3, 24 << 8 | 31),
         expected(|lane| lane / 8 * 8 + 3)

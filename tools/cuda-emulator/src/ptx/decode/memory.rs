@@ -85,7 +85,7 @@ impl Decoder<'_> {
         let registers = operands
             .iter()
             .map(|operand| match operand {
-                // The register may be wider than the value in memory, so its class is not checked.
+                // The register may be wider than the value in memory, so the register's class is not checked.
                 Operand::Register(register) if register.class() != Class::Predicate => {
                     Ok(*register)
                 }

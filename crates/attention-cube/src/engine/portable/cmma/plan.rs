@@ -1,9 +1,10 @@
 //! The plan of the cmma engine. The plan chooses a fragment shape of the device, then tiles from tables by the output's
 //! width and the device's shared memory.
 //!
-//! The stationary operands are the rows of a cube's tile, queries or keys. The streamed operands are blocks of the opposite
-//! side. The *first* GEMMs multiply a stationary and a streamed operand to compute S (the scores) and dP (the gradient of
-//! the probabilities). The *second* GEMMs compute the output or the gradients.
+//! The stationary operands belong to the rows of a cube's tile, which are queries or keys. The streamed operands are blocks
+//! of keys for a tile of queries, and blocks of queries for a tile of keys. The *first* GEMMs multiply a stationary and a
+//! streamed operand to compute S (the scores) and dP (the gradient of the probabilities). The *second* GEMMs compute the
+//! output or the gradients.
 
 mod tables;
 
@@ -30,14 +31,14 @@ const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
 /// The plane sizes (units per plane) for which the tile tables have entries.
 const PLANES: [usize; 2] = [32, 64];
 
-/// The number of operands that stay in shared memory while blocks stream.
+/// The operands that stay in shared memory while the kernel streams blocks.
 #[derive(Clone, Copy)]
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
     /// The number of left operands of the second GEMMs that stay in shared memory. These operands are P (the probabilities)
-    /// or dS (the gradient of the scores). If the number is above 0, both streamed operands stay in shared memory too. If
-    /// the number is 0, all these operands share one region of shared memory.
+    /// or dS (the gradient of the scores). If the number is above 0, both streamed operands also stay in shared memory. If
+    /// the number is 0, the left operands and the streamed operands overwrite each other in one region of shared memory.
     resident: usize,
 }
 
@@ -126,8 +127,9 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if this does not raise the number of pieces in which
-                // the second GEMM's streamed operand (such as V) is copied. Each piece costs a barrier.
+                // Keep the stationary operands in shared memory only if there is enough room left for the second GEMM's
+                // streamed operand (such as V). With less room, the kernel would copy that operand in more pieces, and each
+                // piece costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -152,8 +154,8 @@ impl Choice<'_> {
     /// Tries the entries of both tables in order, and returns the first tiles that have `width` columns and fit the device.
     /// The stationary operands stay in shared memory.
     ///
-    /// In tiles of the first table, both streamed operands stay in shared memory too. So do `left` left operands of the
-    /// second GEMMs (P or dS). In tiles of the second table, these operands overwrite each other.
+    /// With tiles of the first table, both streamed operands and `left` left operands of the second GEMMs (P or dS) also stay
+    /// in shared memory. With tiles of the second table, the streamed operands, P and dS overwrite each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,
@@ -175,8 +177,8 @@ impl Choice<'_> {
 
     /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
     ///
-    /// Each operand in `kept` has its own region of shared memory. All other operands share a region, whose size is the size
-    /// of the first GEMM's operands. The streamed rows of the second GEMM are copied to this region piece by piece.
+    /// Each operand in `kept` has its own region of shared memory. All other operands share one region, which is as large as
+    /// the operands of the first GEMM. The streamed rows of the second GEMM are copied to this region piece by piece.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -315,8 +317,8 @@ mod tests {
     use crate::problem::MAX_HEAD_DIM;
     use crate::testing::card;
 
-    /// Checks that planes and units divide the tiles of each table entry evenly. For each entry, at least one pair of a
-    /// fragment shape and a plane size must give tiles.
+    /// Checks that planes and units divide the tiles of each table entry evenly. For each entry, at least one fragment shape
+    /// and plane size must give tiles.
     #[test]
     fn complete_every_table_row_divides_evenly() {
         let device = card(16 << 10);

@@ -1,5 +1,5 @@
-//! The forward kernel. A cube keeps a tile of queries in shared memory, streams all blocks of keys that any of these queries
-//! sees, and applies the online softmax.
+//! The forward kernel. A cube keeps a tile of queries in shared memory, and streams all blocks of keys that any of these
+//! queries sees. The cube applies the online softmax.
 //!
 //! Tensors:
 //!
@@ -10,9 +10,10 @@
 //!   second half the natural logarithms of the row sums.
 //!
 //! Budget: [`UnitTiles::shared_memory`] of shared memory. A unit's registers hold `4 · rows_per_unit` elements of S,
-//! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A block of keys costs
-//! `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see `tile_ops/product.rs`. The
-//! kernel writes the output, and two f32 values of the logsumexp per query.
+//! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A unit has `rows_per_unit` rows
+//! of S, and `output_rows` rows of O with `output_vectors` vectors of 4 columns each. A block of `columns` keys costs a tile
+//! of `rows` queries `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
+//! `tile_ops/product.rs`. The kernel writes the output, and two f32 values of the logsumexp per query.
 //!
 //! Decoding uses this kernel too. `packed` puts the query heads of a GQA group into the rows of one tile, so each key is
 //! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalised partial
@@ -287,12 +288,13 @@ pub(crate) fn forward<
         block += 1i32;
     }
 
-    // Splits are the outermost dimension of the partial outputs, and each split covers all sequences.
+    // The first dimension of the partial outputs is `splits · batch`: first all sequences of split 0, then of split 1, and so
+    // on.
     let mut part = batch;
     if comptime!(kind.split) {
         part += work_tile.split * (grid.planes / grid.heads);
     }
-    // Without splits, the row sum also includes the sink. With splits, `combine` adds the sink.
+    // Without splits, this kernel adds the sink to the row sum. With splits, the combine kernel adds the sink.
     let mut sum = total(&sums, &mut statistics, tiles);
     let row = first_row + UNIT_POS as i32;
     if UNIT_POS < comptime!(tiles.rows as u32) {
@@ -428,7 +430,7 @@ fn score_block<M: Numeric, F: Float>(
 }
 
 /// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums include dropped probabilities. The
-/// output is later multiplied by the factor of kept probabilities.
+/// kernel later multiplies the output by `kept_scale`, which is 1 / (1 − drop probability).
 #[cube]
 fn drop_probabilities<M: Numeric, F: Float>(
     p: &mut Array<f32>,
@@ -458,8 +460,8 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of
-/// their values. For float keys and values, the function does nothing.
+/// Multiplies the unit's elements of `s` by the int8 scales of their keys (if `s` holds scores) or of their values (if `s`
+/// holds probabilities). For float keys and values, the function does nothing.
 ///
 /// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no effect.
 #[cube]

@@ -19,7 +19,8 @@ pub struct PortableForwardPlan {
     pub tiles: UnitTiles,
     /// True if the query heads of a group share a tile (decoding).
     pub packed: bool,
-    /// The number of key splits (split-KV). If the number is 1, the kernel writes the output itself, and no second kernel runs.
+    /// The number of key splits (split-KV). If the number is 1, the kernel writes the output itself, and no second kernel
+    /// runs.
     pub splits: usize,
 }
 
@@ -98,7 +99,8 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// True if a hidden key may lie between two visible keys. The kernels compute the same condition in `ScoreKind::leaves_masked`.
+/// True if a hidden key may lie between two visible keys. The kernels compute the same condition in
+/// `ScoreKind::leaves_masked`.
 fn has_masked(problem: &AttentionProblem) -> bool {
     problem.bias.is_some()
         || problem.mask.is_some()
@@ -233,7 +235,8 @@ mod tests {
     }
 
     /// Returns the number of loop iterations of the kernels in `tile_ops/direct.rs` for one block. The kernels loop over
-    /// columns and block rows by fours, and over the tile's rows if the tile may have hidden scores.
+    /// columns and block rows in steps of four. If the tile may have hidden scores, the kernels also loop over the tile's
+    /// rows.
     fn loops(tiles: &UnitTiles, columns: [usize; 2], accumulated: usize, masked: bool) -> usize {
         let sums: usize = columns.iter().map(|columns| columns.div_ceil(4)).sum();
         let marks = if masked { tiles.rows } else { 0 };

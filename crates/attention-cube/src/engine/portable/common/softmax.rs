@@ -22,8 +22,8 @@ pub(crate) struct RowStatistics {
     /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, to avoid bank
     /// conflicts.
     pub partial: Shared<[f32]>,
-    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead,
-    /// which change only if the true maximum exceeds the reference by more than ln(2^8).
+    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead. A
+    /// reference changes only if the true maximum exceeds it by more than ln(2^8).
     pub maximum: Shared<[f32]>,
     /// The factor of each row that rescales earlier results. At the end, the field holds the factors that normalize the
     /// output.
@@ -31,8 +31,9 @@ pub(crate) struct RowStatistics {
     /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if a row's factor is not
     /// 1, so that the output needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag that is 1 if the unit's row had a visible key in an earlier block, used only if planes hold the output in
-    /// fragments. The running maximum does not show this, because its initial value, the lowest f32, is also a valid score.
+    /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the output in
+    /// fragments use the flag. The running maximum does not tell, because its initial value, the lowest f32, is also a valid
+    /// score.
     pub seen: Array<u32>,
 }
 
@@ -95,7 +96,8 @@ pub(crate) fn advance(
             let outgrown = largest > before + HELD;
             let reference = select(outgrown, largest, before);
             statistics.maximum[row] = reference;
-            // Rescale only if the row had a visible key in an earlier block. Otherwise there are no earlier results to rescale.
+            // Rescale only if the row had a visible key in an earlier block. Otherwise there are no earlier results to
+            // rescale.
             let has_older = outgrown && statistics.seen[0] != 0u32;
             statistics.factor[row] = select(has_older, (before - reference).exp(), 1.0f32);
             if !is_hidden(of_block) {

@@ -1,8 +1,8 @@
 //! The biases of a fragment's scores.
 //!
-//! If registers suffice, a thread loads all biases of a block before the GEMM of `q·k` has finished, so that the GEMMs hide
-//! the latency of the loads. The early load requires half-precision biases in which each pair of adjacent columns is an
-//! aligned 32-bit word. All other biases are loaded separately for each score, or once per tile if a head has one bias.
+//! If registers suffice, a thread loads all biases of a block before the GEMM of `q·k` has finished. The GEMM then hides the
+//! latency of the loads. The early load requires half-precision biases in which each pair of adjacent columns is an aligned
+//! 32-bit word. All other biases are loaded separately for each score, or once per tile if a head has one bias.
 //!
 //! A warp's load reads 16 bytes from each of 8 rows, which costs 8 accesses to the L1 cache. TMA loads biases eight times as
 //! fast. The kernel uses TMA if TMA supports the layout of the bias and the biases fit shared memory.
@@ -61,7 +61,7 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
                 if first_column + comptime!(columns as i32) <= end {
                     let own = own_column(first_column, 0usize) as usize / 2;
                     // SAFETY: this expression only takes the address of `bias`. Later loads stay inside the tensor: `min`
-                    // limits the rows to `last_row`, and the condition above limits the columns to less than `end`.
+                    // limits the rows to `last_row`, and the `if` condition limits the columns to less than `end`.
                     let start = unsafe { bias.as_slice().as_ptr_unchecked() };
                     let own_0 = word_address::<Vector<F, NB>>(start, (start_0 + own) as u64);
                     let own_1 = word_address::<Vector<F, NB>>(start, (start_1 + own) as u64);

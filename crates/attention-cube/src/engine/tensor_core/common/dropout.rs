@@ -16,8 +16,8 @@ use cubecl::prelude::*;
 pub(crate) struct KeepBits {
     pub low: u32,
     pub high: u32,
-    /// The factor by which delta is multiplied in [`gradient_minus_delta`]: `-1 / kept`, where `kept` is the factor by which
-    /// kept probabilities are multiplied.
+    /// The factor of delta in [`gradient_minus_delta`]: `-1 / kept`, where `kept` is dropout's scale 1 / (1 − drop
+    /// probability).
     pub minus_inverse_kept: f32,
 }
 
@@ -42,10 +42,10 @@ fn exchanged(word: u32) -> u32 {
 /// Draws the random words of the thread's eight scores of 16 columns. `column` is the first of these columns, and the rows are
 /// queries.
 ///
-/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). `shares_cells` tells
-/// whether the positions of the thread's two rows differ by 8, as in a tile of one head. If they do, the eight scores are
-/// one cell: words 0 and 1 are those of the first and of the second row. Otherwise, each row needs its own draw. Words 0 and 2
-/// are then the words of the two rows, and each is followed by the remaining word of its cell.
+/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). A cell has one word for
+/// each of two queries that are 8 positions apart. `shares_cells` is true if the thread's two rows are 8 positions apart, as
+/// in a tile of one head. The eight scores are then one cell, and words 0 and 1 belong to the two rows. Otherwise, each row
+/// needs its own draw: words 0 and 2 belong to the two rows, and words 1 and 3 are the unused words of their cells.
 #[cube]
 pub(crate) fn draw_step<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -88,7 +88,8 @@ fn keep_masks(
     dropout: &DropoutArguments,
     #[comptime] shares_cells: bool,
 ) -> Vector<u32, Const<4>> {
-    // The first row's word and the remaining word of its cell, and the same two words of the second row.
+    // `before` is the word of the thread's first row, and `before_other` is the second word of the same cell. `after` and
+    // `after_other` are the two words for the thread's second row.
     let before = words.extract(0usize);
     let before_other = words.extract(1usize);
     let after = words.extract(comptime!(if shares_cells { 1usize } else { 2 }));
@@ -101,8 +102,9 @@ fn keep_masks(
     masks
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns. The rows must be keys, and the columns queries.
-/// The eight registers are halves of two cells. The masks have the order of [`keep_masks`].
+/// Returns the keep masks of the thread's eight registers for 16 columns. The rows must be keys, and the columns queries. A
+/// *cell* is eight scores that share one draw of random bits, and the registers belong to two cells. The masks have the order
+/// of [`keep_masks`].
 #[cube]
 fn keep_masks_of_keys(
     dropout: &DropoutArguments,
@@ -197,7 +199,7 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
     }
 }
 
-/// Returns the result of [`keep_bits`], and keeps the compiler from moving its computation behind the next wait.
+/// Returns the result of [`keep_bits`]. The compiler cannot move the computation of the bits behind the next wait.
 #[cube]
 pub(crate) fn keep_bits_ahead<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -235,10 +237,12 @@ fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     word & comptime!(1u32 << (register / 2 % 16 + 16 * (register % 2))) != 0u32
 }
 
-/// Returns the register's `dp − delta`. The product of this difference and the weight (probability times the slope of the
-/// softcap) is dS. With dropout, returns `(keep ∘ dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability,
-/// else 1. This form saves a multiplication per score. The kernel multiplies the sums over dS by `kept` instead (see
-/// [`times_kept`]).
+/// Returns the register's `dp − delta`. dS is the product of this difference and the weight (probability times the slope of
+/// the softcap).
+///
+/// With dropout, returns `(keep · dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability, else 1, and `kept`
+/// is 1 / (1 − drop probability). The division by `kept` saves a multiplication per score, because the kernel multiplies only
+/// the sums over dS by `kept` (see [`times_kept`]).
 #[cube]
 pub(crate) fn gradient_minus_delta(
     dp: f32,
@@ -255,8 +259,8 @@ pub(crate) fn gradient_minus_delta(
     }
 }
 
-/// Multiplies `value` by the factor of kept probabilities, if the kernel has dropout. A value that was computed with
-/// [`gradient_minus_delta`] lacks this factor.
+/// Multiplies `value` by `kept`, dropout's scale 1 / (1 − drop probability), if the kernel has dropout. A value that was
+/// computed with [`gradient_minus_delta`] lacks this factor.
 #[cube]
 pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     #[comptime]
@@ -267,7 +271,7 @@ pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>)
 }
 
 /// Returns the factor of the accumulated gradient of V: `1 / p_scale`, because P was multiplied by `p_scale`. With dropout,
-/// the result is also multiplied by `kept`, the factor of kept probabilities.
+/// the factor includes `kept`, which is 1 / (1 − drop probability).
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,

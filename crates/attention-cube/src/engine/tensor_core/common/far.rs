@@ -56,16 +56,15 @@ pub(crate) fn has_far(
     }
 }
 
-/// The number of flags that a lane loads for the first head without waiting between the loads. The 32 lanes of a warp thus
-/// cover 4,096 queries.
+/// The number of flags that a lane loads for the first head before it waits for any of them. Each flag covers 32 queries, so
+/// the 32 lanes of a warp cover 4,096 queries.
 const LOADS: usize = 4;
 
-/// Returns the sum of the lane's share of flags for the query heads `first_head` to `first_head + heads − 1` and for the
-/// range `queries`. If the sum is not 0 in a lane of the warp, one of these queries may be far. Each flag covers `ROWS`
-/// queries.
+/// Returns the sum of the flags of far queries that this lane loads. The lanes of a warp divide the flags of the query heads
+/// `first_head` to `first_head + heads − 1` and of the range `queries`. If the sum is not 0 in a lane of the warp, one of
+/// these queries may be far. Each flag covers `ROWS` queries.
 ///
-/// The flags of a short range of one head are loaded first and without a branch, so that the caller's next work overlaps the
-/// load.
+/// The lane loads the first flags of the first head without a branch, so that the caller's next work overlaps the loads.
 ///
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, and row 4 of a head holds the flags.
 #[cube]
@@ -168,7 +167,7 @@ struct Logsumexp {
 #[cube]
 fn of_query(all: &Tensor<f32>, whole: f32, rows: &RowPair, query: i32, q_len: i32) -> Logsumexp {
     let is_far = is_far(whole);
-    // The index is computed with `head_0` for both rows, since both rows have the same head.
+    // The index into the LSE tensor uses `head_0` for both rows, since both rows have the same head.
     let at = rows.batch as usize * all.stride(0)
         + rows.head_0 as usize * all.stride(1)
         + min(query, q_len - 1i32) as usize;

@@ -30,8 +30,8 @@ use std::f32::consts::LOG2_E;
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
     /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the
-    /// LSE (or the mark −0 for a far query), row 1 delta, and row 2 the logarithm of row_sum. Row 3 holds the reference of
-    /// far queries, and row 4 the flags of far queries.
+    /// LSE, or the mark −0 for a far query. Row 1 holds delta, and row 2 the logarithm of row_sum. Row 3 holds the reference
+    /// of far queries, and row 4 the flags of far queries.
     pub all: &'a Tensor<f32>,
     /// The reference of each row's LSE (the row maximum), or the whole LSE if one f32 holds the LSE. The value −0 marks a
     /// [`far`](super::far) query.

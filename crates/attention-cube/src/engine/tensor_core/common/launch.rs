@@ -153,7 +153,7 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
-            // If a kernel loads the bias early (before `q·k` is ready), the bias is part of the score from the start. A
+            // If a kernel loads the bias early (before `q·k` is ready), the kernel adds the bias before the score mod runs. A
             // score mod must not see the bias, so a kernel with a score mod loads the bias later.
             _ if problem.has_code() => None,
             BiasesAhead::Never => None,
@@ -299,8 +299,8 @@ pub(crate) fn joined_sizes<const FIRST: usize, const SECOND: usize, const BOTH: 
     })
 }
 
-/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. `offsets` locates the
-/// segment bounds in the packed tensor of lengths and segment ids.
+/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. `offsets` gives the
+/// positions of the segment bounds in the tensor of lengths and segment ids.
 pub(crate) fn scoring<F: Float, NB: Size>(
     problem: &AttentionProblem,
     offsets: BoundsOffsets,
@@ -327,7 +327,7 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 /// The division of a backward kernel's work among CTAs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GradientDivision {
-    /// The number of splits that share the blocks of a tile.
+    /// The number of splits. CTAs of different splits process different blocks of a tile.
     pub splits: usize,
     /// The number of heads, over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
     /// operands of these heads fit the L2 cache.
@@ -395,7 +395,8 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
     );
 
     let mut gradients = Gradients::default();
-    // Two consecutive kernels with the same block sizes use the same packed mask, so the last mask is kept for the next kernel.
+    // Two consecutive kernels with the same block sizes use the same packed mask, so the loop keeps the last packed mask for
+    // the next kernel.
     let mut last_mask: Option<(Blocks, PackedMask)> = None;
     for (tiles, offsets) in kernels.into_iter().zip(&offsets) {
         let side = tiles.side();

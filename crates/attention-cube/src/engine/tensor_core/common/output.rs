@@ -85,8 +85,8 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalizes each of the thread's two rows. If a row sees no key, the function sets the row's
-/// elements of O to 0. With dropout, `kept` is the factor of kept probabilities. If `writes_logsumexp`, the function also
-/// writes the LSE of both rows.
+/// elements of O to 0. With dropout, `kept` is 1 / (1 − drop probability). If `writes_logsumexp`, the function also writes
+/// the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
@@ -166,9 +166,9 @@ fn normalise<K: Float>(
     negative_infinity: f32,
 ) -> Normalised {
     let score = finite(reference, negative_infinity);
-    // The reference (the row maximum) is multiplied by the scale alone. For very large scores, each extra rounding of the
-    // LSE would show in the backward. `fma` keeps the compiler from fusing this multiplication with the later subtraction of
-    // the sink.
+    // Multiply the reference (the row maximum) by the scale only, without a conversion to log2 units. For very large scores,
+    // each extra rounding of the LSE would show in the backward. `fma` keeps the compiler from fusing this multiplication
+    // with the later subtraction of the sink.
     let mut base = fma(score, to_score, 0.0f32);
     // If a score is NaN, row_sum is NaN and not 0, so `has_keys` is true for this row.
     let has_keys = sum != 0.0f32;

@@ -25,8 +25,8 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
-        // Each path computes the scores for itself. If both paths shared the computation, ptxas would copy every score to
-        // another register before the branch.
+        // The path for fully visible blocks and the path for partly visible blocks each compute the scores. If both paths
+        // shared the computation, ptxas would copy every score to another register before the branch.
         if block_mask.whole {
             s = scored::<F, NB, NS>(
                 s,

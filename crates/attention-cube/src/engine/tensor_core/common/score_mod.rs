@@ -1,4 +1,4 @@
-//! The code of a score mod or mask mod on the scores of a fragment.
+//! Applies the user's score mod and mask mod to the scores of a fragment.
 
 use super::bias::with_bias;
 use super::scoring::Scoring;

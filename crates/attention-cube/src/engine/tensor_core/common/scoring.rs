@@ -36,11 +36,11 @@ pub(crate) struct Scoring<F: Float, NB: Size> {
 /// Q, K, V and the int8 scales of K and V, for a kernel that loads them through pointers instead of TMA.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
-    /// `[batch, q_heads, q_len, head_dim]`.
+    /// The query, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<E>,
-    /// `[batch, kv_heads, kv_len, head_dim]`. An int8 K packs four elements in a `u32`.
+    /// The key, `[batch, kv_heads, kv_len, head_dim]`. An int8 K packs four elements in a `u32`.
     pub key: OwnedTensor<W>,
-    /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V packs four elements in a `u32`.
+    /// The value, `[batch, kv_heads, kv_len, value_dim]`. An int8 V packs four elements in a `u32`.
     pub value: OwnedTensor<W>,
     /// The scale of each row of an int8 K, `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
@@ -52,8 +52,9 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
-/// The tensors that a gradient kernel loads through pointers. A CTA keeps a stationary tile of queries or keys, and streams
-/// blocks of the opposite side. Each field's comment names the tensor for a tile of queries and for a tile of keys.
+/// The tensors that a gradient kernel loads through pointers. A CTA keeps a stationary tile of queries and streams blocks of
+/// keys, or keeps a tile of keys and streams blocks of queries. Each field's comment names the tensor for a tile of queries
+/// and for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.

@@ -29,8 +29,8 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
     } else if comptime!(kind.bias && kind.score_mod.is_none()) {
-        // The compiler fuses this multiplication with the addition of the bias, in the forward and in the backward, so that
-        // both round the score alike.
+        // The compiler fuses the multiplication by the scale with the addition of the bias, in the forward and in the
+        // backward. Both passes therefore round the score alike.
         dot * arguments.scale
     } else {
         fma(dot, arguments.scale, 0.0f32)
@@ -53,8 +53,10 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
 /// overflow f32.
 const CAPPED: f32 = 60.0;
 
-/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. The MUFU unit, which computes reciprocals
-/// and exponentials, limits the speed of the softcap. If one of the scores is NaN, both scores become NaN.
+/// Computes two capped scores with one reciprocal. A capped score needs `1 / a`, where `a` is 1 plus an exponential of the
+/// score. With `b` for the second score, `1 / a = b · r` and `1 / b = a · r`, where `r = 1 / (a · b)`. The MUFU unit, which
+/// computes reciprocals and exponentials, limits the speed of the softcap. If one of the scores is NaN, both scores become
+/// NaN.
 #[cube]
 pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);

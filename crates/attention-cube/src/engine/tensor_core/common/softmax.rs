@@ -67,21 +67,23 @@ pub(crate) struct RowMax {
     pub far: bool,
 }
 
-/// The scores of a block, the references to subtract from the scores, and the factor that rescales earlier results.
+/// The scores of a block, the references that the exponential subtracts from the scores, and the factor that rescales earlier
+/// results.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rescaled<NS: Size> {
     pub s: Vector<f32, NS>,
     pub row_max: RowMax,
-    /// True if this block changed the references, the row maxima that the softmax subtracts from the scores of the warp's rows.
+    /// True if this block changed the references, the row maxima that the softmax subtracts from the scores of the warp's
+    /// rows.
     pub moved: bool,
     /// The factor that rescales row_sum and O of earlier blocks, or 1 if the reference is unchanged.
     pub factor: Pair,
 }
 
-/// Sets the reference of each row of the warp to the row's maximum, if a score of the warp exceeds its row's reference by
-/// more than the threshold. If a reference exceeds [`FAR`] in magnitude, the references are set in every block. In this case
-/// they are subtracted from the scores before the scale is applied.
+/// If a score of the warp exceeds its row's reference by more than the threshold, sets the reference of each row to the row's
+/// maximum. If a reference exceeds [`FAR`] in magnitude, every block sets the references, and the softmax subtracts the
+/// references before it applies the scale.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
 /// `agreed`, `largest` is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.

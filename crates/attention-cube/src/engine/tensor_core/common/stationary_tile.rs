@@ -19,7 +19,8 @@ use crate::math::visibility::{
 use cube_kit::nvidia::accumulator::{Pair, pair};
 use cubecl::prelude::*;
 
-/// A stationary tile of queries or of keys. The tile stays in a CTA while the CTA streams blocks of the opposite side.
+/// A stationary tile. A CTA keeps a tile of queries and streams blocks of keys, or keeps a tile of keys and streams blocks of
+/// queries.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Stationary {

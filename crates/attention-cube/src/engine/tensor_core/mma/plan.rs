@@ -85,41 +85,45 @@ pub struct MmaForwardPlan {
 /// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the first is
 /// without a mask and the second is causal.
 const FORWARD: &[Shape] = &[
-    // These tiles reach 316 TFLOP/s without a mask and 298 causal. Other tiles under a causal mask, in TFLOP/s: 294 with
-    // blocks of 32 keys; 302 with blocks of 128 keys; 295 with warps of 16 rows; 289 with warps of 16 rows and blocks of 128
-    // keys; 297 with one block of V in shared memory. Two CTAs share a multiprocessor.
+    // At head size 64, the next tiles reach 316 TFLOP/s on an H200 without a mask and 298 causal. Other tiles under a causal
+    // mask, in TFLOP/s: 294 with blocks of 32 keys; 302 with blocks of 128 keys; 295 with warps of 16 rows; 289 with warps of
+    // 16 rows and blocks of 128 keys; 297 with one block of V in shared memory. Two CTAs share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // These tiles reach 362 TFLOP/s without a mask and 335 causal. In an earlier version of the kernel, these tiles reached
-    // 330 causal. In that version, tiles with blocks of 64 keys reached 369 without a mask and 341 causal. Other tiles under
-    // a causal mask, in TFLOP/s: 326 with one block of V in shared memory; 317 with one block of K and one of V; 295 with
-    // warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
+    // At head size 128, the next tiles reach 362 TFLOP/s on an H200 without a mask and 335 causal. In an earlier version of
+    // the kernel, these tiles reached 330 causal. In that version, tiles with blocks of 64 keys reached 369 without a mask
+    // and 341 causal. Other tiles under a causal mask, in TFLOP/s: 326 with one block of V in shared memory; 317 with one
+    // block of K and one of V; 295 with warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a
+    // multiprocessor.
     split_m([128, 128], [4, 2, 32]),
-    // These tiles reach 347 TFLOP/s without a mask and 328 causal. Other tiles, without a mask and causal, in TFLOP/s: 340
-    // and 318 with one buffer for P; 344 and 326 if each warp has 64 × 64 elements of the output; 323 and 308 with chunks of
-    // half the columns.
+    // At head size 256, the next tiles reach 347 TFLOP/s on an H200 without a mask and 328 causal. Other tiles, without a
+    // mask and causal, in TFLOP/s: 340 and 318 with one buffer for P; 344 and 326 if each warp has 64 × 64 elements of the
+    // output; 323 and 308 with chunks of half the columns.
     split_d([256, 256], [128, 64, 4], [256, 64, 1, 3, 2]),
-    // These tiles reach 327 TFLOP/s without a mask and 312 causal. With one buffer for P and five slots, they reach 320 and 302.
+    // At head size 256, the next tiles reach 327 TFLOP/s on an H200 without a mask and 312 causal. One buffer for P and five
+    // ring slots give 320 and 302 TFLOP/s.
     split_d([256, 256], [128, 64, 4], [128, 32, 1, 4, 2]),
-    // These tiles reach 282 TFLOP/s without a mask and 280 causal. Other tiles that fit 163 KB of shared memory, without a
-    // mask and causal, in TFLOP/s: 243 and 238 with blocks of 64 keys; 217 and 219 for split-D with 64 rows and blocks of 64
-    // keys; 166 and 151 for split-D with 128 rows and two slots of 16 keys.
+    // At head size 256, the next tiles reach 282 TFLOP/s on an H200 without a mask and 280 causal. Other tiles that fit 163
+    // KB of shared memory, without a mask and causal, in TFLOP/s: 243 and 238 with blocks of 64 keys; 217 and 219 for split-D
+    // with 64 rows and blocks of 64 keys; 166 and 151 for split-D with 128 rows and two slots of 16 keys.
     split_m([256, 256], [4, 1, 32]),
     split_d([320, 320], [64, 128, 2], [128, 32, 1, 4, 2]),
     split_d([320, 320], [64, 128, 2], [64, 16, 1, 5, 2]),
     split_d([320, 320], [64, 64, 2], [64, 16, 1, 4, 2]),
-    // These tiles reach 346 TFLOP/s without a mask and 323 causal. Other tiles, without a mask and causal, in TFLOP/s: 319
-    // and 304 with one buffer for P; 304 and 286 with eight slots of half the columns.
+    // At head size 512, the next tiles reach 346 TFLOP/s on an H200 without a mask and 323 causal. Other tiles, without a
+    // mask and causal, in TFLOP/s: 319 and 304 with one buffer for P; 304 and 286 with eight slots of half the columns.
     split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
-    // These tiles reach 299 TFLOP/s without a mask and 284 causal. With one buffer for P and five slots, they reach 286 and 272.
+    // At head size 512, the next tiles reach 299 TFLOP/s on an H200 without a mask and 284 causal. One buffer for P and five
+    // ring slots give 286 and 272 TFLOP/s.
     split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
-    // These tiles reach 249 TFLOP/s without a mask and 245 causal. Other tiles, without a mask and causal, in TFLOP/s: 146
-    // and 152 with two slots and two buffers for P; 209 and 171 with 32 rows and queries that stay in shared memory; 179 and
-    // 168 with blocks of 64 keys and two column parts of V.
+    // At head size 512, the next tiles reach 249 TFLOP/s on an H200 without a mask and 245 causal. Other tiles, without a
+    // mask and causal, in TFLOP/s: 146 and 152 with two slots and two buffers for P; 209 and 171 with 32 rows and queries
+    // that stay in shared memory; 179 and 168 with blocks of 64 keys and two column parts of V.
     without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
-    // These tiles were not measured. The queries pass through the ring, because only two ring slots would fit beside
-    // resident queries. At head size 512, tiles with two slots reached only 107 TFLOP/s without a mask and 96 causal.
+    // The next tiles were not measured. The queries pass through the ring, because queries that stay in shared memory would
+    // leave room for only two ring slots. At head size 512, tiles with two slots reached only 107 TFLOP/s on an H200 without
+    // a mask and 96 causal.
     without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
@@ -178,7 +182,7 @@ fn int8_tiles(
     half: Half,
     limits: [usize; 2],
 ) -> Result<MmaForwardTiles, Refusal> {
-    // Refuse operands that would first need an aligned copy. Another engine is faster than a copy of all of K and V.
+    // Refuse operands that would first need an aligned copy. Copying all of K and V takes longer than running another engine.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
             "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",

@@ -10,8 +10,8 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::mbarrier::{arrive_as_warp, arrive_with_copies, await_phase};
 use cubecl::prelude::*;
 
-/// Initializes the ring's barriers. One thread calls this function, and the CTA must synchronize before other threads use
-/// them.
+/// Initializes the ring's barriers. One thread calls this function, and the CTA must synchronize before other threads use the
+/// barriers.
 #[cube]
 pub(super) fn make_ring(
     start: u32,

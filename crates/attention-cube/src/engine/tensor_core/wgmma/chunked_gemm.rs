@@ -257,8 +257,9 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
-/// If the block's last chunk reuses the stage of its first chunk, the PTX also arrives once at the empty barrier of the
-/// warpgroup's first chunk. The barrier needs a second arrival per warp, from `share_first_chunk` or `free_own_first_chunk`.
+/// If the block's last chunk reuses the stage of the first chunk, the PTX also arrives once at the empty barrier of the
+/// warpgroup's first chunk. The barrier expects eight arrivals, so `share_first_chunk` or `free_own_first_chunk` adds the
+/// four that are missing.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -288,7 +289,7 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After this wait, S is complete, so the last chunk of K can be freed.
+            // After the wait, S is complete, so the kernel can free the last chunk of K.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );

@@ -1,5 +1,5 @@
-//! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and `0 ·
-//! NaN` is NaN.
+//! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and
+//! `0 · NaN` is NaN.
 //!
 //! The *used* bits in shared memory have one bit for each row of a block. A warp sets the bit if one of the warp's own rows
 //! sees that row. Each block has four *used words*. Three sets of four words serve consecutive blocks in rotation.

@@ -27,12 +27,12 @@ use cube_kit::pdl::{
 };
 use cubecl::prelude::*;
 
-/// The two bindings of a quantized matrix: the same packed rows as single words, and as vectors of words.
+/// The two bindings of a quantized matrix: the same packed rows as single 32-bit words, and as vectors of words.
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct WordMatrix<M: Size> {
-    /// Single words, `[outputs, words]`.
+    /// The packed rows as single 32-bit words, `[outputs, words]`.
     pub words: OwnedTensor<u32>,
-    /// The same rows as vectors of words. The kernel reads only the words with codes through this binding.
+    /// The packed rows as vectors of words. The kernel reads only the words with codes through this binding.
     pub codes: OwnedTensor<Vector<u32, M>>,
 }
 
@@ -85,7 +85,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
         sums[index] = 0.0f32;
     }
     let scales_sums = comptime!(format.format.is_linear() && plan.rows == 1);
-    // The sums over one vector of unscaled codes, one sum per weight row.
+    // The sums over one vector of codes before the multiplication by the scale, one sum per weight row.
     let mut part_sums = Array::<f32>::new(weights);
     let mut numbers = Array::<f32>::new(comptime!(weights * columns_of_word));
     let mut vector = UNIT_POS_X;
@@ -225,7 +225,7 @@ fn mark_matrix_volatile_if_present<M: Size>(
     }
 }
 
-/// The encoding of quantized words.
+/// The encoding of the packed words of a quantized matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct WordsFormat {
     pub format: Format,

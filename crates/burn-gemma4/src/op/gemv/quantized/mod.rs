@@ -39,8 +39,8 @@ fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
     }
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All words in `options`
-/// must have one layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices in
+/// `options` must have the same layout.
 pub(super) fn launch(
     input: CubeTensor,
     words: CubeTensor,
@@ -104,9 +104,9 @@ pub(super) fn launch(
     let argument = |words: CubeTensor| {
         WordMatrixLaunch::new(words.clone().into_tensor_arg(), words.into_tensor_arg())
     };
-    // SAFETY: each unit reads input rows of its item, and words of weight rows up to the last row of its matrix. The
+    // SAFETY: each unit reads input rows of its work item, and words of weight rows up to the last row of its matrix. The
     // indices of chosen experts are below the number of experts. Each unit writes only elements of `output` that belong
-    // to its own item and matrix. Tensors that are bound twice are only read.
+    // to its own work item and matrix. Tensors that are bound twice are only read.
     unsafe {
         project_words_pdl::launch_unchecked(
             &client,

@@ -1,17 +1,18 @@
 //! GEMM of 9 to 64 input rows with float weights on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`,
 //! accumulated in f32. Decoding of several sequences uses this kernel.
 //!
-//! Algorithm: as in [`kernel`](super::kernel). A team of warps computes up to 32 outputs, and the warps divide the inner
-//! dimension. Each weight is read once, and multiplies all input rows. The input rows form row tiles of 16 rows.
+//! Algorithm: a team of warps computes up to 32 outputs, and the warps divide the inner dimension. Each weight is read once,
+//! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same
+//! algorithm for at most 8 rows.
 //!
-//! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. With 64 rows, registers per thread hold 64
-//! sums, 32 words of weights, and 64 words of two steps of the input. A step is 32 columns.
+//! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. A step is 32 columns. With 64 rows, registers
+//! per thread hold 64 sums, 32 words of weights, and 64 words of input for two steps.
 //!
-//! Schedule: each thread keeps the weights of `unroll` steps in flight, as in [`kernel`](super::kernel). It loads the input of
-//! a step while it multiplies the step before.
+//! Schedule: each thread keeps the weights of `unroll` steps in flight. While a thread multiplies one step, it loads the
+//! input of the next step.
 //!
-//! Bound: memory bandwidth, up to about 32 rows. With more rows, the input rows that each warp reads from the caches cost
-//! as much as the weights.
+//! Bound: memory bandwidth, up to about 32 rows. With more rows, the input rows that each warp reads from the caches cost as
+//! much as the weights.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
@@ -27,10 +28,12 @@ use cubecl::prelude::*;
 /// The number of rows in a row tile, which is the number of rows of the left operand of `mma.sync`.
 pub(super) const TILE_ROWS: usize = 16;
 
-/// The number of 16-byte pieces of input that a thread loads per row tile: rows `l / 4` and `l / 4 + 8` of lane `l`.
+/// The number of 16-byte pieces of input that a thread loads per row tile. Lane `l` of a warp loads a piece of row `l / 4`,
+/// and a piece of row `l / 4 + 8`.
 const PIECES: usize = TILE_ROWS / PRODUCT_ROWS;
 
-/// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8 rows.
+/// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8 input
+/// rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     input: &Tensor<E>,
@@ -131,8 +134,8 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     );
 }
 
-/// Adds up the warps' sums of all row tiles, applies the epilogue, and writes the outputs. The row tiles take turns in shared
-/// memory. `first` is the team's first output. Synchronizes the cube.
+/// Adds up the warps' sums, applies the epilogue, and writes the outputs, for one row tile after the other. All row tiles
+/// use the same shared memory. `first` is the team's first output. Synchronizes the cube.
 #[cube]
 pub(super) fn finish_tiles<E: Float>(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -174,14 +177,14 @@ pub(super) fn finish_tiles<E: Float>(
             tile_plan,
             epilogue,
         );
-        // The next row tile overwrites the sums in shared memory.
+        // Wait until all units have read the sums, because the next row tile overwrites the sums in shared memory.
         if comptime!(tile + 1 < tiles) {
             sync_cube();
         }
     }
 }
 
-/// Writes a warp's partial sums of a fragment and a row tile to shared memory.
+/// Writes a warp's partial sums to shared memory, for one fragment of weights and one row tile of the input.
 #[cube]
 fn leave_tile_parts(
     partial: &mut Shared<[f32]>,
@@ -213,8 +216,8 @@ fn leave_tile_parts(
     );
 }
 
-/// Loads the thread's pieces of one step of the input, for all row tiles. Rows past the last row are zeros. `rows_address` is
-/// the address of the thread's piece of step 0 in its first row, and `piece_distance` is the distance of 8 rows in bytes.
+/// Loads the thread's pieces of one step of the input, for all row tiles. Missing rows are loaded as zeros. `rows_address`
+/// is the address of the thread's piece of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
 #[cube]
 fn read_rows(
     rows: &mut Array<Vector<u32, Const<4>>>,
@@ -231,8 +234,8 @@ fn read_rows(
     }
 }
 
-/// Loads 16 bytes at `offset` bytes after the thread's address in its `piece`-th row: row `8 · piece + l / 4` of lane `l`. If
-/// the row does not exist, the result is zeros.
+/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the lane. The bytes begin `offset` bytes after the
+/// thread's address in this row. If the input has no such row, the result is zeros.
 #[cube]
 pub(super) fn read_input_piece(
     rows_address: u64,
@@ -256,7 +259,7 @@ pub(super) fn read_input_piece(
     read_piece_if(address, is_there, offset)
 }
 
-/// Multiplies the columns of one step, for all fragments and row tiles.
+/// Multiplies the weights and inputs of one step (32 columns), for all fragments and row tiles.
 #[cube]
 fn multiply(
     sums: &mut Array<Vector<f32, Const<4>>>,

@@ -43,12 +43,13 @@ impl Codes {
         }
     }
 
-    /// Returns a word with two equal 16-bit floats: the negative sum of the base and the zero point.
+    /// Returns a word with two equal 16-bit floats: minus the sum of the zero point and the power of two in
+    /// [`base`](Self::base).
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }
 
-    /// The mask of the code bits that fit into the mantissa of the base, for both 16-bit floats of a word.
+    /// The mask of the code bits that fit into the mantissa of a 16-bit float, for both floats of a word.
     fn mask(self) -> u32 {
         match (self.bits, self.half) {
             (4, _) => 0x000f_000f,
@@ -57,7 +58,8 @@ impl Codes {
         }
     }
 
-    /// True if the top bit of a code does not fit into the mantissa of the base.
+    /// True if the top bit of a code does not fit into the mantissa of a 16-bit float. This is the case for 8-bit codes and
+    /// bf16.
     fn has_top(self) -> bool {
         self.bits == 8 && self.half == Half::Bf16
     }
@@ -82,8 +84,8 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract the base and the zero point, 128 each. A bf16 has only 7 mantissa bits, so the top bit of an 8-bit
-        // code, with the value 128, is missing in `bits`. If the top bit is 1, subtract only 128.
+        // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so the top bit of an
+        // 8-bit code, with the value 128, is missing in `bits`. If the top bit is 1, subtract only 128.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {

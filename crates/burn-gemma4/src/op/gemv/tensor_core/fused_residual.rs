@@ -64,8 +64,8 @@ pub(super) struct ResidualInputs<E: Float, N: Size> {
     pub epsilon: f32,
 }
 
-/// Computes `sum = (stream + norm(added)) · scalar`. The first CTA writes it to `sum`. Then multiplies the sum, or its norm,
-/// by the weights as `project_by_matrix_units` does. A vector is 16 bytes.
+/// Computes `sum = (stream + norm(added)) · scalar`. Then multiplies the sum, or its norm, by the weights as
+/// `project_by_matrix_units` does. The first CTA also writes the sum to the tensor `sum`. A vector is 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     residual_inputs: ResidualInputs<E, N>,
@@ -262,7 +262,8 @@ fn make_row<E: Float, N: Size>(
     #[comptime]
     match &inputs.next_weight {
         ComptimeOption::Some(_) => {
-            // Use a separate buffer, because other threads may still read the partial sums of the first norm.
+            // Reduce the second norm in a separate buffer, because other threads may still read the partial sums of the
+            // first norm.
             let mut partial = Shared::<[f32]>::new_slice(comptime!(row_plan.team.parts()));
             let mean = first_cube_sum(squares, &mut partial, row_plan.team) / inputs.columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + inputs.epsilon).sqrt());

@@ -298,8 +298,8 @@ fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> Weig
     )
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All words in `options`
-/// must have one layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices in
+/// `options` must have the same layout.
 pub(super) fn multiply_words(
     input: CubeTensor,
     words: CubeTensor,

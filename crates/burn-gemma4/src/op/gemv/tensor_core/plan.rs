@@ -19,20 +19,20 @@ const MOST_WARPS: usize = 16;
 /// several teams.
 const WARPS: usize = 8;
 
-/// The number of columns that a warp multiplies at once, and the parameters that were tuned by measurement.
+/// The step size of a tensor-core GEMV, and the parameters that were tuned by measurement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tuning {
-    /// The smallest number of input rows for which the kernel is used.
+    /// The smallest number of input rows for which the launcher uses the kernel.
     pub first_rows: usize,
-    /// The largest number of input rows for which the kernel is used.
+    /// The largest number of input rows for which the launcher uses the kernel.
     pub last_rows: usize,
-    /// The largest number of a warp's fragments.
+    /// The largest number of fragments per warp. A fragment is 8 weight rows.
     pub fragments: usize,
     /// The number of columns of the inner dimension that a warp multiplies at once.
     pub step: usize,
     pub at_once: AtOnce,
-    /// The target number of threads per multiprocessor. The inner dimension is divided among more warps up to this
-    /// number.
+    /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among more
+    /// warps.
     pub threads: usize,
     /// True if the kernel may read weights before the previous launches have ended, because no launch writes these
     /// weights.
@@ -75,10 +75,12 @@ pub(super) const WORDS: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The first tuning that takes the rows serves
-/// them.
+/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose
+/// range contains the number of input rows.
 ///
-/// Decoding of E2B in bf16 on an H200 with 1,024 tokens of context, 2026-11-28, in tokens/s for 16, 32 and 64 sequences:
+/// The table lists decode speeds in tokens/s for 16, 32 and 64 sequences, measured on 2026-11-28 for E2B in bf16 on an H200
+/// with 1,024 tokens of context. The first three columns are fragments per warp, weight vectors in flight per thread, and
+/// the target number of threads per multiprocessor.
 ///
 /// | fragments | vectors | threads | 16 | 32 | 64 |
 /// |---|---|---|---|---|---|
@@ -119,11 +121,11 @@ pub(super) const WORDS_BATCH: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every
-/// CTA recomputes the row of the residual stream, so large GEMVs are not fused.
+/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
+/// recomputes the row of the residual stream, so large GEMVs are not fused.
 ///
-/// Decode speed of E2B's shapes in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with
-/// limit 1, 523.3 with limit 2, and 522.7 if all GEMVs are fused. With 8,192 tokens, limit 1 is the fastest, too.
+/// Decode speeds of E2B in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with limit
+/// 1, 523.3 with limit 2, and 522.7 if all GEMVs are fused. With 8,192 tokens of context, limit 1 is also the fastest.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -150,7 +152,7 @@ impl ProjectPlan {
         self.rows.div_ceil(TILE_ROWS)
     }
 
-    /// Returns the plan for the rows of one row tile.
+    /// Returns this plan with only the input rows of one row tile.
     pub(super) fn of_row_tile(self, tile: usize) -> Self {
         let rows = (self.rows - tile * TILE_ROWS).min(TILE_ROWS);
         Self { rows, ..self }
@@ -259,8 +261,8 @@ mod tests {
 
     #[test]
     fn plan_with_few_outputs_uses_many_warps() {
-        // The down projection, the gate of per-layer embeddings, the gate and up projections, and the LM head of a small
-        // model.
+        // These shapes are those of a small model: the down projection, the gate of per-layer embeddings, the gate and up
+        // projections, and the LM head.
         for (shape, outputs, warps) in [
             (shape(1536, 12_288, false), 16, 16),
             (shape(256, 1536, false), 8, 3),

@@ -299,8 +299,8 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the unscaled sums over one group. This thread holds a quarter of the group's columns. The last two sums are 0,
-/// because they belong to input rows of padding.
+/// Returns the sums of input times code over one group, before the multiplication by the scale. This thread holds a quarter
+/// of the group's columns. The last two sums are 0, because they belong to padding rows of the input.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

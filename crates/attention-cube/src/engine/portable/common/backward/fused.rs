@@ -1,11 +1,11 @@
 //! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on
 //! the few cores of a CPU, so few cubes are enough.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that
-//! see any of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the keys and
-//! values in memory, and to its own partial gradient of the query. A second kernel adds the partial gradients in a fixed
-//! order, without atomics. S (the scores) and dP (the gradient of the probabilities) are computed once, so there are 5
-//! GEMMs. With a separate kernel for the query's gradient there would be 7.
+//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see
+//! any of the tile's keys. For each pair of a key tile and a query block, the cube adds to dK and dV in memory, and to its
+//! own partial dQ. A second kernel adds the partial gradients in a fixed order, without atomics. S (the scores) and dP (the
+//! gradient of the probabilities) are computed once, so there are 5 GEMMs. With a separate kernel for the query's gradient
+//! there would be 7.
 //!
 //! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps the
 //! kernel small. A software driver's compile time grows with the square of the number of loads and stores.
@@ -60,7 +60,8 @@ pub(crate) struct Window {
     pub first_block: i32,
     pub end_block: i32,
     pub group_head: u32,
-    /// The first gradient GEMM to compute, in the order values, keys, query. `end_product` is the index after the last GEMM.
+    /// The index of the first gradient GEMM to compute, in the order dV, dK, dQ. `end_product` is the index after the last
+    /// GEMM.
     pub first_product: u32,
     pub end_product: u32,
 }

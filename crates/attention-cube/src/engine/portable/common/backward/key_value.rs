@@ -8,10 +8,12 @@
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
 //! - LSE and delta (`rows`) `[batch, q_heads, 5, padded q_len]`, f32.
 //!
-//! Budget: as much shared memory as the forward. A unit's registers hold `8 · rows_per_unit` elements of Sᵀ and dPᵀ, and
-//! `8 · output_rows · output_vectors` elements of dK and dV. Because of these registers, tiles of wide heads have fewer rows
-//! than in the forward. A block costs `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory
-//! loads, as in the forward.
+//! Budget: [`UnitTiles::shared_memory`](crate::tile_ops::tiles::UnitTiles::shared_memory). A unit's registers hold
+//! `8 · rows_per_unit` elements of Sᵀ and dPᵀ, and `8 · output_rows · output_vectors` elements of dK and dV. A unit has
+//! `rows_per_unit` rows of Sᵀ. Of dK and dV, the unit has `output_rows` rows with `output_vectors` vectors of 4 columns each.
+//! Because of these registers, tiles of wide heads have fewer rows than in the forward. A block of `columns` queries costs a
+//! tile of `rows` keys `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
+//! `tile_ops/product.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
@@ -56,8 +58,8 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let seq_lens = &scoring.seq_lens;
     let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
-    // Under a causal mask, more queries see the first keys than the last keys. In ascending order, the longest key tiles
-    // start first, and the tiles that start last are short.
+    // Under a causal mask, more queries see the first keys than the last keys. Cubes take key tiles in ascending order, so
+    // the tiles with the most queries start first, and the last tiles are short.
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;

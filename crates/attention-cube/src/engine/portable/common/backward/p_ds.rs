@@ -56,8 +56,8 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 /// Processes a pair of a key tile and a query block. Writes the probabilities P to `s`, and the gradient of the dot
 /// products, `d loss / d (q·k)`, to `dp`.
 ///
-/// If the tiles have fragments, planes later round both results to half precision. To avoid underflow, P is then multiplied
-/// by `p_scale`, and the gradient is not yet multiplied by the scale of the scores.
+/// On matrix units, planes later round both results to half precision. To avoid underflow, the function then multiplies P by
+/// `p_scale`, and leaves out the gradient's factor, the scale of the scores.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,
@@ -146,8 +146,8 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Copies LSE and delta of a block's queries to shared memory. The reference scores (about the row maxima) come first, then
-/// the deltas, then the logarithms of the softmax sums. A query's LSE is the sum of its reference score and its logarithm.
+/// Copies LSE and delta of a block's queries to shared memory. The references (the row maxima that the softmax subtracted)
+/// come first, then the deltas, then the logarithms of the row sums. The LSE of a query is its reference plus its logarithm.
 ///
 /// The caller must sync before the call, so that no unit still reads the previous block's data. The caller must also sync
 /// before other units read the new data.
@@ -241,8 +241,9 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // P includes the factor of kept probabilities, so P may exceed the range of half precision. Divide P by
-                    // the factor here. The finished dV is multiplied by the factor.
+                    // With dropout, P includes the factor `kept_scale` = 1 / (1 − drop probability), so P may exceed the
+                    // range of half precision. P is divided by `kept_scale` here. The finished dV is multiplied by
+                    // `kept_scale`.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

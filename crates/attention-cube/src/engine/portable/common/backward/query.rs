@@ -8,9 +8,11 @@
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`.
 //! - LSE and delta (`rows`) `[batch, q_heads, 5, padded q_len]`, f32.
 //!
-//! Budget: as much shared memory as the forward. A unit's registers hold `8 · rows_per_unit` elements of S and dP, and
-//! `4 · output_rows · output_vectors` elements of dQ. A block costs `2 · rows · columns · (2 head_dim + value_dim)` FLOP.
-//! Bound: FMA and shared-memory loads, as in the forward.
+//! Budget: [`UnitTiles::shared_memory`](crate::tile_ops::tiles::UnitTiles::shared_memory). A unit's registers hold
+//! `8 · rows_per_unit` elements of S and dP, and `4 · output_rows · output_vectors` elements of dQ. A unit has
+//! `rows_per_unit` rows of S, and `output_rows` rows of dQ with `output_vectors` vectors of 4 columns each. A block of
+//! `columns` keys costs a tile of `rows` queries `2 · rows · columns · (2 head_dim + value_dim)` FLOP. Bound: FMA and
+//! shared-memory loads, see `tile_ops/product.rs`.
 
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
 use crate::auxiliary::delta::kernel::{is_blind, row_lse_delta_of};
@@ -106,8 +108,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The output's gradient is stationary operand 0, and the query is stationary operand 1. The GEMM with the keys therefore
-    // comes last, and the keys stay in shared memory for the GEMM that computes the query's gradient.
+    // The kernel multiplies stationary operand 0 (the output's gradient) with V first, and operand 1 (the query) with K
+    // second. Because K comes last, K is still in shared memory when the kernel multiplies dS by K.
     hold(
         &output_gradient,
         first_row,
@@ -227,8 +229,8 @@ struct RowsLseDelta {
 /// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query and the first key of the pair of a
 /// query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// If the tiles have fragments, planes later round the gradients to half precision. To avoid underflow, the gradients are
-/// then not yet multiplied by the scale of the scores.
+/// On matrix units, planes later round the gradients to half precision. To avoid underflow, the function then leaves out the
+/// factor of the gradients, the scale of the scores.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,

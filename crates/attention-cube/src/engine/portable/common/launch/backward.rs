@@ -126,7 +126,8 @@ impl BackwardPass<'_> {
             usize::MAX,
         );
         // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows
-        // below `kv_len`. It writes `gradient` at rows below `q_len`. The grid bounds heads and sequences.
+        // below `kv_len`. It writes `gradient` at rows below `q_len`. The launch grid limits the indices of heads and
+        // sequences.
         unsafe {
             query_gradient::launch_unchecked(
                 &client,
@@ -165,7 +166,8 @@ impl BackwardPass<'_> {
             usize::MAX,
         );
         // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows
-        // below `kv_len`. It writes both gradients at rows below `kv_len`. The grid bounds heads and sequences.
+        // below `kv_len`. It writes both gradients at rows below `kv_len`. The launch grid limits the indices of heads and
+        // sequences.
         unsafe {
             key_value_gradient::launch_unchecked(
                 &client,
@@ -230,7 +232,8 @@ impl BackwardPass<'_> {
         for window in windows(problem, &tiles, sum_tiling, parts, request) {
             let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
             // SAFETY: the kernel accesses `operands` and `gradients` at the offsets of `packing`, at rows below `q_len` or
-            // `kv_len`. `packing` reserves both buffers. The grid bounds heads, sequences and partial gradients.
+            // `kv_len`. `packing` reserves both buffers. The launch grid limits the indices of heads, sequences and partial
+            // gradients.
             unsafe {
                 all_gradients::launch_unchecked(
                     &client,

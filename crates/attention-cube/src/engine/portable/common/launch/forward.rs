@@ -50,8 +50,8 @@ pub(crate) fn launch(
 
     let mut blocks = Blocks::of_queries(&tiles);
     if packed {
-        // Treat all queries of a sequence as one query block. A packed tile has queries from anywhere in the sequence, and
-        // needs their segment bounds.
+        // Treat all queries of a sequence as one query block. A packed tile has queries from anywhere in the sequence, so the
+        // tile needs the segment bounds of all queries.
         blocks.queries = q_len;
     }
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &[blocks]);
@@ -110,7 +110,8 @@ pub(crate) fn launch(
     );
     // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`. The kernel
     // clamps page table entries to existing pages. It writes only at queries below `q_len`, and at indices below `parts` in
-    // the first dimension of `output` and of each half of `logsumexp`. The grid bounds heads and sequences.
+    // the first dimension of `output` and of each half of `logsumexp`. The launch grid limits the indices of heads and
+    // sequences.
     unsafe {
         forward::launch_unchecked(
             &client,

@@ -7,7 +7,7 @@ pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)
     direct(1024, 64, 32, 8, 2),
-    // The next tiles are for GPUs.
+    // The preceding tiles are for software drivers, the next tiles for GPUs.
     shape(64, 256, 64, 16, 32),  // 16.1 (13.9–16.2)
     shape(128, 128, 64, 16, 32), // 15.0 (12.9–14.7)
     shape(256, 512, 64, 32, 32), // 12.8 (9.7–11.8)
@@ -42,7 +42,7 @@ pub(super) const DECODE: &[Shape] = &[
     // probability.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
-    // The next tiles are for GPUs.
+    // The preceding tiles are for software drivers, the next tiles for GPUs.
     shape(1024, 256, 8, 32, 32),
     shape(1024, 256, 16, 16, 32),
     shape(512, 256, 32, 16, 32),

@@ -51,13 +51,13 @@ use cubecl::prelude::*;
 /// The input tensors of the bias gradient kernel.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct BiasGradientOperands<E: Float> {
-    /// `[batch, q_heads, q_len, head_dim]`.
+    /// The query, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<E>,
-    /// `[batch, kv_heads, kv_len, head_dim]`.
+    /// The key, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: OwnedTensor<E>,
-    /// `[batch, kv_heads, kv_len, value_dim]`.
+    /// The value, `[batch, kv_heads, kv_len, value_dim]`.
     pub value: OwnedTensor<E>,
-    /// `[batch, q_heads, q_len, value_dim]`.
+    /// The output's gradient, `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<E>,
     /// LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. The kernel reads rows 0 to 2: row maximum, delta,
     /// and logarithm of the row sum.
@@ -215,8 +215,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the next stage to multiply. After the next barrier, the stage before `stage` may be
-    // refilled, because all warps have read it.
+    // `stage` is the address of the next stage to multiply. After the next barrier, all warps have read the stage before
+    // `stage`, so the CTA may refill it.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -232,8 +232,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all visits use the same biases. If `first` is past the last visit, the address comes from
-    // the last visit, so that the loads stay inside the bias tensor.
+    // Load the biases once, since all query tiles of the CTA have the same biases. If `first` is past the last visit, use the
+    // address of the last visit, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),
@@ -274,8 +274,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                     tiles,
                 );
             } else if follows {
-                // Compute the next query tile only here, because the registers cannot hold two query tiles during a whole
-                // visit.
+                // Compute the position of the next query tile only here, because the registers cannot hold the positions of
+                // two query tiles during a whole iteration.
                 let next = alike(tile_of(visits, following, masking, tiles, kind));
                 copy_chunk::<E>(
                     operands,

@@ -1,4 +1,4 @@
-//! The backward kernels.
+//! The backward kernels of the mma engine.
 
 pub(crate) mod bias_gradient;
 mod load;

@@ -33,7 +33,7 @@ pub(super) struct WarpLseDelta<'a> {
     pub second: LseDelta<'a>,
 }
 
-/// Loads LSE and delta of the thread's rows, if the tile's rows are queries. The thread's first row is row `row` of the tile.
+/// Loads LSE and delta of the thread's rows, if these rows are queries. The thread's first row is row `row` of the tile.
 #[cube]
 pub(super) fn lse_delta_of_warp<'a>(
     lse_delta: &'a Tensor<f32>,

@@ -1,8 +1,8 @@
 //! The split-D backward, for head sizes up to 512. Warps divide a block's scores by rows and columns. They divide the tile's
 //! gradient by columns.
 //!
-//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is
-//! K with V.
+//! Tensors. For dQ, the kernel keeps a tile of Q and dO, and streams blocks of K and V. For dK and dV, the kernel keeps a
+//! tile of K and V, and streams blocks of Q and dO.
 //!
 //! - Queries and their gradient `[batch, q_heads, q_len, head_dim]`.
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
@@ -20,7 +20,7 @@
 //! Bound. The bandwidth of shared memory limits the kernel. For dQ or dK, a block of 128 columns takes 9,400 clocks of an
 //! H200's tensor core, and 13,300 clocks of its shared memory:
 //!
-//! - The operand reads for S take 4,100 clocks, since each warp computes only 32 × 32 scores and several warps read the same
+//! - The operand reads for S take 4,100 clocks. Each warp computes only 32 × 32 scores, so several warps read the same
 //!   operand rows. The operand reads for dP take another 4,100 clocks.
 //! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
@@ -28,9 +28,9 @@
 //! If an operand of the tile does not stay in shared memory, the kernel copies its 64 KB for each block.
 //!
 //! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP
-//! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply.
-//! Each slot has a *full* and an *empty* barrier, so warps wait only for slots. Each warp scheduler has two warps: one warp
-//! can multiply while the second waits, copies, or computes P and dS.
+//! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each
+//! slot has a *full* and an *empty* barrier, so the copies need no CTA-wide barrier. Each warp scheduler has two warps: one
+//! warp can multiply while the second waits, copies, or computes P and dS.
 //!
 //! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the gradient
 //! GEMM. If a kernel computes dK and dV, one half of the warps computes dK. The second half computes dV, and P is stored
@@ -65,7 +65,8 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::shared_address;
 use cubecl::prelude::*;
 
-/// The number of gradient columns per `mma` step. A thread holds `STEP_COLUMNS / 2` registers of a 16-row fragment for each step.
+/// The number of gradient columns per `mma` step. A thread holds `STEP_COLUMNS / 2` registers of a 16-row fragment for each
+/// step.
 const STEP_COLUMNS: usize = 16;
 type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
 

@@ -1,8 +1,8 @@
 //! The split-M backward, for head sizes up to 128. Each warp has 16 or 32 rows of queries or keys, and computes all columns
 //! of their gradients.
 //!
-//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is
-//! K with V.
+//! Tensors. For dQ, the kernel keeps a tile of Q and dO, and streams blocks of K and V. For dK and dV, the kernel keeps a
+//! tile of K and V, and streams blocks of Q and dO.
 //!
 //! - Queries and their gradient `[batch, q_heads, q_len, head_dim]`.
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
@@ -17,15 +17,15 @@
 //! side with LSE and delta. The register counts are for head size 128, 16 keys per warp and blocks of 64 queries. A thread
 //! uses 128 registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers each.
 //!
-//! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. A warp of 16
-//! rows reads 4 KB of the tile and 16 KB of a block for S, as much for dP, and 16 KB for each gradient. If the kernel
-//! computes only one gradient, warps have 32 rows, and each read of a block serves twice as many `mma`. Even with 32 rows,
-//! shared memory is the limit.
+//! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. For S, a warp
+//! of 16 rows reads 4 KB of the tile and 16 KB of a block. dP takes as many bytes, and each gradient takes 16 KB. If the
+//! kernel computes only one gradient, warps have 32 rows, and each read of a block serves twice as many `mma`. Even with 32
+//! rows, shared memory is the limit.
 //!
 //! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. Each block has one
-//! barrier. After this barrier, all warps have read the previous block, and the copies of the next block have completed.
-//! Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and dS. Each block
-//! takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both gradient
+//! barrier. After the barrier, all warps have read the previous block, and the copies of the block to multiply have
+//! completed. Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and dS. Each
+//! block takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both gradient
 //! GEMMs. If the GEMM for dV came before dP, ptxas would move dP ahead of that GEMM and spill registers.
 
 mod blocks;
@@ -198,8 +198,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     let blocks = start + comptime!(tiles.blocks_at() as u32);
     let stationary_qk = left_address(start, warp_row);
     let stationary_v_do = stationary_qk + comptime!(tiles.stationary_values_at() as u32);
-    // A block's rows are loaded as columns of the right operand for S and dP, and as rows of the right operand for the
-    // gradient GEMMs.
+    // The lanes load a block's rows as columns of the right operand for S and dP. For the gradient GEMMs, they load the
+    // block's rows as rows of the right operand.
     let scored_at = right_address(blocks);
     let summed_at = left_address(blocks, 0u32);
     let to_values = comptime!(tiles.block_values_at() as u32);

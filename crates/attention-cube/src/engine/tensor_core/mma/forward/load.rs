@@ -199,7 +199,8 @@ pub(crate) fn copy_query_columns<E: Float>(
     }
 }
 
-/// One head of an operand, by its address in global memory. The rows `first..end` exist. Copies write zeros for all other rows.
+/// One head of an operand, by its address in global memory. The rows `first..end` exist. Copies write zeros for all other
+/// rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadSource {
@@ -311,8 +312,8 @@ pub(crate) fn copy_section(
     }
 }
 
-/// A *warp section*: the rows and columns of an operand block that one warp copies. Columns are counted in 16 bits, so two
-/// int8 codes count as one column.
+/// A *warp section*: the rows and columns of an operand block that one warp copies. A column is 16 bits wide, so two int8
+/// codes count as one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
     /// The number of rows in the section, and in each of its subtiles in shared memory.
@@ -343,7 +344,7 @@ pub(crate) fn copy_warp_section(
     let piece = lane % comptime!(SUBTILE_PIECES as u32);
     let to = piece_address(target, row, piece, section.rows);
     // The swizzle XORs the index of a piece with the row number modulo 8. Iterations advance by 4 rows, so odd iterations
-    // flip bit 2.
+    // flip bit 2 of the index.
     let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
     let column = first_column + piece * comptime!(PIECE as u32);
     let position = first_row + row as i32;

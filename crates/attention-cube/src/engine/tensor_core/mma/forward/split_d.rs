@@ -14,10 +14,10 @@
 //! 32 for S.
 //!
 //! Bound. On an H200, the bandwidth of shared memory limits the kernel. A block of 128 keys takes 6,300 clocks of the tensor
-//! core, and 8,500 clocks of shared memory. The operand reads for S take 4,100 clocks of shared memory, since each warp
-//! computes only 32 × 32 scores and several warps read the same operand rows. The operand reads for O take only 2,000
-//! clocks, since each warp computes 64 × 64 elements of O. The writes of the copies take 2,000 clocks. On gaming GPUs, the
-//! tensor core is slower and becomes the limit.
+//! core, and 8,500 clocks of shared memory. The operand reads for S take 4,100 clocks of shared memory. Each warp computes
+//! only 32 × 32 scores, so several warps read the same operand rows. The operand reads for O take only 2,000 clocks, since
+//! each warp computes 64 × 64 elements of O. The writes of the copies take 2,000 clocks. On gaming GPUs, the tensor core is
+//! slower and becomes the limit.
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns of
 //! all keys of a block. A chunk of V has values of some keys of a block. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`.

@@ -13,8 +13,8 @@
 //! for O, 32 for S and 16 for P.
 //!
 //! Bound. The bandwidth of shared memory limits the kernel at head size 128, and the exponentials limit it at head size 64.
-//! On an H200, `mma` with the `ldmatrix` of their operands reach 577 to 604 TFLOP/s with 32 rows per warp, and 460 TFLOP/s
-//! with 16 rows. Without loads, `mma` reach 646 TFLOP/s.
+//! On an H200, `mma` with the `ldmatrix` of their operands reach 577 to 604 TFLOP/s with 32 rows per warp. With 16 rows per
+//! warp, `mma` and `ldmatrix` reach 460 TFLOP/s. Without loads, `mma` reach 646 TFLOP/s.
 //!
 //! Schedule. Each CTA has one tile, and two CTAs share a multiprocessor: one CTA multiplies while the other CTA computes its
 //! softmax. All warps copy operands. The copies of a block start one block ahead. At one barrier per block, all warps have

@@ -1,5 +1,4 @@
-//! The softmax and the GEMM P·V of a block, for kernels in which a warp computes the scores of its rows with all keys of the
-//! block.
+//! The softmax and the GEMM P·V of a block, for kernels in which a warp computes its rows' scores with all keys of the block.
 
 use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
@@ -106,7 +105,8 @@ pub(crate) fn empty_states(negative_infinity: f32) -> WarpStates {
     }
 }
 
-/// The result of a warp's main loop: its output before the division by the row sums, and the online softmax states of its rows.
+/// The result of a warp's main loop: its output before the division by the row sums, and the online softmax states of its
+/// rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MainloopOutput<AO: Size> {
@@ -122,7 +122,8 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The int8 scales of a lane's score columns: two columns in every 8. The vector has room for the largest block, 32 keys.
+/// The int8 scales of a lane's score columns. A lane has two columns in every 8. The vector has room for the largest block,
+/// 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
 /// Computes P from `q·k` of a block. If V is int8, each probability is multiplied by its value's scale before the rounding

@@ -172,8 +172,8 @@ mod tests {
                     tiles.key_rows_at().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
                 );
-                // The kernel copies up to two chunks of the next visit (query tile of one head and sequence) ahead, so each
-                // visit needs at least two chunks.
+                // A visit is the work on one query tile of one head and sequence. The kernel copies up to two chunks of the
+                // next visit ahead, so each visit needs at least two chunks.
                 assert!(tiles.chunks() >= BiasGradientTiles::STAGES - 1, "{tiles:?}");
                 let depth: usize = (0..tiles.dot_chunks())
                     .map(|chunk| BiasGradientTiles::depth(width, chunk))

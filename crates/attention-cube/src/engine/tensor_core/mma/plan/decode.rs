@@ -61,7 +61,7 @@ pub(crate) fn few_rows_tiles(
 }
 
 /// Returns the first tiles of `table` that have enough rows, are wide enough and fit the limits of a CTA. If K and V lie in
-/// pages, tiles that read pages in place are preferred.
+/// pages, the function prefers tiles that read pages without a copy.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,

@@ -7,11 +7,11 @@ use cube_kit::nvidia::Half;
 
 /// The table of int8 tiles: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
 /// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more than 256 columns,
-/// registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first entry for head size 512 reads K and
-/// V at 81 % of the rate of a memory copy. The other entries were not measured.
+/// registers cannot hold the output of 32 rows. On an H200, the first entry for head size 512 was measured with 8 query rows.
+/// It reads K and V at 81 % of the rate of a memory copy. The other entries were not measured.
 ///
 /// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. The int8
-/// tiles therefore have more warps, to keep as many bytes in flight.
+/// tiles therefore have more warps, so that as many bytes are in flight as with bf16.
 const WORDS: &[Shape] = &[
     split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
     split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
@@ -39,8 +39,8 @@ const MOST_ROWS: usize = 32;
 /// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if none fits. `limits` are the bytes of
 /// shared memory and the threads per CTA.
 ///
-/// If the rows need two tiles, the second tile finds K and V in the L2 cache. A conversion of K and V to bf16 would move
-/// five times as many bytes.
+/// If the rows need two tiles, the second tile finds K and V in the L2 cache. A kernel that first converts K and V to bf16
+/// would move five times as many bytes to and from memory.
 pub(crate) fn decode_int8_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -120,8 +120,8 @@ mod tests {
         }
     }
 
-    /// Checks that the plan reads int8 K and V without a copy if the GEMMs are in bf16 and a row's bytes are a multiple of
-    /// 16. Rows of 72 bytes and GEMMs in f16 are refused.
+    /// Checks that the plan reads int8 K and V without a copy if GEMMs are in bf16 and a row's bytes are a multiple of 16.
+    /// The plan refuses rows of 72 bytes and GEMMs in f16.
     #[test]
     fn forward_int8_keys_are_read_in_place_in_bf16_only() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, served) in [

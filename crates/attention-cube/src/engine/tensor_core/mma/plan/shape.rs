@@ -8,7 +8,7 @@ use cube_kit::nvidia::Half;
 
 /// The sizes that a table row chooses for [`MmaSplitMTiles`].
 pub(super) struct SplitMShape {
-    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the table row serves.
     head_dim: usize,
     value_dim: usize,
     warps: usize,
@@ -31,7 +31,7 @@ pub(super) const fn split_m(
 
 /// The sizes that a table row chooses for [`MmaSplitDTiles`].
 pub(super) struct SplitDShape {
-    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the table row serves.
     head_dim: usize,
     value_dim: usize,
     rows: usize,
@@ -78,7 +78,7 @@ pub(super) const fn without_queries(shape: Shape) -> Shape {
 
 /// The sizes that a table row chooses for [`MmaSplitNTiles`].
 pub(super) struct SplitNShape {
-    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the table row serves.
     head_dim: usize,
     value_dim: usize,
     fragments: usize,
@@ -132,7 +132,7 @@ pub(super) enum Shape {
 }
 
 impl Shape {
-    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the table row serves.
     pub(super) const fn widest(&self) -> (usize, usize) {
         match self {
             Self::M(shape) => (shape.head_dim, shape.value_dim),
@@ -141,7 +141,7 @@ impl Shape {
         }
     }
 
-    /// True if the row serves these head sizes.
+    /// True if the table row serves these head sizes.
     pub(super) fn is_for(&self, head_dim: usize, value_dim: usize) -> bool {
         let (widest_head, widest_value) = self.widest();
         head_dim <= widest_head && value_dim <= widest_value

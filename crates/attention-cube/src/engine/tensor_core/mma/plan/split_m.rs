@@ -14,7 +14,8 @@ pub struct MmaSplitMTiles {
     pub half: Half,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each row of K or V that the warp loads serves both.
+    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each row of K or V that the warp loads serves
+    /// both.
     pub fragments: usize,
     /// The number of keys per block: 32, 64 or 128.
     pub keys: usize,

@@ -20,7 +20,7 @@ pub struct MmaSplitNTiles {
     pub reads_int8: bool,
     /// The number of 16-row fragments in the tile: 1 or 2.
     pub fragments: usize,
-    /// The number of key groups. The groups take the blocks of keys in turn.
+    /// The number of key groups. Each group processes every `key_groups`-th block of keys.
     pub key_groups: usize,
     /// The number of warps per key group: 1 or 2. Two warps exchange and add their partial scores.
     pub column_groups: usize,

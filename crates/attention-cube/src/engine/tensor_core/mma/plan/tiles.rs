@@ -1,4 +1,4 @@
-//! The tiles of the forward.
+//! The tiles of the mma engine's forward.
 
 use super::occupancy::cubes_per_multiprocessor;
 use super::split_d::MmaSplitDTiles;
@@ -53,7 +53,7 @@ impl MmaForwardTiles {
         }
     }
 
-    /// True if the kernel can read pages of `page_len` keys in place. Each block must lie in one page.
+    /// True if the kernel can read pages of `page_len` keys without a copy. Each block must lie in one page.
     pub(crate) const fn reads_pages(&self, page_len: usize) -> bool {
         match self {
             Self::SplitN(tiles) => page_len.is_multiple_of(tiles.keys),

@@ -27,9 +27,10 @@
 //! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run
 //! the GEMMs of another.
 //!
-//! Bound. For each block, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores `rows · columns · head_dim / 2048`
-//! clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048` clocks. The GEMMs of S and dP read
-//! both operands from shared memory. At 64 columns, these reads take as long as the GEMM itself.
+//! Bound. For a tile of `rows` rows and a block of `columns` rows, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores
+//! `rows · columns · head_dim / 2048` clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048`
+//! clocks. The GEMMs of S and dP read both operands from shared memory. At 64 columns, these reads take as long as the GEMM
+//! itself.
 
 mod p_ds;
 mod producer;
@@ -332,7 +333,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             );
             let settled =
                 settle::<NP, ND, NV>(added, p, ds, offsets, count, elected, 1usize, tiles);
-            // dP' starts only here, because it needs the registers that P and dS have just freed.
+            // The GEMM of dP for the next block starts only here, because it needs the registers that P and dS have just
+            // freed.
             await_values(offsets, count + 1u32, tiles);
             let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
             ordering_barrier_arrive(warpgroup, tiles.warpgroups);

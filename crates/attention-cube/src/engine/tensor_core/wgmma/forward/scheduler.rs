@@ -62,7 +62,8 @@ pub(super) fn take_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(empty(mailbox, message), (turn / 2u32 % 2u32) ^ 1u32);
-        // The first item of each CTA is the CTA's index, so the counter hands out items from `launched` on.
+        // The first item of each of the `launched` CTAs is the CTA's index, so the counter hands out items from `launched`
+        // on.
         let taken = scheduler.schedule.launched + count_taken(&scheduler.grid, masking);
         store_shared(mailbox + 4u32 * message, taken);
         barrier_arrive(full(mailbox, message), 1u32);
@@ -72,7 +73,8 @@ pub(super) fn take_item(
     }
 }
 
-/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The consumer threads call this function.
+/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The consumer threads call this
+/// function.
 #[cube]
 pub(super) fn receive_item(
     schedule: &Schedule,

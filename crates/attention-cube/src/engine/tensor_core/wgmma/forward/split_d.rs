@@ -93,8 +93,8 @@ pub(crate) fn forward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // For a chunk of K, each of the 8 warps arrives once. For a chunk of V, each of the 4 warps of one warpgroup
-            // arrives twice.
+            // At the empty barrier of a chunk of K, each of the 8 warps arrives once. At the empty barrier of a chunk of V,
+            // each of the 4 warps of one warpgroup arrives twice.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);

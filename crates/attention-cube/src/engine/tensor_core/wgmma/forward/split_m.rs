@@ -15,8 +15,8 @@
 //! of `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next
 //! P. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where S',
-//! K' and P' belong to the next block:
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where
+//! S', K' and P' belong to the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S', and compute P' from S' while the tensor cores run `P V`.
@@ -24,9 +24,9 @@
 //!
 //! With ping-pong (FlashAttention-3), only one warpgroup at a time issues steps 1 and 2.
 //!
-//! Bound. For a block of `keys` keys, the tensor cores take `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared
-//! memory takes a little less. From head size 128 on, the tensor cores limit the kernel. At head size 64, the exponentials
-//! limit the kernel.
+//! Bound. For a tile of `rows` queries and a block of `keys` keys, the tensor cores take
+//! `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared memory takes a little less. From head size 128 on, the tensor
+//! cores limit the kernel. At head size 64, the exponentials limit the kernel.
 
 mod biases;
 mod mainloop;
@@ -206,7 +206,7 @@ pub(crate) fn forward_split_m<
                 );
                 visited = attended.visited.blocks;
                 masked = attended.visited.masked;
-                // If this buffer also stages the output, the buffer is freed after the store instead.
+                // If TMA stores the output from the buffer of the queries, the buffer is freed only after the store.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(offsets.queries_empty, elected);
                 }

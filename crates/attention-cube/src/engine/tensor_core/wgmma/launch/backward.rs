@@ -101,8 +101,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         bias_step(0),
         bias_step(1),
     );
-    // If TMA does not store a gradient, the launch passes a tensor map of `stationary_qk` instead. The gradient's rows may
-    // violate TMA's alignment.
+    // If TMA does not store a gradient, the kernel ignores its tensor map, and the launch passes a map of `stationary_qk`. A
+    // map of the gradient itself may be impossible, because its rows may violate TMA's alignment.
     let boxes = |boxed: bool, target: &CubeTensor| {
         map(
             if boxed && splits == 1 {
@@ -136,7 +136,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                     map(v_or_do, [1, tiles.columns], Some(tiles.value_subtiles())),
                     match &bias {
                         Some(bias) if tiles.bias_boxes => map(bias, [1, tiles.bias_rows()], None),
-                        // The kernel does not read this substitute if TMA does not copy biases.
+                        // If TMA does not copy biases, the kernel ignores the tensor map of the bias, and the launch passes a
+                        // map of `q_or_k`.
                         _ => map(q_or_k, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     },
                     term_map(lse_delta, tiles.lse_delta, tiles.columns),
@@ -190,7 +191,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                         WgmmaGradientSplitDTiles::COLUMNS,
                     ),
                     boxes(tiles.stores_gradient_by_tma(), target),
-                    // The kernel computes one gradient only, so the kernel ignores this second tensor map of a gradient.
+                    // The kernel computes one gradient only, so it ignores the second tensor map of a gradient.
                     boxes(tiles.stores_gradient_by_tma(), target),
                     steps,
                 ),

@@ -83,7 +83,7 @@ pub(crate) fn forward(
         false => [1, tiles.rows()],
     };
     let count = cube_count(&client, cubes);
-    // A map of the queries replaces a map of the output or bias that the kernel does not use.
+    // If the kernel ignores the TMA tensor map of the output or of the bias, the launch passes a map of the queries.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_tma_tiles = match stores_output_by_tma {
         true => map(&pass.output, [1, PRODUCT_ROWS], None),

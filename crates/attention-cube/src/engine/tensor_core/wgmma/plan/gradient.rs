@@ -121,7 +121,7 @@ const ROWS: &[Row] = &[
     Row {
         width: 64,
         query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48: 310; three, 80: 319 to 332)
-        // Without the key kernel's spare warpgroup and with 48 columns, the backward reaches 332 TFLOP/s.
+        // If the key kernel has no spare warpgroup and uses blocks of 48 queries, the backward reaches 332 TFLOP/s.
         key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
         value: None,
     },
@@ -313,7 +313,8 @@ mod tests {
                                 tiles.term_bytes(),
                             ],
                         };
-                        // TMA writes to these offsets, so each offset must be a multiple of 128 bytes.
+                        // TMA writes to shared memory at each of these offsets, so each offset must be a multiple of 128
+                        // bytes.
                         let aligned = |place: usize| place.is_multiple_of(128);
                         assert!(offsets.into_iter().all(aligned), "{tiles:?}");
                     }

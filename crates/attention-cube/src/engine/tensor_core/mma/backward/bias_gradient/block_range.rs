@@ -27,13 +27,15 @@ pub(super) struct Visits {
     pub heads: u32,
     /// The number of query heads per KV head.
     pub group: u32,
-    /// The total number of visits of all CTAs that share the bias tile.
+    /// The total number of visits of all CTAs that share the bias tile. A visit is one query tile of one head and sequence.
     pub count: u32,
-    /// The difference between the indices of two consecutive visits of this CTA.
+    /// The difference between the indices of two consecutive visits of a CTA. A visit is one query tile of one head and
+    /// sequence.
     pub step: u32,
 }
 
-/// Returns the query tile of a visit. In the returned `Stationary`, the blocks are the key tiles.
+/// Returns the query tile of a visit (a query tile of one head and sequence). In the returned `Stationary`, the blocks are
+/// the key tiles.
 #[cube]
 pub(super) fn tile_of(
     visits: &Visits,
@@ -58,8 +60,9 @@ pub(super) fn tile_of(
     )
 }
 
-/// Returns the first of the visits `visit`, `visit + step`, `visit + 2 · step`, … in which a query may see a key of the key
-/// tile. If no visit is left, the result is at least `visits.count`.
+/// A visit is one query tile of one head and sequence. Returns the first of the visits `visit`, `visit + step`,
+/// `visit + 2 · step`, … in which a query may see a key of the CTA's key tile. If no visit is left, the result is at least
+/// `visits.count`.
 #[cube]
 pub(super) fn next_visit(
     visits: &Visits,

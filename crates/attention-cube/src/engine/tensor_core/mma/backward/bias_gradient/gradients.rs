@@ -55,7 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The weights are probabilities before dropout, so the keep bits in the arguments of `weights` cover 0 columns.
+        // The kernel uses only the field `w` of the result, which holds probabilities before dropout. `w` needs no keep bits,
+        // so the bits cover 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,
@@ -85,8 +86,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     all
 }
 
-/// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the keep factor of dropout.
-/// If P is 0, the function adds nothing, because dP may be NaN or infinite.
+/// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the factor by which dropout
+/// multiplies kept probabilities. If P is 0, the function adds nothing, because dP may be NaN or infinite.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,

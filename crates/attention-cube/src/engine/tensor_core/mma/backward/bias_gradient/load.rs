@@ -11,7 +11,8 @@ use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
 /// The operands of the GEMMs S = Q·Kᵀ and dP = dO·Vᵀ: Q `[batch, q_heads, q_len, head_dim]`, K
-/// `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]` and dO `[batch, q_heads, q_len, value_dim]`.
+/// `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]` and dO
+/// `[batch, q_heads, q_len, value_dim]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands<'query, 'key, 'value, 'gradient, E: Float> {

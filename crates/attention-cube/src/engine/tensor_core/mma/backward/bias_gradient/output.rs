@@ -54,8 +54,8 @@ pub(super) fn sum_of_queries<AS: Size>(
     sum
 }
 
-/// Writes the thread's first row (`second` = 0) or second row of the fragment `sums` to the gradient, from element `row` on.
-/// Keys that do not exist are skipped.
+/// Writes one of the thread's two rows of the fragment `sums` to the gradient, from element `row` on: the first row if
+/// `second` is 0, else the second row. Keys that do not exist are skipped.
 #[cube]
 pub(super) fn write_row_of_keys<G: Float, NG: Size, NS: Size>(
     sums: Vector<f32, NS>,

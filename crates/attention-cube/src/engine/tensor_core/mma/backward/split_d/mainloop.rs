@@ -96,8 +96,9 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             tiles,
             kind.fragment,
         );
-        // No barrier is needed before P and dS of the previous block are overwritten. This warp has refilled the slot of the
-        // previous block's last chunk, which all warps must have multiplied before the refill.
+        // No barrier is needed before this warp overwrites P and dS of the previous block. The warp has refilled the slot of
+        // the previous block's last chunk. All warps must have multiplied that chunk before the refill, so they have also
+        // read P and dS.
         if comptime!(tiles.sums.has_values()) {
             share::<AP>(
                 weighed.p,
@@ -173,8 +174,8 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address of the tile's rows for S and dP, relative to `start` if these rows are resident in shared memory, else
-    /// relative to a slot.
+    /// The address of the tile's rows for S and dP. The address is relative to `start` if the rows stay in shared memory,
+    /// else relative to a slot.
     score_left: u32,
     /// The address from which the lane loads the block's rows for S and dP, relative to a slot.
     score_right: u32,

@@ -16,7 +16,7 @@ pub(super) struct Roles {
     /// The index of the gradient that the warp computes. If the kernel computes dK and dV, the index is 0 for dK and 1 for
     /// dV.
     pub gradient: u32,
-    /// The tile row where the warp's share of the gradient begins.
+    /// The tile row where the warp's gradient rows begin.
     pub sum_row: u32,
     /// The index of the warp among the warps that divide the columns of one gradient.
     pub column_group: u32,

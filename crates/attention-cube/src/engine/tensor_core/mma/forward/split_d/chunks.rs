@@ -20,7 +20,7 @@ pub(super) struct Operands {
     pub values: HeadSource,
     /// The address at which the CTA's shared memory starts.
     pub start: u32,
-    /// One past the tile's last block.
+    /// One past the index of the tile's last block.
     pub end_block: i32,
 }
 
@@ -98,7 +98,8 @@ pub(super) fn fill<E: Float>(
     signal_full(&place);
 }
 
-/// Starts the copy of the query columns that are multiplied with a chunk of keys. In the slot, the queries lie behind the keys.
+/// Starts the copy of the query columns that are multiplied with a chunk of keys. In the slot, the queries lie behind the
+/// keys.
 #[cube]
 fn copy_chunk_of_queries<E: Float>(
     query: &Tensor<E>,

@@ -54,7 +54,7 @@ pub(super) fn store_row_max<NS: Size>(
     );
 }
 
-/// Loads the maxima of a fragment's rows. Each maximum is taken over the scores of all warps with the same rows.
+/// Loads the maxima of a fragment's rows. Each maximum covers the scores of all warps with the same rows.
 #[cube]
 fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDTiles) -> Pair {
     let own = load_row_pair(offsets.row_max_at, row);

@@ -126,7 +126,8 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(is_last, 0u32, stage + 1u32)
 }
 
-/// The warp has finished the block in the stage before `stage`, so this stage can be refilled.
+/// Returns the stage before `stage` in the warp's circular buffer. The warp has multiplied the block in the returned stage,
+/// so the stage can be refilled.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(

@@ -48,7 +48,8 @@ pub(super) fn page_sources<E: Float, W: Numeric>(
             let words = elem_type_of::<W>();
             let bytes = comptime!(words.size() as u64);
             let first = batch as usize * page_table.stride(0);
-            // SAFETY: this expression only takes the address of `page_table`. `page_of_block` reads entries of sequence `batch`.
+            // SAFETY: this expression only takes the address of `page_table`. `page_of_block` reads entries of sequence
+            // `batch`.
             let entries = element_address::<i32>(
                 unsafe { page_table.as_slice().as_ptr_unchecked() },
                 first as u64,
@@ -121,8 +122,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The subtracted offset may exceed the sum before it, and wrap the u64 address. The caller adds the offset of a row
-        // in this page, which wraps the address back.
+        // `first_row · row_bytes` may be larger than the address from which it is subtracted, and the u64 result then wraps
+        // around. The caller adds the offset of a row in the page, which wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

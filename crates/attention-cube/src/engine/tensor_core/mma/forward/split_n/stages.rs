@@ -27,7 +27,7 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
-    /// The first of the warp's output steps of 16 columns. For its steps, the warp adds the outputs of all key groups.
+    /// The first of the output steps (16 columns each) for which the warp adds the outputs of all key groups.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
@@ -35,7 +35,8 @@ pub(super) struct Roles {
     pub stages: u32,
 }
 
-/// Returns the keys, the columns and the shared-memory addresses of the calling warp. The CTA's shared memory starts at `start`.
+/// Returns the keys, the columns and the shared-memory addresses of the calling warp. The CTA's shared memory starts at
+/// `start`.
 #[cube]
 pub(super) fn warp_roles(start: u32, #[comptime] tiles: MmaSplitNTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);
@@ -111,7 +112,7 @@ pub(super) struct Operands {
     pub scales: ScaleSources,
     /// The pages of the tile's sequence, which are used only if keys and values lie in pages.
     pub pages: PageSources,
-    /// One past the last block.
+    /// One past the index of the tile's last block.
     pub end_block: i32,
 }
 

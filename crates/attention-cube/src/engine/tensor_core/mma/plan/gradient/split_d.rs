@@ -82,7 +82,7 @@ impl MmaGradientSplitDTiles {
         FRAGMENT_ROWS * self.score_fragments()
     }
 
-    /// The number of gradients that the kernel computes: 1 or 2. Each gradient is computed by an equal share of the warps.
+    /// The number of gradients that the kernel computes: 1 or 2. For two gradients, one half of the warps computes each.
     pub const fn gradients(&self) -> usize {
         match self.sums {
             Sums::QOrK | Sums::Values => 1,
@@ -144,7 +144,8 @@ impl MmaGradientSplitDTiles {
         self.dot_chunks() + self.value_chunks() + self.sum_chunks()
     }
 
-    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns, padded with zeros to whole steps of 16.
+    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns, padded with zeros to whole steps of
+    /// 16.
     pub const fn chunk_columns(&self, width: usize, chunk: usize) -> usize {
         let left = width.next_multiple_of(STEP) - chunk * self.score_columns;
         if left < self.score_columns {

@@ -17,7 +17,7 @@ enum Shape {
     /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and columns per block.
     Rows([usize; 3]),
     /// Split-D. The first field says which operands stay in shared memory. The five numbers are rows, columns, columns per
-    /// chunk for S or dP, rows per chunk of the gradient GEMM's right operand, and the largest number of ring slots.
+    /// chunk for S or dP, rows per chunk for the gradient GEMM, and the most ring slots.
     Columns(Resident, [usize; 5]),
 }
 
@@ -105,7 +105,7 @@ const ROWS: &[Row] = &[
     ),
 ];
 
-/// The tiles of the query kernel, of the key kernel, and of the value kernel (`None` if the key kernel also computes dV).
+/// The tiles of the kernels for dQ, for dK, and for dV (`None` if the kernel for dK also computes dV).
 type Kernels = (MmaGradientTiles, MmaGradientTiles, Option<MmaGradientTiles>);
 
 /// Returns the tiles for these head sizes that fit the device. With `has_logarithms`, as for a bias, each query has three

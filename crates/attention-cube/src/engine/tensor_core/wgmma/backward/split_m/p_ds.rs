@@ -149,7 +149,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         )
     } else {
         // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the stage. Without the
-        // fence, loads after GEMMs that read shared memory returned data of the next write.
+        // fence, some loads returned data of the next write.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(

@@ -20,8 +20,8 @@ pub(super) struct Gradients<ND: Size, NV: Size> {
     pub v_or_do: Vector<f32, NV>,
 }
 
-/// The operands of a warpgroup's GEMMs, as the lower 32 bits of shared memory descriptors. The fields `summed_*` are transposed
-/// descriptors for the gradient GEMMs.
+/// The operands of a warpgroup's GEMMs, as the lower 32 bits of shared memory descriptors. The fields `summed_*` are
+/// transposed descriptors for the gradient GEMMs.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {

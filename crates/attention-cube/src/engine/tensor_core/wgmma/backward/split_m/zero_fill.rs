@@ -49,7 +49,7 @@ pub(super) fn zero_fill_block<NP: Size>(
             let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
             } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
-                // If dropout drops all probabilities of a column, P is 0 in the column, but dS is not 0. The column then
+                // If dropout drops all probabilities of a column, P is 0 in the column, but dS is not 0. The column therefore
                 // counts as used.
                 used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
             } else {
@@ -72,9 +72,8 @@ pub(super) fn zero_fill_block<NP: Size>(
 /// Writes zeros over the rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words` tell
 /// which rows the tile sees. Otherwise the tile's visible range tells which rows the tile sees.
 ///
-/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The
-/// result does not change: a row of the block affects only one column of S and dP, and the mask sets P and dS of a hidden
-/// column to 0.
+/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The result
+/// does not change. A row of the block affects only one column of S and dP, and P and dS of a hidden column are 0.
 ///
 /// With `masked`, no warpgroup still reads these rows, because the caller's barrier comes after all GEMMs of S and dP.
 #[cube]

@@ -73,8 +73,8 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Arrives a second time at the empty barrier of the second warpgroup's first chunk of V. The first warpgroup does not wait
-/// for that chunk, so it does not arrive.
+/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V. The barrier expects eight
+/// arrivals, and the four warps of the first warpgroup do not arrive there.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -43,7 +43,7 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of V may need the ring stage of the last chunk of K.
+        // The last chunk of V may need the ring stage of the last chunk of K, so free that stage first.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

@@ -38,8 +38,8 @@ pub(super) fn biases_of<F: Float, NB: Size>(
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
-        // The fence orders these loads before TMA's next write to the stage. Without the fence, some loads returned data of
-        // the next write.
+        // The fence orders the loads of the biases before TMA's next write to the stage. Without the fence, some loads
+        // returned data of the next write.
         async_proxy_fence();
         barrier_arrive(offsets.bias_empty + 8u32 * slot.stage, thread.elected);
         words

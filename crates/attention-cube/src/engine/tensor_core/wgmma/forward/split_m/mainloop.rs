@@ -167,8 +167,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // The bias loads and the waits come before the ping-pong barrier. After that barrier, they would delay the
-                // other warpgroups.
+                // Load the biases and wait for K and V before the ping-pong barrier. After that barrier, the loads and waits
+                // would delay the other warpgroups.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,

@@ -137,7 +137,8 @@ pub(super) fn fetch(
                         tiles,
                         kind,
                     );
-                    // This hides the latency of the counter in global memory.
+                    // Take the next work item while the first copies are in flight, which hides the latency of the counter in
+                    // global memory.
                     next = take_item(scheduler, item, turn, masking, mailbox, kind);
                 }
                 if comptime!(tiles.bias_stages > 0) {

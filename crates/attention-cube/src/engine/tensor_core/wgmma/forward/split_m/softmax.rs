@@ -58,11 +58,11 @@ pub(super) fn softmax<NS: Size>(
     }
 }
 
-/// Draws the random words of dropout for the thread's scores of block `block`, four words for each 16 columns. The words do not
-/// depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
+/// Draws the random words of dropout for the thread's scores of block `block`, four words for each 16 columns. The words do
+/// not depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
 ///
-/// If a tile has several heads, all four words of a step are in use. The words of a block would then need too many registers,
-/// and [`packed`] draws them instead.
+/// If a tile has several heads, all four words for 16 columns are in use. The words of a block would then need too many
+/// registers, and [`packed`] draws the words instead.
 #[cube]
 pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
     block: i32,
@@ -77,7 +77,7 @@ pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
         for step in 0..comptime!(tiles.keys / 16) {
             let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
             let own = draw_step::<F, NB>(scoring, rows, column, true);
-            // With `shares_cells`, only the first two words are in use.
+            // The tile has one head, so only the first two of the four words are in use.
             #[unroll]
             for i in 0..2usize {
                 words.insert(comptime!(4 * step + i), computed_here(own.extract(i)));
@@ -89,9 +89,9 @@ pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
 
 /// The largest head size for which the kernel draws the random words of dropout after the scores are ready.
 ///
-/// Draws take issue slots, which the softmax of the other warpgroup may need at the same time. Time of a forward with dropout
-/// beside one without, on an H200 in bf16: at head size 128, 1.44 with late draws and 1.60 with early draws; at head size 256,
-/// 1.25 with late draws and 1.14 with early draws.
+/// Draws take issue slots, which the softmax of another warpgroup may need at the same time. Dropout multiplies the time of a
+/// forward on an H200 in bf16. At head size 128, the factor is 1.44 with late draws and 1.60 with early draws. At head size
+/// 256, the factor is 1.25 with late draws and 1.14 with early draws.
 const LATE_DRAWS: usize = 128;
 
 /// True if the kernel draws the random words of dropout before the scores are ready.

@@ -16,7 +16,7 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// True if a bias of −∞ hides one of this lane's keys from the tile's first query, and no other option hides keys of the
+/// True if a bias of −∞ hides one of the lane's keys from the tile's first query, and no other option hides keys of the
 /// block.
 ///
 /// A key that is hidden from all queries is hidden from the first query. So the biases of the first query suffice to find

@@ -1,4 +1,5 @@
-//! The split-M tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes 64 rows of the gradients.
+//! The split-M tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes 64 rows of the
+//! gradients.
 //!
 //! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`.
 
@@ -49,7 +50,8 @@ impl WgmmaGradientSplitMTiles {
         PRODUCT_ROWS * self.warpgroups
     }
 
-    /// The number of threads in a CTA: those of the consumer warpgroups, of one producer warpgroup, and of the spare warpgroups.
+    /// The number of threads in a CTA: those of the consumer warpgroups, of one producer warpgroup, and of the spare
+    /// warpgroups.
     pub const fn units(&self) -> usize {
         WARPGROUP * (self.warpgroups + 1 + self.spare)
     }
@@ -183,7 +185,8 @@ impl WgmmaGradientSplitMTiles {
         ]
     }
 
-    /// The GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of columns of V for dP.
+    /// The GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of columns of V for
+    /// dP.
     pub const fn score_product(&self, depth: usize) -> ScoreProduct {
         ScoreProduct {
             depth,
