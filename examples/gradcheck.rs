@@ -216,7 +216,7 @@ impl Feature {
     }
 }
 
-/// The results in the table. Each pair is the result's name in `Comparison::name` and the title of the result's column.
+/// The results that the table shows. Each pair holds the name of a result in `Comparison::name` and the title of its column.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),
@@ -369,7 +369,7 @@ fn print_row(comparisons: &[Comparison]) -> Vec<String> {
     wrong.map(ToString::to_string).collect()
 }
 
-/// The reasons why faster kernels were not used. Each reason has the number of rows of the table to which it applies.
+/// The reasons why faster kernels were not used. Each reason comes with the number of table rows to which it applies.
 #[derive(Default)]
 struct Refusals(BTreeMap<String, usize>);
 

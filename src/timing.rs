@@ -5,8 +5,8 @@ use burn::backend::read_sync;
 use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
 
-/// The pause before the single launches on a GPU. Earlier work may have brought the GPU to its power cap, at which the GPU
-/// is 3 to 5 % slower.
+/// The pause before the launches that are timed one by one on a GPU. Without the pause, earlier work may keep the GPU at its
+/// power cap, where it is 3 to 5 % slower.
 const REST: Duration = Duration::from_secs(1);
 
 /// The number of ballast launches before each single launch. Ballast keeps the GPU busy while the host prepares the timed

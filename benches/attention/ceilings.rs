@@ -29,8 +29,8 @@ pub fn ceilings(
         weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
     // In half precision the benchmark times the GEMM of burn-gemma4's `Linear`. On Hopper, Burn's own untuned GEMM would
-    // reach only a tenth of the GPU's speed. In f32 the benchmark times Burn's GEMM. On NVIDIA GPUs, `Linear` splits an f32
-    // GEMM into several GEMMs to avoid tf32, which would lower the measured peak.
+    // reach only a tenth of the GPU's speed. In f32 the benchmark times Burn's GEMM instead of `Linear`. On NVIDIA GPUs,
+    // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs. The extra GEMMs would lower the measured peak.
     let product = timer.singles(
         effort,
         || left.clone(),

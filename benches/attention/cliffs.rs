@@ -26,8 +26,8 @@ pub struct Attention {
     causal: bool,
     /// The number of tokens per document, or `None` if a sequence is a single document.
     document: Option<usize>,
-    /// True if intervals of visible keys replace the causal mask. Each fourth block of 256 tokens is an image, whose tokens
-    /// all see each other.
+    /// True if intervals of visible keys replace the causal mask. Every fourth block of 256 tokens is an image, and the
+    /// tokens of an image all see each other.
     images: bool,
     /// The storage of prompts with different lengths, or `None` if all prompts have one length. [`RAGGED`] lists the
     /// lengths.
@@ -132,8 +132,8 @@ const fn cliff(
     }
 }
 
-/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has as many scores, with 2,048
-/// queries and 2,048 keys.
+/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has 2,048 queries and 2,048 keys,
+/// which give the same number of scores.
 const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
     let square = Attention {
         kv_heads,
@@ -202,8 +202,8 @@ fn ragged_lengths() -> Vec<i32> {
 
 /// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has sequences of 1,024 tokens.
 ///
-/// The counterpart has 0.94 times as many visible query-key pairs as the case. At the limit, the case takes 1.18 times as
-/// long as the counterpart. The case then reaches `1 / (0.94 · 1.18)` = 90 % of the counterpart's FLOP/s.
+/// The counterpart has 0.94 times as many visible query-key pairs as the case. The case may take at most 1.18 times as long
+/// as the counterpart. At this limit, the case reaches `1 / (0.94 · 1.18)` = 90 % of the counterpart's FLOP/s.
 const fn ragged(name: &'static str, pass: Pass, rows: Rows, heads: usize, width: usize) -> Cliff {
     let (mut batch, mut tokens, mut index) = (0, 0, 0);
     while index < RAGGED.len() {

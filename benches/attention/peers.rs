@@ -117,8 +117,8 @@ impl<'a> Prepared<'a> {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Returns the gradients of the key and value heads before their repetition. The gradient of a head is the sum over its
-    /// repetitions.
+    /// Returns the gradients of the original key and value heads. If the inputs hold each head several times, the function
+    /// adds the gradients of all copies of a head.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {

@@ -41,8 +41,8 @@ pub struct Drafted {
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass. The host waits for the draft tokens in this measurement. During a
-    /// pass the host does not wait for the draft tokens.
+    /// The time to compute the draft tokens of a pass, from a separate measurement in which the host waits for the draft
+    /// tokens. In a timed pass, the host does not wait for the draft tokens.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,

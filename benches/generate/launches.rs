@@ -35,7 +35,7 @@ impl std::fmt::Display for Launches {
     }
 }
 
-/// Runs `work` without recording. A build without CubeCL launches no kernels, so the second result is always `None`.
+/// Runs `work` and records nothing, because a build without CubeCL launches no kernels. The second result is always `None`.
 #[cfg(not(feature = "cube"))]
 pub fn observe<O>(work: impl FnOnce() -> O) -> (O, Option<Launches>) {
     (work(), None)

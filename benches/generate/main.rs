@@ -8,7 +8,7 @@
 //! assumes the bandwidth of an elementwise operation over a large tensor.
 //!
 //! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The times
-//! show the share of each part, but their sum is not the token's time.
+//! show how a token's work divides among the parts. Because of the waits, the sum of these times is not the token's time.
 
 mod choice;
 mod drafted;

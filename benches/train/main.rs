@@ -5,10 +5,11 @@
 //! `--checkpointing` have the defaults of the programs `train` and `finetune`.
 //!
 //! The reported memory is the peak over the warm-up steps and one untimed step, polled every few milliseconds. The first run
-//! of the benchmark also tunes kernels, which takes more memory than a step. Take the peak of a second run.
+//! of the benchmark also tunes kernels, which takes more memory than a step. Use the peak that a second run reports.
 //!
-//! The parts of a step, such as attention, are timed separately. They are compared with a step without graph capture,
-//! because every part has launch overhead too. The rest of the step is norms, activations, embeddings and recomputation.
+//! The parts of a step, such as attention, are timed separately, without a CUDA graph. The benchmark compares the times of
+//! the parts with the time of a whole step without a CUDA graph. The rest of the step is norms, activations, embeddings and
+//! recomputation.
 
 mod flops;
 mod memory;

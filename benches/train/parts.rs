@@ -1,5 +1,5 @@
-//! Times each part of a training step separately, and a whole step without graph capture. Graph capture would remove the
-//! launch overhead that the parts have.
+//! Times each part of a training step separately, and a whole step. Both measurements launch every kernel separately,
+//! without a CUDA graph, so their launch overhead is comparable.
 
 use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
@@ -152,7 +152,8 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers. Each kind has the index of an example layer and the number of layers of this kind.
+/// Returns the kinds of attention layers. Each kind comes with the index of one layer of the kind, and the number of its
+/// layers.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -202,7 +203,8 @@ fn attention(
     Ok(sum)
 }
 
-/// Returns the weight matrices of a layer, each with its number of input columns. The matrices of experts are excluded.
+/// Returns the weight matrices of a layer except the matrices of experts. Each matrix comes with its number of input
+/// columns.
 fn matrices<'a>(
     layer: &'a DecoderLayer,
     config: &Gemma4Config,
@@ -228,8 +230,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape has an
-/// example weight matrix and the number of weight matrices with this shape.
+/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape comes with
+/// one weight matrix of this shape, and the number of such matrices in the model.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],

@@ -84,16 +84,16 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    /// Compares the results in `got` with the first exact results. Returns the errors that exceed the allowed errors.
+    /// Returns the results in `got` whose errors exceed the allowed errors.
     pub fn far_among(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, got.len()).into_iter();
         far.map(|far| far.to_string()).collect()
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison uses the exact results as the baseline, which is the strictest possible baseline. Computing
-        // the real baseline takes as long as all other work of the check. The real baseline is therefore computed only if a
-        // result fails.
+        // The first comparison uses the exact results as the baseline, which allows the smallest errors. Computing the real
+        // baseline takes as long as all other work of the check. The real baseline is therefore computed only if a result
+        // fails.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)

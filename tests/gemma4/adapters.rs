@@ -1,5 +1,5 @@
-//! Tests the gradients of LoRA adapters on devices with kernels. Stored and recomputed activations of the MLP must give the
-//! same gradients.
+//! Tests the gradients of LoRA adapters on devices that run CubeCL kernels. Stored and recomputed activations of the MLP
+//! must give the same gradients.
 
 use crate::{
     devices::devices,
@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
 /// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the gradient's norm. The
-/// smallest gradients, those of the queries, have only a few exact digits after the softmax.
+/// gradients of the query matrices are the smallest, and only a few of their digits are exact.
 const TOLERANCE: f64 = 3e-4;
 
 /// A device's gradients equal the gradients of Burn's own operators on the CPU, except for rounding. Recomputed activations

@@ -96,13 +96,14 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
 #[test]
 fn step_of_a_changing_batch_equals_single_sequences() {
     on_every_device(|fixture, gemma, device| {
-        // A software driver compiles kernels for each batch size, which takes minutes per model. Devices with kernels
-        // therefore run only one model.
+        // A software driver compiles kernels for each batch size, which takes minutes per model. Devices that run CubeCL
+        // kernels therefore test only one model.
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
-        // The first schedule has more sequences than the decode kernels support. In the second schedule the sequences outgrow the
-        // slots of 256 tokens that their prompts fill, while rows of the batch are free.
+        // The first schedule has ten sequences, and the decode kernels support eight. In the second schedule, the prompts
+        // nearly fill the allocated 256 cache slots (token positions) per sequence. The answers exceed these slots while the
+        // batch has free rows.
         let kinds = [
             (10, 1..60, false, KvPrecision::Model),
             (6, 250..257, false, KvPrecision::Model),

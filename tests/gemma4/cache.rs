@@ -6,10 +6,12 @@ use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
-/// A function that creates an empty cache of a model. The second argument holds the number of padding columns of each sequence.
+/// A function that creates an empty cache of a model. The second argument holds the number of padding tokens of each
+/// sequence.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
-/// The two kinds of cache, each with a name for error messages. The compact cache stores only the rotated columns of keys.
+/// The two kinds of cache, each with a name for error messages. The compact cache stores only those columns of a key that
+/// RoPE rotates.
 const CACHES: [(&str, NewCache); 2] = [
     ("cache", Gemma4Model::cache),
     ("compact cache", Gemma4Model::compact_cache),
@@ -189,7 +191,7 @@ fn cache_bytes_equal_window_and_block_sizes() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
     // The size has the factor 2 for keys and values, and the factor 4 for the bytes of an f32. Each of two sliding layers
-    // has 8 slots of 32 columns. One full layer has a block of 256 slots of 64 columns.
+    // has 8 slots (token positions) with 32 columns. One full layer has 256 slots with 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
         // The model `dense-ple` computes its values separately from its keys, so even the compact cache stores complete keys
@@ -199,8 +201,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
 
     let fixture = Fixture::open("dense-keqv");
     let gemma = fixture.load(&device, DType::F32);
-    // Each of three sliding layers has two heads with 8 slots of 32 columns. Each of two full layers has a block of 256
-    // slots of 64 columns. A compact key stores only the 16 rotated columns.
+    // Each of three sliding layers has two heads and 8 slots (token positions) with 32 columns per head. Each of two full
+    // layers has 256 slots with 64 columns. A compact key stores only the 16 columns that RoPE rotates.
     let sliding = 2 * 4 * 3 * 2 * 8 * 32;
     for ((_, cache), columns) in CACHES.into_iter().zip([64 + 64, 64 + 16]) {
         let full = 4 * 2 * 256 * columns;

@@ -17,8 +17,8 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns four prompts. The lookup in earlier text finds many draft tokens after the first prompt, some after the second,
-/// and few after the last two.
+/// Returns four prompts. Prompt lookup finds many draft tokens after the first prompt, some after the second, and few after
+/// the last two.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -59,7 +59,8 @@ fn assert_same(
 fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     for device in devices() {
         let is_flex = device.device == Device::flex();
-        // Fewer cases run on devices with kernels, because these devices compile new kernels for every number of rows.
+        // Fewer cases run on devices that run CubeCL kernels, because these devices compile new kernels for every number of
+        // rows.
         let (names, paces): (&[&'static str], &[_]) = match is_flex {
             true => (
                 &["dense-ple", "dense-keqv", "moe"],
@@ -94,8 +95,8 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// A pass of the decode kernels takes at most 8 tokens, and a batch of ten sequences already needs ten. With such a batch,
-/// the decoder uses draft tokens only if `draft_tokens` sets their number.
+/// A pass of the decode kernels takes at most 8 tokens, but a batch of ten sequences has ten tokens per pass even without
+/// drafts. With such a batch, the decoder uses draft tokens only if `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");
@@ -113,8 +114,8 @@ fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     }
 }
 
-/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only, because
-/// the host samples these tokens on every device.
+/// With the same seed, a batch samples the same tokens with draft tokens as without. The host samples these tokens whatever
+/// the model's device is, so the test runs on the CPU device only.
 #[test]
 fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");

@@ -60,8 +60,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
                         .expect("the step succeeds");
                     let mut decoder = model.decoder(&mut cache);
                     if spare > 0 {
-                        // The decoder processes four tokens, which the cache then forgets. The next step must not depend on
-                        // the forgotten tokens.
+                        // The decoder processes four tokens and then removes them from the cache. The next step must not
+                        // depend on the removed tokens.
                         decoder
                             .read(&[*last, 50, 60, 70])
                             .expect("the pass succeeds");
@@ -157,8 +157,8 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
 /// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay on the device.
 /// In the second way, the host reads the draft tokens and gives them to the model.
 ///
-/// After each pass, the test itself chooses the row that counts as the last accepted token. Both decoders continue from the
-/// hidden state of that row.
+/// After each forward pass, the test itself chooses the row that counts as the last accepted token. Both decoders continue
+/// from the hidden state of that row.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
@@ -343,7 +343,7 @@ fn drafter_of_random_weights_leaves_the_text_unchanged() {
 }
 
 /// If a drafter knows the model's text, the model accepts all draft tokens of the drafter. The text also ends correctly
-/// between two draft tokens of a pass.
+/// between two draft tokens of one forward pass.
 #[test]
 fn drafter_with_right_tokens_accepts_all() {
     for device in devices() {
@@ -359,7 +359,7 @@ fn drafter_with_right_tokens_accepts_all() {
         };
         let found = generate(&gemma, &WRITING[..1], &options);
         assert_eq!(found.tokens, WRITING[1..17], "{}", device.name);
-        // The prefill gives the first of the 16 tokens, and three passes give five tokens each.
+        // The prefill gives the first of the 16 tokens, and three forward passes give five tokens each.
         assert_eq!(found.drafts.passes, 3, "{:?}", found.drafts);
         assert_eq!(found.drafts.acceptance(), 1.0, "{:?}", found.drafts);
         assert_eq!(found.drafts.tokens_per_pass(), 5.0);
@@ -378,7 +378,7 @@ fn drafter_with_right_tokens_accepts_all() {
             assert_eq!(found.finish_reason, FinishReason::Stop);
             assert_eq!(session.len(), end);
         }
-        // If all draft tokens are accepted, the adaptive number of draft tokens per pass grows.
+        // If all draft tokens are accepted, the adaptive number of draft tokens per forward pass grows.
         let options = GenerateOptions {
             draft_tokens: None,
             ..options

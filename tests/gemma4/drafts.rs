@@ -1,5 +1,5 @@
 //! Tests speculative decoding: the generated text equals the text without draft tokens. A draft token is a guess of a next
-//! token, which the model's next pass accepts or rejects.
+//! token, which the model's next forward pass accepts or rejects.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -9,7 +9,7 @@ use burn_gemma4::{
 };
 use std::ops::ControlFlow;
 
-/// The numbers of draft tokens per pass that the tests use. `None` lets the decoder adapt the number.
+/// The numbers of draft tokens per forward pass that the tests use. `None` lets the decoder adapt the number.
 const PACES: [Option<usize>; 4] = [None, Some(1), Some(3), Some(8)];
 
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
@@ -26,7 +26,7 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// Returns the fixture's prompt and answer, then the prompt a second time, then the first eight tokens of the answer. The
+/// Returns the fixture's prompt and answer, then the prompt a second time, then the first eight tokens of the answer. Prompt
 /// lookup can take draft tokens from the first answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
@@ -38,7 +38,7 @@ pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     .concat()
 }
 
-/// A prompt after which the fixtures' models repeat tokens, so that the lookup finds draft tokens.
+/// A prompt after which the fixtures' models repeat tokens, so that prompt lookup finds draft tokens.
 const REPEATED: [u32; 5] = [2, 50, 60, 50, 60];
 
 #[track_caller]
@@ -59,8 +59,8 @@ pub fn assert_same(found: &Generation, expected: &Generation, what: &str) {
 #[test]
 fn drafts_greedy_tokens_equal_those_without() {
     on_every_device(|fixture, gemma, device| {
-        // On devices with kernels, only some of the `PACES` run, because these devices compile and tune new kernels for every
-        // number of rows.
+        // On devices that run CubeCL kernels, only some of the draft lengths in `PACES` run. These devices compile and tune
+        // new kernels for every number of rows.
         let paces = match device.device == Device::flex() {
             true => &PACES[..],
             false => &[None, Some(8)],
@@ -80,7 +80,7 @@ fn drafts_greedy_tokens_equal_those_without() {
                 accepted += found.drafts.accepted;
             }
         }
-        // The answers repeat earlier text, so the model must accept some draft tokens of the lookup.
+        // The answers repeat earlier text, so the model must accept some draft tokens of prompt lookup.
         assert!(accepted > 0, "{} {}", fixture.name, device.name);
         let found = generate(gemma, &fixture.prompt, &drafted(&options, None));
         assert_eq!(found.tokens[..16], fixture.generated[..16]);
@@ -151,8 +151,8 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     let suppress_tokens: Vec<u32> = (0..gemma.config().vocab_size as u32)
         .filter(|token| !VOCABULARY.contains(token))
         .collect();
-    // In the prompt, every token of `VOCABULARY` occurs twice in a row and is followed by other tokens. The lookup therefore
-    // probably finds draft tokens for any first token.
+    // In the prompt, every token of `VOCABULARY` occurs twice in a row and is followed by other tokens. Prompt lookup
+    // therefore probably finds draft tokens for any first token.
     let [a, b, c, d, e] = VOCABULARY;
     let prompt = [a, b, b, a, c, c, a, d, d, a, e, e, a, a, a];
 
@@ -224,8 +224,9 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     );
 }
 
-/// A text can end at any token of a pass. The causes of the end are a cancellation, a stop token, a stop string, and the
-/// maximum number of tokens. The session then contains exactly the tokens before the last token of the text.
+/// A text can end at any of the tokens that one forward pass generates. The causes of the end are a cancellation, a stop
+/// token, a stop string, and the maximum number of tokens. The session then contains exactly the tokens before the last
+/// token of the text.
 #[test]
 fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {

@@ -59,7 +59,8 @@ fn assert_close(found: f64, expected: f64, what: &str) {
 #[test]
 fn evaluation_loss_equals_transformers() {
     for device in devices() {
-        // On a device with kernels, the same kernels compute the losses of all fixtures, so one fixture is enough.
+        // On a device that runs CubeCL kernels, the same kernels compute the losses of all fixtures, so one fixture is
+        // enough.
         let count = if device.name == "flex" { usize::MAX } else { 1 };
         for fixture in Fixture::all().take(count) {
             let Some(expected) = fixture.gradients() else {

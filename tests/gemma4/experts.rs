@@ -41,7 +41,7 @@ const TIED: Case = Case {
 };
 
 /// The decode cases, each with its batch size. In the first case, each token selects every expert. In the second case, the
-/// batch has 8 sequences, and there are more experts than units in a cube.
+/// batch has 8 sequences, and there are more experts than a cube (thread block) has units (threads).
 const DECODED: [(Case, usize); 2] = [
     (
         Case {

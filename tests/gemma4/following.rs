@@ -1,6 +1,6 @@
-//! Tests `Decoder::follow`, which launches the next pass before the host has the tokens of the current pass. The launched
-//! pass is called a pass ahead. The tokens equal the tokens of separate steps. A discarded pass ahead leaves no trace in the
-//! cache. The texts exceed the window and the allocated buffers.
+//! Tests `Decoder::follow`, which launches the next forward pass before the host has the tokens of the current pass. The
+//! early forward pass is called a pass ahead. The tokens equal the tokens of separate steps. A discarded pass ahead leaves
+//! no trace in the cache. The texts exceed the window and the allocated buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -13,8 +13,8 @@ fn chooses(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Returns a cache that holds the beginning of `batch` texts. If `ragged` is true, row `i` starts with `2 · i` columns of
-/// padding.
+/// Returns a cache that holds the beginning of `batch` texts. If `ragged` is true, row `i` starts with `2 · i` padding
+/// tokens.
 fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: usize) -> Cache {
     let padding: Vec<usize> = (0..batch)
         .map(|row| if ragged { 2 * row } else { 0 })
@@ -92,8 +92,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                 }
                 samplers
             };
-            // The first run uses separate steps. The second run uses `follow`, which launches the next pass early. Some of
-            // these passes are discarded, because the caller continues differently or not at all.
+            // The first run uses separate steps. The second run uses `follow`, which launches the next forward pass early.
+            // Some of these passes are discarded, because the caller continues differently or not at all.
             let mut texts: Vec<Vec<Vec<u32>>> = Vec::new();
             let mut after: Vec<Vec<f32>> = Vec::new();
             for by_passes in [false, true] {
@@ -129,8 +129,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         text.push(next);
                         assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
                         if spare > 0 && column == 22 {
-                            // The caller forgets one token, so this step is one position earlier than the pass that was
-                            // launched early.
+                            // The caller removes one token from the cache, so this step is one position earlier than the
+                            // forward pass that was launched early.
                             let last = text.last().expect("the text is not empty").clone();
                             decoder.forget(1).expect("the cache has a spare column");
                             let next = match by_passes {
@@ -174,8 +174,8 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A session can go back to an earlier position of its text even if its ring buffers are nearly full. Discarded passes do
-/// not shorten the distance that the session can go back.
+/// A session can go back to an earlier position of its text even if its ring buffers are nearly full. Discarded forward
+/// passes do not shorten the distance that the session can go back.
 #[test]
 fn session_goes_back_after_discarded_passes() {
     for device in devices() {

@@ -1,6 +1,6 @@
-//! Tests caches that forget columns, as after rejected draft tokens. A column is one token position of every sequence. The
-//! cases combine forgetting with padding, growing buffers, wrapped ring buffers, and passes with more tokens than a ring
-//! buffer has slots beyond the window.
+//! Tests caches that remove their last columns, as after rejected draft tokens. A column is one token position of every
+//! sequence. The cases combine the removal with padding, growing buffers and wrapped ring buffers. In some cases, a forward
+//! pass has more tokens than a ring buffer has slots beyond the window.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,8 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// The cache forgets columns on both sides of the end of a buffer's first allocation. Forgetting does not shrink the grown
-/// buffer, so the padding mask of a batch must also cover the buffer's unused slots.
+/// The cache removes its last tokens, on both sides of the end of a buffer's first allocation. Removing tokens does not
+/// shrink the grown buffer, so the padding mask of a batch must also cover the buffer's unused slots.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -63,8 +63,8 @@ fn cache_forget_over_a_block_keeps_padded_batches() {
     }
 }
 
-/// If a pass has more tokens than a ring buffer has slots beyond the window, some tokens overwrite slots that the pass's
-/// first query still needs. Such tokens must not be stored before that query has read the slots.
+/// If a forward pass has more tokens than a ring buffer has slots beyond the window, some tokens overwrite slots that the
+/// pass's first query still needs. The cache must store such tokens only after that query has read the slots.
 #[test]
 fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {
@@ -92,7 +92,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     }
 }
 
-/// If the cache forgets all tokens, the decoder starts a new text, and the decode kernels continue this new text.
+/// If all tokens are removed from the cache, the decoder starts a new text, and the decode kernels continue this new text.
 #[test]
 fn cache_forget_everything_starts_again() {
     for device in devices() {
@@ -115,8 +115,8 @@ fn cache_forget_everything_starts_again() {
     }
 }
 
-/// Each pass computes accepted and rejected tokens, and the cache then forgets the rejected tokens. The logits equal the
-/// logits of one forward over the accepted tokens. Every ring buffer wraps around with rejected tokens in it.
+/// Each forward pass computes accepted and rejected tokens, and the cache then removes the rejected tokens. The logits equal
+/// the logits of one forward over the accepted tokens. Every ring buffer wraps around with rejected tokens in it.
 #[test]
 fn cache_forgotten_tokens_leave_no_trace() {
     for device in devices() {
@@ -157,8 +157,8 @@ fn forget(
     if !graph_capture {
         decoder = decoder.without_graph_capture();
     }
-    // Each entry holds the number of accepted tokens and the number of rejected tokens of a pass. Some passes are short enough
-    // for the decode kernels.
+    // Each entry holds the number of accepted tokens and the number of rejected tokens of a forward pass. Some passes are
+    // short enough for the decode kernels.
     let passes = [
         (1, 3),
         (2, 2),
@@ -197,7 +197,8 @@ fn forget(
     }
 }
 
-/// Several sequences forget the same columns. The next logits equal the logits of sequences that never had these columns.
+/// Several sequences remove the same last tokens from their caches. The next logits equal the logits of sequences that never
+/// had these tokens.
 #[test]
 fn cache_forget_in_batches_keeps_the_logits() {
     for device in devices() {

@@ -16,8 +16,8 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u3
         .tokens
 }
 
-/// Returns greedy tokens, computed by a whole forward for each token. A token may be chosen only if `is_allowed` returns true
-/// for the number of tokens generated so far and for the token.
+/// Returns greedy tokens. A forward over the whole text computes each token. A token may be chosen only if `is_allowed`
+/// returns true for the number of tokens generated so far and for the token.
 fn expected(
     gemma: &Gemma4,
     prompt: &[u32],
@@ -47,8 +47,8 @@ fn expected(
     chosen
 }
 
-/// Each length option gives the same tokens as whole forwards whose logits exclude the suppressed tokens. The texts are
-/// generated alone, with draft tokens, and in a batch.
+/// Each length option gives the same tokens as [`expected`], which runs a forward over the whole text per token and excludes
+/// suppressed tokens. The texts are generated alone, with draft tokens, and in a batch.
 #[test]
 fn length_options_suppress_tokens_as_transformers_does() {
     let fixture = Fixture::open("dense-ple");

@@ -134,8 +134,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
         for case in CASES {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let is_plain = case == CASES[0];
-                // On devices with kernels, only the unquantized format runs, because other tests cover the kernels of the
-                // quantized formats.
+                // On devices that run CubeCL kernels, only the unquantized format runs, because other tests cover the
+                // kernels of the quantized formats.
                 let is_of_kernels = device.device == Device::flex() || is_plain;
                 if !device.device.supports_dtype(dtype)
                     || !is_of_kernels
@@ -165,8 +165,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
                 assert_eq!(bits(embeddings(split.model(), &prompt)), expected, "{what}");
                 assert_eq!(text(&split), expected_text, "{what}");
                 if case.1 == Quantization::Q8 {
-                    // The table on the host stores the unquantized elements. So its embeddings differ from the embeddings of
-                    // a table on the device.
+                    // The table on the host stores the unquantized elements, but the table on the device is quantized to
+                    // Q8_0. Their embeddings therefore differ.
                     continue;
                 }
                 assert_eq!(

@@ -251,7 +251,7 @@ fn qlora_model_and_adapter_are_saved() {
 }
 
 /// In prefill and in decode, an adapter that is loaded over quantized weights gives the results that the model had in
-/// training. The adapter is not rounded together with the weights.
+/// training. The adapter's matrices stay in f32 and are not quantized with the weights.
 #[test]
 fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     let name = "dense-ple";

@@ -191,8 +191,9 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
             load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // A row of the per-layer table is shorter than a quantization block, so the table stays unquantized. Every packed row
-        // replaces at least 64 elements of the dequantized model.
+        // A row of the per-layer table is shorter than a quantization block, so the table stays unquantized. Every packed
+        // row of `words` words replaces at least 64 f32 elements. The packed bytes are therefore at most `words / 64` of the
+        // bytes of the replaced elements.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();

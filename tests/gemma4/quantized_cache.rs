@@ -87,8 +87,8 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
 }
 
 /// The logits with the int8 cache are near the logits with the full-precision cache. The division of the prefill into
-/// portions does not change the logits. Devices with kernels compile new kernels for every number of rows, so these devices
-/// run only one fixture.
+/// portions does not change the logits. Devices that run CubeCL kernels compile new kernels for every number of rows, so
+/// they test only one fixture.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -344,8 +344,8 @@ fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
         step.expect("the step succeeds");
         cache.bytes()
     };
-    // Each of two sliding layers has 8 slots of 32 columns, and one full layer has a block of 256 slots of 64 columns.
-    // Each slot has a key and a value.
+    // Each of two sliding layers has 8 slots (token positions) with 32 columns, and one full layer has 256 slots with 64
+    // columns. Each slot has a key and a value.
     assert_eq!(
         bytes("dense-ple", false),
         2 * (2 * 8 * (32 + 4) + 256 * (64 + 4))

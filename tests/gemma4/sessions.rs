@@ -50,8 +50,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
         for name in names {
             let gemma = Fixture::open(name).load(&device.device, DType::F32);
             let plain = GenerateOptions {
-                // On devices with kernels, each prefill chunk has one token, because these devices compile and tune new kernels
-                // for every number of rows.
+                // On devices that run CubeCL kernels, each prefill chunk has one token, because these devices compile and
+                // tune new kernels for every number of rows.
                 prefill_chunk: (!is_flex).then_some(1),
                 ..greedy(&gemma, if is_flex { 12 } else { 5 })
             };
@@ -103,7 +103,7 @@ fn session_branch_is_read_from_the_last_checkpoint() {
     }
 }
 
-/// As long as its text is shorter than the window, a session can go back to any column.
+/// As long as its text is shorter than the window, a session can go back to any token position.
 #[test]
 fn session_of_short_texts_needs_no_checkpoint() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);

@@ -293,7 +293,7 @@ fn template_of_tokenizer_config_is_used() {
     for word in ["rag", "tool_use", "default", "tokenizer_config.json"] {
         assert!(error.contains(word), "{error}");
     }
-    // The file `chat_template.jinja` takes precedence.
+    // The template in `chat_template.jinja` takes precedence over the template in `tokenizer_config.json`.
     folder.write("chat_template.jinja", "file");
     assert_eq!(folder.rendered(), "file");
 }

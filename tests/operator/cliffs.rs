@@ -30,7 +30,7 @@ pub(crate) fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionPro
     }
 }
 
-/// Returns the profile of an H200.
+/// Returns the device properties of an H200, from which engines plan kernels.
 pub(crate) fn hopper() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),

@@ -24,7 +24,7 @@ const READABLE: Layouts = Layouts {
     tma_bias: true,
 };
 
-/// The profile of a device on which the unit engine serves every problem.
+/// The properties of a device on which the unit engine serves every problem.
 fn profile() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
@@ -391,8 +391,8 @@ fn select_engine_not_built_names_the_feature() {
                 assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
             }
         }
-        // The runtime of this device is not CUDA, so the refusal names the missing feature of the GPU instead of the Cargo
-        // feature.
+        // The runtime of this device is not CUDA. Building with the Cargo feature `cuda` would not help, so the refusal
+        // names the missing feature of the GPU.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);

@@ -177,7 +177,8 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     );
 }
 
-/// Checks kernels that stage queries, keys and values in f32, for devices on which f16 fragments accumulate less accurately.
+/// Checks kernels that convert queries, keys and values to f32 in shared memory. Devices on which f16 fragments accumulate
+/// less accurately run such kernels.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -242,7 +243,7 @@ fn fragments_wide_values_match_reference() {
     );
 }
 
-/// Returns the profile of a Vulkan GPU that supports one shape and dtype of fragments.
+/// Returns the properties of a Vulkan GPU that supports one shape and dtype of fragments.
 fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
     let [m, n, k] = shape;
     DeviceProfile {

@@ -12,7 +12,7 @@ use attention_cube::internals::select::Pass;
 use attention_cube::{AttentionProblem, CausalAlignment};
 use burn::tensor::DType;
 
-/// Returns the profile of a GPU with matrix units on which the engine `mma` runs.
+/// Returns the properties of a GPU with matrix units on which the engine `mma` runs.
 fn ampere() -> DeviceProfile {
     DeviceProfile {
         features: vec![

@@ -10,8 +10,8 @@ use burn::tensor::DType;
 /// One interval of keys per query, as two lists over `[batch, q_len]`: the first keys, and the ends (one past the last key).
 type Interval = (Vec<i64>, Vec<i64>);
 
-/// Checks that the devices, which get intervals, match the reference, which gets the equivalent mask. Keys that no query sees
-/// are NaN on the devices.
+/// Checks intervals on the devices against the reference with the equivalent mask. Keys that no query sees are NaN on the
+/// devices.
 fn check(case: Case) {
     let masked = Case {
         intervals: Vec::new(),

@@ -215,7 +215,8 @@ impl Case {
     }
 }
 
-/// Cases of one tile, as `(head_dim, length, extra)`. Each head size selects another plan, and each `Extra` another kernel.
+/// Cases of one tile, as `(head_dim, length, extra)`. Each head size selects another plan. Each option in [`Extra`] selects
+/// another kernel.
 const SHORT: [(usize, usize, Extra); 4] = [
     (64, 40, Extra::Nothing),
     (80, 40, Extra::Causal),

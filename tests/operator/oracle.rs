@@ -107,9 +107,9 @@ struct Drops {
 }
 
 impl Drops {
-    /// Returns the rule for a dropout probability. A random number above the threshold normally drops a probability. Even
-    /// with a threshold of −∞, the random numbers that are NaN drop nothing. For a larger dropout probability, a number above
-    /// the threshold keeps a probability instead.
+    /// Returns the rule for a dropout probability. A number above the threshold normally drops a probability. Random bits
+    /// that are NaN are above no threshold, so even the threshold −∞ keeps some probabilities. For a dropout probability
+    /// beyond that share, numbers above the threshold keep a probability instead.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());

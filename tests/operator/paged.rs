@@ -616,8 +616,7 @@ fn paged_arguments_that_do_not_fit_are_refused() {
     }
 }
 
-/// Checks in which problems the kernel reads pages in place, without a contiguous copy. The plans are for the profile of a
-/// Hopper GPU.
+/// Checks in which problems the kernel of a Hopper GPU reads pages in place, without a contiguous copy.
 #[test]
 fn paged_selection_tells_which_problems_copy() {
     let device = Device::flex();

@@ -46,8 +46,8 @@ pub fn check_in_fragments(device: &TestDevice) {
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// Checks few rows and many rows, where the number of rows is the queries times the heads of a group. Few rows share a tile.
-/// For many rows, keys and values are first dequantized to a copy.
+/// Checks few rows and many rows, where the number of rows is the queries times the query heads of a GQA group. Few rows
+/// share a tile. For many rows, keys and values are first dequantized to a copy.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [

@@ -56,8 +56,8 @@ fn ragged_prompts_beside_single_tokens_match_reference() {
 
 #[test]
 fn ragged_decode_matches_reference() {
-    // The cases have few rows and many keys. The heads of a group therefore share a tile, and the keys are split over cubes
-    // (split-KV).
+    // The cases have few rows and many keys. The heads of a GQA group therefore share a tile, and the keys are split over
+    // cubes (split-KV).
     for (group, width) in [(1, 32), (4, 64), (8, 32)] {
         check(Case {
             q_heads: group,

@@ -32,8 +32,8 @@ fn code_of_prompts_matches_reference() {
 
 #[test]
 fn code_of_few_rows_matches_reference() {
-    // The cases have few rows and 1300 keys. The heads of a group therefore share a tile, and the keys are split over cubes
-    // (split-KV).
+    // The cases have few rows and 1300 keys. The heads of a GQA group therefore share a tile, and the keys are split over
+    // cubes (split-KV).
     for (group, q_len) in [(1, 1), (4, 3)] {
         Case {
             q_heads: group,

@@ -6,8 +6,8 @@ use crate::dense::Dense;
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 
-/// Checks that the devices, which get segments, match the reference. The reference runs once with the equivalent mask and once
-/// with segments.
+/// Checks segments on the devices against the reference. The reference runs once with the equivalent mask and once with
+/// segments.
 fn check(case: Case) {
     let (queries, keys) = case.segments.clone().expect("the case has segments");
     let masked = Case {

@@ -53,8 +53,8 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
 }
 
 /// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the key's
-/// probability. In half precision, the case has a bias. If there is a bias, the backward stores the row maximum and the
-/// logarithm of the row sum separately.
+/// probability. Half-precision cases have a bias. With a bias, the backward stores the row maximum and the logarithm of the
+/// row sum separately.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());

@@ -24,7 +24,7 @@ const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
 pub enum Verdict {
-    /// The results are right. The texts name the kinds of the problem, such as its dtype or its kernel. The tally counts the
+    /// The results are right. The texts name the kinds of the problem, such as its dtype or its kernel. The test counts the
     /// problems of each kind.
     Right(Vec<String>),
     /// The results are wrong, as the text says.
@@ -95,7 +95,7 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " ")
 }
 
-/// A worker process, in which the calling test calls [`work`] and answers on its standard output.
+/// A worker process. In this process the calling test runs [`work`], which writes its answers to standard output.
 struct Worker {
     process: Child,
     orders: ChildStdin,
@@ -109,8 +109,8 @@ impl Worker {
             .env(WORKER, "1")
             // One thread computes the reference, because there is a worker for each processor core.
             .env("RAYON_NUM_THREADS", "1")
-            // The variables make glibc keep freed memory. By default, glibc would return memory to the system each time the
-            // worker frees a tensor.
+            // The environment variables make glibc keep freed memory. By default, glibc would return memory to the system
+            // each time the worker frees a tensor.
             .envs([
                 ("MALLOC_ARENA_MAX", "1"),
                 ("MALLOC_MMAP_MAX_", "0"),

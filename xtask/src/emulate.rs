@@ -63,7 +63,7 @@ pub fn run(args: &[String]) -> Result<u8> {
     command.arg("test").args(PROFILE);
     if !chooses_test(args) {
         command.args(["--test", "operator"]);
-        // The example program is built here, because one of the operator's tests starts it.
+        // Build the example program `attention` here, because one of the operator's tests starts it.
         process::run(
             process::cargo()
                 .args(["build", "--example", "attention"])

@@ -65,7 +65,7 @@ pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     (shape[3] == 1 || strides[3] == 1) && (0..3).all(fits)
 }
 
-/// Returns the kinds of masking that the problem needs. Kernels receive this structure as a compile-time setting.
+/// Returns the kinds of masking that the problem needs. Kernels receive the returned `Structure` as a compile-time setting.
 pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
     Structure {
         lengths: problem.kv_lengths,

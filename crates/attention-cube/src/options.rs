@@ -263,9 +263,9 @@ impl AttentionOptions {
 
     /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
     ///
-    /// Kernels run the code for each score. They do not know which blocks the code hides, so they skip none of them. If the
-    /// code hides most keys, also set [`window`](Self::window) or [`visible_between`](Self::visible_between), so that
-    /// kernels skip blocks.
+    /// Kernels run the code for each score. A kernel does not know which blocks of keys the code hides, so the code makes a
+    /// kernel skip no block. If the code hides most keys, also set [`window`](Self::window) or
+    /// [`visible_between`](Self::visible_between), so that kernels skip blocks.
     ///
     /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
     ///

@@ -132,7 +132,7 @@ pub struct ShardGradients {
 
 /// Computes the gradients of one shard of the keys from the results over all keys.
 ///
-/// Autodiff does not track the results.
+/// Autodiff does not track the returned gradients.
 ///
 /// For scores beyond some hundreds, the probabilities may lose a few of f32's digits, because forward and backward kernels
 /// may sum `q·k` in different orders.

@@ -75,15 +75,16 @@ impl Sequences {
     /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence that `options`
     /// leave visible.
     ///
-    /// Set causal mask and window in `options`. If they were set on the result, they would count positions in the packed
-    /// rows.
+    /// Set causal mask and window in `options`, not on the result. On the result, a causal mask or a window would count
+    /// positions in the packed rows.
     ///
     /// # Shapes
     /// `q_len` and `kv_len` are the numbers of packed rows. Pass the result to [`fused_attention`](crate::fused_attention)
     /// with a query `[1, q_heads, q_len, head_dim]` and keys `[1, kv_heads, kv_len, head_dim]`.
     ///
     /// # Errors
-    /// Returns [`AttentionError`] if the cumulative lengths differ in size or device, are empty, or if an option does not fit.
+    /// Returns [`AttentionError`] if the cumulative lengths differ in size or device, are empty, or if an option does not
+    /// fit.
     pub fn options(
         &self,
         q_len: usize,

@@ -59,8 +59,8 @@ pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
 
 pub mod update {
-    //! The last part of a training step: the global gradient norm, the clipping factor, and AdamW in f32. A GPU runs one
-    //! fused launch.
+    //! The last part of a training step: the global gradient norm, the clipping factor, and AdamW in f32. On a GPU, one
+    //! fused kernel launch computes all three.
 
     pub use crate::op::adamw::{AdamW, ParamUpdate, SumOfSquares, rounded};
 }

@@ -24,7 +24,7 @@ pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
-/// Returns the smallest address width with which kernels can address every element of `tensors`.
+/// Returns the smallest address width that lets kernels address every element of `tensors`.
 pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors
         .into_iter()

@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// `None` if the session is in the file that `--cache` names. Otherwise the path of the named file. The session is then
-    /// in a new file, because another program has changed the named file.
+    /// The path that `--cache` names, if the session is in a new file because another program has changed the named file.
+    /// `None` if the session is in the named file.
     taken: Option<PathBuf>,
 }
 

@@ -502,7 +502,7 @@ mod tests {
         }
     }
 
-    /// Returns defaults that have sampling settings, but in which sampling is disabled.
+    /// Returns defaults that have sampling settings, but disable sampling.
     fn greedy() -> GenerationDefaults {
         GenerationDefaults {
             do_sample: false,

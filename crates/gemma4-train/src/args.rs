@@ -152,7 +152,7 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the index of the part of the optimizer's state that the process with this rank writes and restores.
+    /// Returns the index of the shard of the optimizer's state that the process with this rank writes and restores.
     pub fn optimizer_part(&self, rank: Rank) -> usize {
         match self.shard_optimizer {
             true => rank.global,

@@ -48,8 +48,8 @@ fn program_session_file_is_continued() {
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
-    // The session keeps the first 6 tokens of the earlier prompt and forgets the last 8. The longer prompt has 16 tokens, so 10
-    // tokens remain to prefill.
+    // The session keeps the 6 tokens that both prompts begin with, and removes the other 8 tokens of the earlier prompt. The
+    // longer prompt has 16 tokens, so 10 tokens remain to prefill.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([

@@ -84,8 +84,8 @@ fn wgmma_broadcast_bias_gradient_matches_reference() {
     }
 }
 
-/// Checks a bias with one value per head. A bias of −∞ hides all keys from one head of a group, or from both heads. Queries
-/// without keys, and keys and values that no head sees, are NaN or infinite.
+/// Checks a bias with one value per head. A bias of −∞ hides all keys from one of the two heads in a GQA group, or from both
+/// heads. Queries without keys, and keys and values that no head sees, are NaN or infinite.
 #[test]
 fn wgmma_bias_that_hides_heads_ignores_nan() {
     let extents = [[false, true, false, false], [true, true, false, false]];

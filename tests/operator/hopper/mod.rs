@@ -35,7 +35,8 @@ const WIDTHS: [(usize, usize); 8] = [
     (512, 512),
 ];
 
-/// The largest number of rows (queries times heads of a group) for which the operator prefers the mma engine's forward.
+/// The largest number of rows (queries times query heads of a GQA group) for which the operator prefers the mma engine's
+/// forward.
 const FEW_ROWS: usize = 32;
 
 /// The largest head size for which the wgmma backward has tiles.
@@ -53,7 +54,7 @@ fn hopper_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(is_hopper).collect()
 }
 
-/// Checks `case` in bf16. The check does nothing if no device has the engine.
+/// Checks `case` in bf16. The check does nothing if no device has the wgmma engine.
 fn check(case: Case) {
     let case = Case {
         dtype: DType::BF16,

@@ -8,7 +8,7 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Checks tiles that the heads of a group share, in which some rows are unused. The unused rows hold old data of other
+/// Checks tiles that the heads of a GQA group share, in which some rows are unused. The unused rows hold old data of other
 /// kernels, which must not change the results.
 #[test]
 fn wgmma_shared_tiles_repeat_after_other_work() {
@@ -21,7 +21,7 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
         Case::new([1, 16, 2, 3, 799, 512, 512]),
         Case::new([2, 8, 1, 1, 3000, 128, 128]),
         Case::new([1, 128, 1, 1, 3000, 576, 512]),
-        // A group has ten heads in this case, so the last tile of a group holds fewer heads than the other tiles.
+        // A GQA group has ten heads in this case, so the last tile of a group holds fewer heads than the other tiles.
         Case::new([1, 10, 1, 30, 900, 320, 320]),
     ];
     for device in hopper_devices() {
@@ -81,8 +81,8 @@ fn cases_to_repeat() -> Vec<Case> {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
         },
-        // In the case, a separate kernel computes the gradient of the values. This kernel frees the pipeline stage of a
-        // block's biases as soon as the probabilities of the block are computed.
+        // This case computes dV in a separate kernel. The kernel frees the pipeline stage of a block's biases as soon as it
+        // has computed the block's probabilities.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 4, 2, 300, 1000, 192, 192])

@@ -93,8 +93,8 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
     }
 }
 
-/// Checks few queries per head, where the heads of a group share a tile even if they do not fill it. The keys are split over
-/// CTAs.
+/// Checks few queries per head, where the heads of a GQA group share a tile even if their rows do not fill the tile. The
+/// keys are split over CTAs.
 #[test]
 fn wgmma_few_queries_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {

@@ -1,4 +1,5 @@
-//! Tests of options that hide keys: causal masks, windows, and masks of any size, which are packed to bits and blocks.
+//! Tests of options that hide keys: causal masks, windows, and masks of any size. Kernels pack a mask into one bit per score
+//! and one summary per block.
 
 use super::{WIDTHS, check, check_poisoned, check_with, each_width, hopper_devices, sized};
 use crate::case::{Case, FULL};

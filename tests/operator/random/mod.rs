@@ -72,7 +72,8 @@ enum Crowd {
     Tiles,
 }
 
-/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables of the split-M and split-D kernels.
+/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables. In split-M kernels the warps divide the rows of
+/// the output. In split-D kernels the warps divide the columns of the output.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),
@@ -145,7 +146,7 @@ impl Crowd {
         }
     }
 
-    /// Returns the number of keys up to which a problem may exceed the limits of [`room`](Self::room).
+    /// Returns a number of keys that every problem may have, even if this number exceeds the limits of [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,

@@ -141,7 +141,7 @@ fn lay_out(prefix: &Path) -> io::Result<()> {
     let llvm_config = bin.join("llvm-config");
     fs::write(&llvm_config, LLVM_CONFIG)?;
     fs::set_permissions(&llvm_config, fs::Permissions::from_mode(0o755))?;
-    // The marker is written last. Otherwise the bundler would take an interrupted installation for a complete one.
+    // The marker file is written last. Otherwise the bundler would take an interrupted installation for a complete one.
     fs::write(prefix.join(MARKER), "")
 }
 

@@ -1,4 +1,4 @@
-//! Compile-time settings of the backward kernels whose tiles are described by [`UnitTiles`].
+//! Compile-time settings of the backward kernels that use tiles of type [`UnitTiles`].
 
 use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::visibility::Structure;
@@ -15,9 +15,9 @@ pub(crate) struct BackwardKind {
 
 /// Returns the factor by which a kernel multiplies the finished gradients of queries and keys.
 ///
-/// With fragment tiles, a kernel rounds dS (the gradient of the scores) to half precision. If dS contained the scale of the
-/// scores, dS could underflow. The kernel therefore scales the finished gradients instead. With all other tiles, dS contains
-/// the scale, and the factor is 1.
+/// With tensor-core fragments (cmma), a kernel rounds dS (the gradient of the scores) to half precision. If dS contained the
+/// scale of the scores, dS could underflow. The kernel therefore scales the finished gradients instead. With all other
+/// tiles, dS contains the scale, and the factor is 1.
 #[cube]
 pub(crate) fn late_scale(score: &ScoreArguments, #[comptime] tiles: UnitTiles) -> f32 {
     let mut scale = f32::new(1.0);

@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex};
 /// output's node reads it.
 ///
 /// A node of Burn's graph has one tensor, so the logsumexp has a node of its own, a child of the output's node. The backward
-/// of the child runs first and passes zeros to the output's node. One attention backward computes the contributions of both
-/// gradients.
+/// of the child runs first and passes zeros to the output's node. The output's node then runs one attention backward with
+/// the gradients of both the output and the logsumexp.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 
 #[derive(Clone, Debug)]
@@ -114,8 +114,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // A lock is poisoned if another thread of this backward panicked. Read the slot anyway, because it still contains either
-    // a complete gradient or none.
+    // Read the gradient even if the lock is poisoned, which means that another thread of this backward panicked. The lock
+    // then still holds either a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -216,7 +216,8 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
 
 /// Panics if autodiff tracks the table of a score mod or mask mod, because the table would silently get no gradient.
 ///
-/// Burn tells only a node whether autodiff tracks its parents, so this function prepares a node and drops it.
+/// Burn tells only a graph node whether autodiff tracks its parents. The function therefore prepares a node whose parent is
+/// the table, and drops the node.
 fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(

@@ -22,7 +22,7 @@ use burn::backend::{
 };
 use burn::tensor::{DType, Device};
 
-/// The devices for which this build has an implementation.
+/// The devices on which this build of the crate can compute attention.
 const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
     (true, true) => "CubeCL devices and Flex",
     (true, false) => "CubeCL devices",

@@ -1,4 +1,4 @@
-//! Device profiles, from which engines plan, and overrides of a profile by environment variables.
+//! Device profiles, which engines use for their plans, and environment variables that override parts of a profile.
 
 #[cfg(feature = "cube")]
 pub(crate) mod env_override;

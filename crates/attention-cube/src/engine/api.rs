@@ -12,7 +12,8 @@ use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use std::fmt;
 
-/// The largest number of query rows that a decode kernel serves: `q_len` times the number of query heads in a GQA group.
+/// The largest number of query rows for which an engine uses its decode kernel. The number of query rows is `q_len` times
+/// the number of query heads in a GQA group.
 pub(crate) const DECODE_ROWS: usize = 32;
 
 /// The planner of an engine. A plan depends only on the problem and on the device's profile, so tests of plans need no device.

@@ -90,8 +90,8 @@ impl OptionalInputs {
             .filter(|_| bias_vector(self.bias.as_ref()) == 2)
     }
 
-    /// Builds the scoring argument of a kernel that reads one mask element per score. `offsets` gives the positions of
-    /// sequence lengths and segment bounds in `lengths_and_ids`.
+    /// Builds the kernel argument that turns `q·k` into scores and hides keys, for a kernel that reads one mask element per
+    /// score. `offsets` gives the positions of sequence lengths and segment bounds in `lengths_and_ids`.
     pub(crate) fn scoring<M: Numeric, F: Float>(
         &self,
         offsets: BoundsOffsets,

@@ -35,7 +35,7 @@ pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
     }
 }
 
-/// The numbers of query tiles and of heads in flight in a forward.
+/// The number of query tiles of a forward, and the number of heads whose tiles run at the same time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueryTiles {
     /// The number of tiles over all heads and sequences.
@@ -115,7 +115,8 @@ pub(crate) fn num_splits_heuristic(
     (1..=most).find(is_near).unwrap_or(1)
 }
 
-/// Returns the size in bytes, in half precision, of the two streamed tensors of a head. Each tensor has `rows` rows.
+/// Returns the size in bytes, in half precision, of the two tensors that a kernel streams for one head (such as K and V).
+/// Each tensor has `rows` rows.
 fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
 }
@@ -160,7 +161,7 @@ pub struct BackwardPlan<T> {
     pub queries_together: usize,
     /// The number of key heads, counted over all sequences, whose tiles are in flight together.
     pub keys_together: usize,
-    /// The number of splits in each of the kernels.
+    /// The number of splits in each kernel of the backward.
     pub splits: GradientSplits,
     /// The number of elements per load in the kernel that computes delta from the output and its gradient.
     pub vector: usize,
@@ -213,7 +214,7 @@ impl<T: BackwardTiles> BackwardPlan<T> {
         })
     }
 
-    /// Returns the number of splits for the kernel with these tiles.
+    /// Returns the number of splits for the kernel whose tiles are `tiles`.
     #[cfg(feature = "cuda")]
     pub(crate) fn splits_of(&self, tiles: &T) -> usize {
         match (tiles.side(), tiles.sums()) {

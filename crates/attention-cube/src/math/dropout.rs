@@ -15,13 +15,14 @@
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
 
-/// The number of rounds of the generator. The generator's authors found no failures of statistical tests from 7 rounds on.
+/// The number of rounds of dropout's random generator. The generator's authors found no failures of statistical tests from 7
+/// rounds on.
 const ROUNDS: usize = 7;
 
-/// The multiplier in each round of the generator.
+/// The multiplier in each round of dropout's random generator.
 const MULTIPLIER: u32 = 0xD256_D193;
 
-/// The increment of the generator key between two rounds.
+/// The number that dropout's random generator adds to its key between two rounds.
 const WEYL: u32 = 0x9E37_79B9;
 
 /// The number of different values of a score's random bits.
@@ -39,7 +40,7 @@ const INFINITY: u32 = 0x7C00;
 pub(crate) struct Threshold {
     /// The threshold, as the bits of an f16 number.
     pub bits: u32,
-    /// True if dropout keeps the probabilities of hits and drops all others.
+    /// True if dropout keeps the probabilities of hits (random bits above the threshold) and drops all others.
     pub keeps_hits: bool,
 }
 
@@ -55,8 +56,8 @@ impl Threshold {
         };
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
-            // A positive threshold has at most 0x7C00 hits (`INFINITY`). A negative threshold has at least two more, because
-            // the f16 numbers +0 and −0 are above it.
+            // A hit is a value of the random bits above the threshold. A positive threshold has at most 0x7C00 hits
+            // (`INFINITY`). A negative threshold has at least two more hits, because the f16 numbers +0 and −0 are above it.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
@@ -68,7 +69,7 @@ impl Threshold {
         if self.keeps_hits { hits } else { LEVELS - hits }
     }
 
-    /// Returns the factor by which kept probabilities are multiplied, so that the mean of a probability does not change.
+    /// Returns the factor that multiplies kept probabilities. The factor preserves the mean of a probability.
     pub(crate) fn kept_scale(self) -> f64 {
         f64::from(LEVELS) / f64::from(self.kept_levels())
     }
@@ -122,9 +123,9 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j
-    // + 9`. Each word belongs to one query. The low half of a word belongs to the keys `j` and `j + 8`, and the high half to
-    // the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
+    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and
+    // `j + 9`. Each word belongs to one query. The low half of a word belongs to the keys `j` and `j + 8`, and the high half
+    // to the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);

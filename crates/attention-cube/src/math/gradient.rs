@@ -5,9 +5,8 @@ use super::score::{ScoreKind, Scoring, capped, final_score, final_slope, probabi
 use super::score_mod::ScorePlace;
 use cubecl::prelude::*;
 
-/// The factor by which P (the probabilities) is multiplied before it is rounded to f16. The gradient of V is later divided
-/// by this factor. Below 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits
-/// f16.
+/// Kernels multiply P (the probabilities) by this factor before they round P to f16, and later divide the gradient of V by
+/// the factor. Below 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
 /// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the score that the softmax
@@ -29,7 +28,8 @@ pub(crate) struct ScoreGradient {
     pub p: f32,
     /// The derivative `d loss / d score`, for the score after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
-    /// The derivative `d loss / d (q·k)`. If `scaled` is false, `ddot` is not multiplied by `scale`.
+    /// The derivative `d loss / d (q·k)`. The function `score_gradient` omits the factor `scale` if its argument `scaled` is
+    /// false.
     pub ddot: f32,
 }
 

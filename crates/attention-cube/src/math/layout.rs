@@ -1,4 +1,4 @@
-//! Element offsets of a head's rows in a tensor `[batch, heads, length, columns]` with any strides.
+//! The element offsets of a head's rows in a tensor `[batch, heads, length, columns]` with any strides.
 
 use cubecl::prelude::*;
 

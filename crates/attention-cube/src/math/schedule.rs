@@ -77,8 +77,8 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// False if the cube has no tile in this iteration. If a head has an odd number of tiles, the middle tile has no
-    /// partner.
+    /// False if the cube has no tile in this iteration. If work items are pairs of tiles and a head has an odd number of
+    /// tiles, the middle tile has no partner.
     pub exists: bool,
 }
 

@@ -69,9 +69,8 @@ pub(crate) struct ScoreKind {
 }
 
 impl ScoreKind {
-    /// True if a hidden key may lie between two visible keys. Kernels must then zero the hidden rows of a block before they
-    /// multiply the probabilities P, or the gradients dS of the scores, by the block. Such a row may hold NaN, and 0 × NaN
-    /// is NaN.
+    /// True if a hidden key may lie between two visible keys. Kernels must then set the hidden rows of a block of K or V to
+    /// zero before they multiply P or dS by the block. A hidden row may hold NaN, and 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || self.mask_mod.is_some() || structure.is_irregular()
     }
@@ -114,8 +113,8 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
         dot * arguments.scale
     } else {
         // The `fma` rounds the product, so that the compiler cannot fuse it with the later subtraction of the reference
-        // score. The reference score is a rounded product too. If only one of the two were rounded, the probability would
-        // contain the rounding error.
+        // score. The reference score is a rounded product too. If only one of the two products were rounded, the probability
+        // would contain the rounding error.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {

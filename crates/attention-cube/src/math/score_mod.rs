@@ -1,6 +1,6 @@
 //! Scores and masks as code: the traits that a user implements, and their form in the compile-time settings of kernels.
 //!
-//! The public module [`crate::score_mod`] is the guide to these items.
+//! The public module [`crate::score_mod`] explains the traits to users.
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
@@ -33,8 +33,8 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The number of keys from the key to the query's own position as f32, or 0 if the kernel would have to convert an
-    /// integer for each score.
+    /// The distance from the key to the query's own position, in keys, as f32. The field stays 0 where an f32 distance would
+    /// cost an integer conversion per score.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]

@@ -1,6 +1,6 @@
 //! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates.
 
-/// The stationary side of a kernel, queries or keys. The kernel streams blocks of the opposite side.
+/// The rows that a tile of a kernel keeps: queries or keys. The kernel streams blocks of the opposite kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// A tile keeps queries, and the kernel streams keys.
@@ -10,7 +10,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// Returns the opposite side, from which blocks are streamed.
+    /// Returns `Keys` for `Queries`, and `Queries` for `Keys`.
     pub(crate) const fn other(self) -> Self {
         match self {
             Self::Queries => Self::Keys,
@@ -22,7 +22,7 @@ impl Side {
 /// The gradients that a kernel accumulates in registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sums {
-    /// The gradient of the stationary side: of the queries or of the keys.
+    /// The gradient of the rows that a tile keeps: dQ for queries, or dK for keys.
     QOrK,
     /// The gradient of the values.
     Values,

@@ -35,7 +35,7 @@ pub(crate) struct SeqLens {
     pub key_blocks: u32,
 }
 
-/// The kinds of masking for which a kernel is compiled, in addition to causal mask and window.
+/// The kinds of masking that a compiled kernel supports, in addition to causal mask and window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
@@ -108,7 +108,7 @@ pub(crate) struct SeqInfo {
     pub q_len: i32,
     /// The number of valid keys.
     pub length: i32,
-    /// The key position with which query 0 is aligned.
+    /// The key position that is aligned with query 0.
     pub offset: i32,
     pub left: i32,
     pub right: i32,
@@ -237,8 +237,8 @@ pub(crate) struct Run {
     /// The range of keys or queries that are visible to at least one row of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range that is visible to every row of the tile. The range is empty if the tile reaches past the end of the
-    /// sequence.
+    /// The range of keys or queries that are visible to every row of the tile. The range is empty if the tile reaches past
+    /// the end of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
@@ -320,13 +320,15 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// The number of i32 values in the packed buffer for each block of queries or keys: the smallest and the largest segment id,
-/// a bit set of the ids modulo 32, and a range of blocks of the opposite side (two values).
+/// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest and the
+/// largest segment id, a bit set of the ids modulo 32, and a block range (two values).
 ///
 /// An id between the smallest and the largest id need not occur in the block. The bit set rules out most ids that do not
 /// occur.
 ///
-/// Segments and intervals hide all blocks outside of the range. Only blocks of the stationary side have a range.
+/// The block range of a query block covers key blocks, and the block range of a key block covers query blocks. Segments and
+/// intervals hide all blocks outside of the range. If a kernel's tiles keep queries, only query blocks have a range. If the
+/// tiles keep keys, only key blocks have a range.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
 /// The number of i32 values that a block of queries has for each interval: two ranges of key blocks.
@@ -335,7 +337,8 @@ pub(crate) const BLOCK_BOUNDS: usize = 5;
 /// second range covers the key blocks in which every key is visible to every query.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
-/// Returns the offset of the bounds of a block in the packed i32 buffer. `block` is the block's index on `side`.
+/// Returns the offset of a block's bounds in the packed i32 buffer. `block` is the block's index among the blocks of `side`
+/// (queries or keys).
 #[cube]
 fn bounds_of(
     seq_lens: &SeqLens,

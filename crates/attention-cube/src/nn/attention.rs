@@ -141,8 +141,8 @@ impl MultiHeadAttention {
     /// Computes the context and the probabilities, without the fused operator.
     ///
     /// # Shapes
-    /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `weights [batch, n_heads, q_len,
-    /// kv_len]`, `context [batch, q_len, d_model]`. The weights include active dropout.
+    /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` →
+    /// `weights [batch, n_heads, q_len, kv_len]`, `context [batch, q_len, d_model]`. The weights include active dropout.
     ///
     /// # Panics
     /// Panics if an input or a mask does not fit.

@@ -152,7 +152,8 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // Options such as the mask number the keys of a sequence by position, not by their order in the pages.
+        // Describe keys and values as contiguous tensors, because options such as the mask refer to a key by its position in
+        // the sequence. The order of the pages does not matter.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {

@@ -124,8 +124,8 @@ pub(crate) fn backward<B: Backend>(
 /// zero.
 ///
 /// # Shapes
-/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is `reference +
-/// logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
+/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is
+/// `reference + logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     reference: FloatTensor<B>,

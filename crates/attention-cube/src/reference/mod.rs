@@ -114,9 +114,9 @@ fn forward_and_blind<B: Backend>(
     (output, weights.blind)
 }
 
-/// Computes the forward. In the result, the first half of the logsumexp is the whole logsumexp. The second half is −0 for a
-/// query that sees no key, and +0 for any other query. In a problem without queries or keys, the second half is +0
-/// throughout.
+/// Computes the forward. The first half of the returned logsumexp holds the logsumexp of each query as one number. The
+/// second half is −0 for a query that sees no key, and +0 for any other query. In a problem without queries or keys, the
+/// second half is +0 throughout.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,

@@ -40,7 +40,8 @@ impl<B: Backend> Scores<B> {
         let visible = visibility(inputs, problem);
         let mut blind = None;
         if let Some(visible) = &visible {
-            // Set rows on which no score depends to zero, because they may contain NaN, and 0 · NaN is NaN.
+            // Fill with zeros all queries that see no key, and all keys and values that no query sees. These rows may
+            // contain NaN, and 0 · NaN is NaN.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
             query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
             blind = Some(queries_blind);
@@ -120,8 +121,8 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // Add `score · correction` to the score. The product `score · (1 + correction)` would be less exact, because rounding `1
-    // + correction` loses digits of the correction.
+    // Add `score · correction` to the score. The product `score · (1 + correction)` would be less exact, because rounding
+    // `1 + correction` loses digits of the correction.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }

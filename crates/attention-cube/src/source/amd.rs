@@ -55,7 +55,7 @@ impl Card {
         dtypes.iter().map(of_dtype).collect()
     }
 
-    /// Returns the device profile from which engines plan.
+    /// Returns the device profile that engines use for their plans.
     pub fn profile(&self) -> DeviceProfile {
         let plane = self.plane() as usize;
         DeviceProfile {
@@ -69,7 +69,7 @@ impl Card {
         }
     }
 
-    /// Returns the device properties with which kernels are compiled.
+    /// Returns the device properties that CubeCL uses to compile the kernels.
     pub fn properties(&self) -> Arc<DeviceProperties> {
         let hardware = HardwareProperties {
             load_width: 128,

@@ -61,7 +61,8 @@ const MASK_OFFSETS: MaskOffsetsCompilationArg = MaskOffsetsCompilationArg {
     block_tile: (),
 };
 
-/// Builds the scoring argument of a tensor-core kernel. The argument has only those optional inputs that `wanted` names.
+/// Builds the argument of a tensor-core kernel that turns `q·k` into scores and hides keys. The argument has only those
+/// optional inputs that `wanted` names.
 pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilationArg<F, NB> {
     ScoringCompilationArg {
         masking: MaskingCompilationArg {

@@ -175,19 +175,21 @@ pub(crate) fn store_transposed(
     }
 }
 
-/// The way in which units divide an accumulator in global memory, and the number of passes over the accumulator's columns.
+/// The division of an accumulator among the units, and the number of passes over the accumulator's columns. The accumulator
+/// is in global memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SumTiling {
     /// The number of 4-row vectors per unit.
     row_vectors: usize,
-    /// The number of 4-column vectors per unit in each pass.
+    /// The number of 4-column vectors per unit in each pass over the accumulator's columns.
     column_vectors: usize,
     /// The number of units along a row of the accumulator.
     across: usize,
     schedule: usize,
 }
 
-/// Divides an accumulator of `rows` × `width` elements among the units, with up to 16 × 32 elements per unit in each pass.
+/// Divides an accumulator of `rows` × `width` elements among the units. In each pass over the columns, a unit has up to 16 ×
+/// 32 elements.
 pub(crate) fn sum_tiling(units: usize, rows: usize, width: usize) -> SumTiling {
     let row_vectors = match width {
         0..=32 => 1,

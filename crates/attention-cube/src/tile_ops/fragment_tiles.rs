@@ -1,7 +1,8 @@
 //! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product. The tile keeps the rows of A for all blocks. A streamed
-//! operand is a right operand B, whose rows differ from block to block. The backward has two first products, for S and dP.
+//! A stationary operand is a left operand A of a first product, such as Q. The tile keeps the rows of A while it streams
+//! blocks. A streamed operand is a right operand B, such as K or V. The rows of B differ from block to block. The backward
+//! has two first products, for S and dP.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -21,14 +22,14 @@ pub struct FragmentTiles {
     /// The width of a chunk of B in the second product `O += P B`, in fragments per plane. B is copied to shared memory in
     /// chunks of columns.
     pub staged_fragments: usize,
-    /// The number of stationary operands that stay in shared memory with all columns. All others are copied again for each
-    /// block.
+    /// The number of stationary operands (such as Q, whose rows are equal for all blocks) that stay in shared memory with
+    /// all columns. All other stationary operands are copied again for each block.
     pub held: usize,
-    /// The number of left operands (P or dS) of the second product that are in shared memory at once. The number is 0 if the
-    /// streamed operands are not resident.
+    /// The number of left operands (P or dS) of the second product `O += P B` that are in shared memory at once. The number
+    /// is 0 if the streamed operands (such as K and V) are not resident.
     ///
     /// Streamed operands are resident if a block's rows of both operands stay in shared memory, with all columns, for both
-    /// products.
+    /// `S = A Bᵀ` and `O += P B`.
     pub resident: usize,
 }
 
@@ -53,7 +54,7 @@ impl UnitTiles {
         [m, n, k]
     }
 
-    /// Returns the factor by which P is multiplied before it is rounded, so that small probabilities do not underflow.
+    /// Returns a factor that keeps small probabilities from underflow. Kernels multiply P by the factor before they round P.
     #[cfg(feature = "cube")]
     pub(crate) const fn p_scale(&self) -> f32 {
         match self.product_dtype() {
@@ -62,7 +63,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of stationary operands that stay in shared memory.
+    /// Returns the number of stationary operands (such as Q, whose rows are equal for all blocks) that stay in shared
+    /// memory.
     pub const fn held(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) => tiles.held,
@@ -70,7 +72,7 @@ impl UnitTiles {
         }
     }
 
-    /// True if both streamed operands of a block are in shared memory at the same time.
+    /// True if a block's rows of both streamed operands (such as K and V) are in shared memory at the same time.
     pub const fn is_resident(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => tiles.resident > 0,
@@ -78,14 +80,15 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset of streamed operand `operand` in the operands' shared memory, in vectors. Both streamed operands
-    /// must be resident: see [`is_resident`](Self::is_resident).
+    /// Returns the offset of streamed operand `operand` (such as K or V) in the operands' shared memory, in vectors. Both
+    /// streamed operands must be resident: see [`is_resident`](Self::is_resident).
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the last streamed operand of the first products (S and dP) lies complete in shared memory when the second
-    /// product (`O += P B`) begins, although the streamed operands are not [resident](Self::is_resident).
+    /// True if the operand B of the second product (`O += P B`) is already in shared memory when the second product begins,
+    /// although the streamed operands are not [resident](Self::is_resident). The last first product (S or dP) has then
+    /// copied all columns of B.
     ///
     /// The result is true under two conditions. Both stationary operands of a backward stay in shared memory, and one chunk
     /// of `depth` columns is at least as wide as the output.
@@ -107,13 +110,13 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the left operand (P or dS) of the second product in the tiles' shared memory.
-    /// `streamed` is the index of the streamed operand that is the right operand.
+    /// Returns the offset, in vectors, of the left operand (P or dS) of the second product (`O += P B`) in the tiles' shared
+    /// memory. `streamed` is the index of the right operand B among the streamed operands.
     pub const fn left_tile_at(&self, streamed: usize) -> usize {
         streamed % self.left_tiles() * self.tile_vectors()
     }
 
-    /// Returns the number of vectors that a stationary operand takes in shared memory.
+    /// Returns the number of vectors that a stationary operand (such as Q) takes in shared memory.
     pub const fn stationary_vectors(&self) -> usize {
         self.rows * self.depth_pitch()
     }
@@ -138,7 +141,8 @@ impl UnitTiles {
         self.transposed_vectors() - self.accumulated_at()
     }
 
-    /// Returns the number of chunks in which a block's rows are copied to shared memory for the second product (`O += P B`).
+    /// Returns the number of chunks of a block's rows that the second product (`O += P B`) multiplies. Kernels copy the
+    /// chunks to shared memory one after another.
     pub const fn accumulated_parts(&self) -> usize {
         let tiles = self.fragment_tiles();
         self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)

@@ -1,9 +1,9 @@
 //! Tile multiplications by planes: `S = A Bᵀ` (first product) and `O += P B` (second product) on matrix units, in fragments
 //! of an opaque layout.
 //!
-//! Budget: shared memory holds a stage of the operands, P in the operands' dtype, and S in f32. Per unit, S takes `4 ·
-//! rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of one
-//! fragment multiplication:
+//! Budget: shared memory holds chunks of the operands A and B, P in the operands' dtype, and S in f32. Per unit, S takes
+//! `4 · rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of
+//! one fragment multiplication:
 //!
 //! | product | fragment loads per plane and `k` inner elements | fragment multiplications per plane and `k` inner elements |
 //! |---|---|---|
@@ -13,8 +13,8 @@
 //! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax,
 //! and P after the softmax. O passes through shared memory at the end, and whenever the softmax rescales O.
 //!
-//! On a GPU, the copies to the stage and the waits for these copies limit the speed. Operands therefore stay in shared
-//! memory if they fit.
+//! On a GPU, the copies of operands to shared memory and the waits for these copies limit the speed. Operands therefore stay
+//! in shared memory if they fit.
 
 mod output;
 pub(super) mod planes;
@@ -59,7 +59,8 @@ pub(super) fn hold<E: Numeric, C: Float, N: Size>(
     );
 }
 
-/// Copies a block's rows of both streamed operands to shared memory, where the rows stay for both products.
+/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. The rows stay there for both
+/// `S = A Bᵀ` and `O += P B`.
 ///
 /// If registers suffice, a unit loads its rows while other units still read the previous block. When the function returns,
 /// the copy is visible to all units.

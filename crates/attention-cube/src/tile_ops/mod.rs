@@ -1,4 +1,4 @@
-//! Tile multiplications (QKᵀ and PV) for any device, of two kinds. Single units multiply without plane operations and matrix
+//! Tile multiplications (QKᵀ and PV) for any device, of two kinds. Single units multiply without plane operations or matrix
 //! units. Planes multiply fragments (cmma), whose register layout only the device knows.
 
 #[cfg(feature = "cube")]

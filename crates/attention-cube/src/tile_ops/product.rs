@@ -37,9 +37,9 @@ use cubecl::prelude::*;
 )]
 #[derive(CubeType)]
 pub(crate) enum Stage<C: Float> {
-    /// The stage for units that multiply f32.
+    /// The operands' shared memory for units that multiply f32.
     Units(Shared<[Vec4]>),
-    /// The stage for planes that multiply fragments.
+    /// The operands' shared memory for planes that multiply fragments.
     Fragments(FragmentStage<C>),
 }
 
@@ -93,8 +93,9 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
 /// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// A backward computes two first products, for S and for dP. `stationary` is the index of `a` among the stationary operands,
-/// 0 or 1. If the tiles keep stationary operands in shared memory, `a` and `a_first` must be the same for every block.
+/// A backward calls the function twice per block, for S and for dP. `stationary` is 0 or 1, the index of `a` among the
+/// operands whose rows the tile keeps for all blocks. If the tiles keep these operands in shared memory, `a` and `a_first`
+/// must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -123,7 +124,8 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// Copies a stationary operand of the first product to shared memory, if the tiles keep the operand there.
+/// Copies a stationary operand of the first product (such as Q) to shared memory, if the tiles keep this operand in shared
+/// memory for all blocks.
 #[cube]
 pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -143,8 +145,8 @@ pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies a block's rows of both streamed operands to shared memory, if both stay there for both products. `b` is streamed
-/// operand 0 and `other` is streamed operand 1.
+/// Copies a block's rows of both streamed operands (such as K and V) to shared memory, if the rows stay there for both
+/// `S = A Bᵀ` and `O += P B`. `b` is streamed operand 0 and `other` is streamed operand 1.
 #[cube]
 pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
@@ -163,8 +165,8 @@ pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Writes a tile with the shape of S to shared memory. Each unit writes the elements that it holds. `streamed` is the index
-/// of the streamed operand that the tile multiplies.
+/// Writes a tile with the shape of S, such as P, to shared memory. Each unit writes the elements that it holds. `streamed`
+/// is the index of the streamed operand (such as V) that the tile multiplies.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
@@ -207,11 +209,11 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), in two cases:
+/// Synchronizes the cube between the write of the tile P and the second product (`O += P B`), in two cases:
 ///
-/// - The rows of B are already in shared memory. The second product then does not sync before it reads the tile.
-/// - Each unit reads only scores of its own plane. A plane may still be reading the stage, which the second product
-///   overwrites.
+/// - The rows of B are already in shared memory. The second product then does not sync before it reads P.
+/// - Each unit reads only scores of its own plane. A plane may then still be reading operands in shared memory that the
+///   second product overwrites.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
@@ -222,8 +224,8 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
 /// Computes `O += P B` from the tile P in shared memory and the block's rows of streamed operand `b`, which has index
 /// `streamed`.
 ///
-/// The function syncs the cube before it reads the tile, unless the rows of `b` are already in shared memory: see
-/// [`sync_tiles`]. When the function returns, other units may still be reading tile and stage.
+/// The function syncs the cube before it reads P, unless the rows of `b` are already in shared memory: see [`sync_tiles`].
+/// When the function returns, other units may still be reading P and `b` in shared memory.
 ///
 /// Set `has_masked` if the tile may have hidden scores. If a column of P is all zero, the function then skips the matching
 /// row of `b`, which may contain NaN.
@@ -305,7 +307,7 @@ pub(crate) fn rescale<C: Float>(
     }
 }
 
-/// Returns an O that is filled with zeros.
+/// Returns an accumulator O that is filled with zeros.
 #[cube]
 pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     match comptime!(tiles.products) {
@@ -339,8 +341,8 @@ pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[
 
 /// Multiplies each row of O by the row's factor, which is in shared memory, and writes O to the rows of a contiguous tensor.
 ///
-/// A row with factor 0 is written as 0, because its accumulators may contain NaN. Factors and stage must be visible to all
-/// units.
+/// A row with factor 0 is written as 0, because its accumulators may contain NaN. The caller must sync the cube after the
+/// last write to shared memory.
 #[cube]
 pub(crate) fn store_output<E: Float, C: Float, N: Size>(
     output: &TileOutput,

@@ -1,4 +1,4 @@
-//! Loads and stores of four columns of a row in global memory.
+//! Functions that load and store four columns of a row in global memory.
 
 use super::int8_rows::{codes, is_packed_int8, word_at};
 use super::vec4::{Four, Vec4, zeros};

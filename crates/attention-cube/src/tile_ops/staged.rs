@@ -48,10 +48,11 @@ struct RowVector {
     vector: usize,
 }
 
-/// Returns the vector that a unit copies in step `step`. In each step, every unit copies one vector, and the vectors of all
-/// units are consecutive. A row has `vectors` vectors.
+/// Returns the vector that a unit copies in iteration `step` of a copy to shared memory. In each iteration, every unit
+/// copies one vector, and the vectors of all units are consecutive. A row has `vectors` vectors.
 ///
-/// If one step covers whole rows, a unit's index within the row is constant, so its addresses are computed only once.
+/// If one iteration covers whole rows, a unit copies the same columns in every iteration, and its row grows by a constant.
+/// The unit then computes its base address only once.
 #[cube]
 fn turn(
     #[comptime] step: usize,
@@ -99,7 +100,7 @@ impl StagedRows {
         self.count * self.vectors
     }
 
-    /// Returns the number of vectors that each unit copies, one per step.
+    /// Returns the number of vectors that each unit copies.
     pub const fn steps(&self) -> usize {
         self.total().div_ceil(self.units)
     }
@@ -206,7 +207,7 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
         #[unroll]
         for ahead in 0..many {
             let turn = turn(comptime!(first + ahead), width, tiles.units);
-            // Units whose row lies past the chunk's last row load the chunk's last row, but do not store the row.
+            // If a unit's row lies past the chunk's last row, the unit loads the chunk's last row and does not store it.
             let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
             let mut wanted = row >= b.rows.first && row < b.rows.end;
@@ -227,8 +228,8 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Computes [`multiply_transposed`](super::product::multiply_transposed) from shared memory. When the function returns, other
-/// units may still be reading the stage.
+/// Computes [`multiply_transposed`](super::product::multiply_transposed) with operands in shared memory. When the function
+/// returns, other units may still be reading the operands.
 #[cube]
 pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -328,8 +329,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     }
 }
 
-/// Computes [`accumulate`](super::product::accumulate) from shared memory. When the function returns, other units may still be
-/// reading the stage.
+/// Computes [`accumulate`](super::product::accumulate) with operands in shared memory. When the function returns, other
+/// units may still be reading the operands.
 #[cube]
 pub(super) fn accumulate<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

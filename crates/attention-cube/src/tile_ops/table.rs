@@ -7,7 +7,7 @@ use crate::types::refusal::Refusal;
 /// The tile sizes that a table entry states. All other sizes of [`UnitTiles`] follow from these sizes and from the output's
 /// width.
 pub(crate) struct Shape {
-    /// The widest output, in columns, that the shape serves.
+    /// The widest output, in columns, for which a kernel may use the tile shape.
     pub width: usize,
     units: usize,
     rows: usize,
@@ -17,7 +17,7 @@ pub(crate) struct Shape {
     pub direct: bool,
 }
 
-/// Returns a shape whose kernels copy the operands to shared memory.
+/// Returns a tile shape for kernels that copy the operands to shared memory.
 pub(crate) const fn shape(
     width: usize,
     units: usize,
@@ -36,7 +36,7 @@ pub(crate) const fn shape(
     }
 }
 
-/// Returns a shape whose kernels read the operands from global memory.
+/// Returns a tile shape for kernels that read the operands from global memory.
 pub(crate) const fn direct(
     width: usize,
     units: usize,
@@ -55,38 +55,39 @@ pub(crate) const fn direct(
     }
 }
 
-// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on
-// Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles on this driver, which
-// needs more time to compile a kernel than to run it.
+// Tile shapes from `direct` are for software drivers, and their kernels read the operands from global memory. The comments
+// on these shapes give GFLOP/s on Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have
+// small tiles on llvmpipe, because compiling a kernel takes longer than running it there, and small tiles compile faster.
 //
 // All other comments give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. The rates were measured on
 // 2026-11-20, before kernels added up each dot product in chunks. Parentheses give the rates of rejected shapes. Shapes for
 // 32 KB and less were chosen on llvmpipe, where 64 units with 4 × 4 elements of S each ran at twice the speed of 256 units
 // with 2 × 4 elements.
 
-/// Shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and bias.
-/// [`choose`] takes the first shape that is wide enough and fits the device.
+/// The tile shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and
+/// bias. [`choose`] takes the first shape that is wide enough and fits the device.
 pub(crate) const SINGLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 11.4 GFLOP/s (staged, 4 × 4 of S per unit: 3.2)
     direct(1024, 64, 32, 8, 2),
-    // Shapes for GPUs.
+    // The next tile shapes are for GPUs.
     shape(128, 256, 64, 16, 32), // D64 24.9 (20.1–25.5), D128 24.9 (17.2–24.6)
     shape(256, 256, 64, 16, 16), // 23.0 (10.8–19.5; depth 32: 18.0)
     shape(512, 512, 64, 32, 32), // 19.8 (9.1–18.1)
-    // Shapes for devices with 48 KB of shared memory per cube.
+    // The next tile shapes fit 48 KB of shared memory per cube.
     shape(512, 256, 32, 32, 32), // 16.8
     shape(1024, 512, 32, 32, 32),
-    // Shapes for devices with 32 KB of shared memory per cube.
+    // The next tile shapes fit 32 KB of shared memory per cube.
     shape(256, 64, 32, 8, 32),
     shape(512, 256, 32, 16, 32), // 10.5
     shape(1024, 256, 16, 16, 32),
-    // Shapes for devices with 16 KB of shared memory per cube.
+    // The next tile shapes fit 16 KB of shared memory per cube.
     shape(512, 64, 32, 8, 32),
     shape(1024, 128, 8, 16, 16),
 ];
 
-/// Returns the first shape that serves `width` columns and at least `min_rows` rows, and fits the device.
+/// Returns the first tile shape of `table` that allows `width` output columns, has at least `min_rows` rows, and fits the
+/// device.
 pub(crate) fn choose(
     table: &[Shape],
     width: usize,

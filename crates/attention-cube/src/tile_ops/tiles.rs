@@ -3,10 +3,11 @@
 use super::fragment_tiles::FragmentTiles;
 use burn::tensor::DType;
 
-/// The way in which a cube multiplies tiles: by units or planes, with operands in global or shared memory.
+/// The method of tile multiplication: by units or planes, with operands in global or shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Products {
-    /// Units multiply operands that they read from global memory. The field `depth` and the stage sizes are then unused.
+    /// Units multiply operands that they read from global memory. The fields for operands in shared memory, such as `depth`,
+    /// are then unused.
     Direct,
     /// Units multiply operands that were copied to shared memory.
     Staged,
@@ -27,9 +28,10 @@ pub struct UnitTiles {
     /// The number of vectors (4 columns of S each) that a unit computes per row of S. The vectors are `column_units` vectors
     /// apart.
     pub column_vectors: usize,
-    /// The number of columns per chunk in which the operands of the first product (`S = A Bᵀ`) are copied to shared memory.
+    /// The width, in columns, of a chunk of the operands of the first product (`S = A Bᵀ`). Kernels copy the operands to
+    /// shared memory chunk by chunk.
     pub depth: usize,
-    /// The way in which tiles are multiplied.
+    /// The method of tile multiplication.
     pub products: Products,
     /// The number of units along a row of O in the second product (`O += P B`).
     pub output_units: usize,
@@ -157,11 +159,11 @@ impl UnitTiles {
         self.streamed_at() + streamed * self.columns() * self.depth_pitch()
     }
 
-    /// Returns the number of vectors in the stage, the shared memory for operands.
+    /// Returns the number of vectors that the operands take in shared memory.
     pub const fn stage_vectors(&self) -> usize {
         if self.is_direct() {
-            // A kernel that reads operands from global memory needs no stage, but CubeCL does not allow shared memory of
-            // size 0.
+            // A kernel that reads operands from global memory needs no shared memory for them, but CubeCL does not allow
+            // shared memory of size 0.
             return 1;
         }
         if self.is_resident() {
@@ -195,14 +197,14 @@ impl UnitTiles {
         self.rows * self.partial_pitch()
     }
 
-    /// Returns the number of floats of shared memory in which the bias gradient's kernel adds up the units' column sums.
+    /// Returns the number of floats of shared memory that hold the units' column sums in the bias gradient's kernel.
     pub const fn sum_floats(&self) -> usize {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the total number of
-    /// columns that all first products sum over. `accumulated` is the number of second products, which sum over the block's
-    /// rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` counts the columns that all
+    /// first products (such as S = Q Kᵀ) sum over. `accumulated` is the number of second products (such as O += P V), which
+    /// sum over the block's rows.
     ///
     /// With `has_masked`, each second product has one more loop, which marks the used columns of P.
     pub(crate) fn block_iterations(
@@ -224,15 +226,15 @@ impl UnitTiles {
         products + marks
     }
 
-    /// Returns the shared memory, in bytes, of the kernel that needs most with these tiles.
+    /// Returns the largest number of bytes of shared memory that any kernel with these tiles needs.
     pub const fn shared_memory(&self) -> usize {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
         let tiles = self.left_tiles() * self.tile_vectors();
         let operands = self.vector_bytes() * (self.stage_vectors() + tiles);
         let with_tile = operands + 16 * (self.score_vectors() + self.term_vectors()) + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        // Fragment tiles reserve no shared memory for the bias gradient's sums, because the bias gradient's kernel
-        // multiplies with single units.
+        // Tiles of matrix fragments reserve no shared memory for the bias gradient's sums, because the bias gradient's
+        // kernel multiplies with single units.
         if with_tile > with_sums || self.has_fragments() {
             with_tile
         } else {

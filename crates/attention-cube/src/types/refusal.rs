@@ -1,4 +1,4 @@
-//! The reasons for which an engine refuses a problem, and warnings about the kernels that serve a problem.
+//! The reasons why an engine refuses a problem, and warnings about the kernels that serve a problem.
 
 use burn::tensor::DType;
 use std::fmt;

@@ -36,7 +36,7 @@ pub struct BackwardRequest {
 pub struct Layouts {
     /// True if every row can be read in vectors of four elements.
     pub vectors: bool,
-    /// The operands that Hopper's TMA can read in place: rows are contiguous and start at multiples of 16 bytes.
+    /// The operands that Hopper's TMA can read in place. TMA requires contiguous rows that start at multiples of 16 bytes.
     pub tma: Operands,
     /// True if TMA can read the bias in place. Any dimension of the bias may be broadcast.
     pub tma_bias: bool,
@@ -45,13 +45,13 @@ pub struct Layouts {
 /// A subset of the operands of an attention call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Operands {
-    /// True if the query belongs to the subset.
+    /// True if the query belongs to this subset of the operands.
     pub query: bool,
-    /// True if the keys belong to the subset.
+    /// True if the keys belong to this subset of the operands.
     pub key: bool,
-    /// True if the values belong to the subset.
+    /// True if the values belong to this subset of the operands.
     pub value: bool,
-    /// True if the gradient of the output, which is an operand of the backward only, belongs to the subset.
+    /// True if the gradient of the output belongs to this subset of the operands. Only the backward has this operand.
     pub output_gradient: bool,
 }
 

@@ -167,7 +167,7 @@ pub struct AppendPlaces<B: Backend> {
     pub page_table: IntTensor<B>,
     /// The position of the first new row of each sequence, `[batch]`.
     pub starts: IntTensor<B>,
-    /// The number of new rows of each sequence, `[batch]`. If it is absent, every given row is a new row.
+    /// The number of new rows of each sequence, `[batch]`. Without this tensor, every given row is a new row.
     #[extension_type]
     pub counts: MaybeInt<B>,
 }

@@ -53,7 +53,7 @@ const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 pub struct Adapter {
     /// The rank: the number of rows of `A` and the number of columns of `B`.
     pub rank: usize,
-    /// The numerator of the scale `alpha / rank`, by which `B · A` is multiplied.
+    /// The numerator `alpha` of the scale `alpha / rank`. The scale multiplies `B · A`.
     pub alpha: f64,
     /// The names of the adapted matrices: the last part of their modules' names, such as `q_proj`.
     pub modules: Vec<String>,
@@ -292,8 +292,8 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // Only the linear projections in the layers can keep an attached adapter. All other adapters are merged into the
-            // weights.
+            // An adapter of a linear projection in a layer can stay separate. The code merges an adapter of any other matrix
+            // into the weights.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,
@@ -382,8 +382,8 @@ impl Merger<'_> {
         names.iter().any(|name| self.rest.contains(name))
     }
 
-    /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32, or `None` if the
-    /// adapter has no update for the matrix.
+    /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32. Returns `None` if
+    /// the adapter does not change the matrix.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
         let ([writes, reads], scale) = self.factors(path, shape, device)?;
         Some(product(writes, reads) * scale)

@@ -383,8 +383,8 @@ mod tests {
         }
     }
 
-    /// Checks that a configuration in which every switch is off is accepted without a warning. PEFT 0.21 writes these
-    /// fields for `LoraConfig()`, except for four unknown fields.
+    /// Checks that a configuration with every switch off parses without a warning. The fields are those that PEFT 0.21
+    /// writes for `LoraConfig()`, plus four unknown fields.
     #[test]
     fn parse_of_disabled_switches_succeeds() {
         let off = r#"{

@@ -71,12 +71,12 @@ impl Names {
     /// True if a tensor is allowed in the checkpoint although the model has no parameter for it.
     pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
         let Some(name) = name.strip_prefix(self.prefix) else {
-            // Allow every tensor outside the text model. Allow the output projection, because it may repeat the embedding
-            // table.
+            // Allow every tensor outside the text model. Allow the output projection too, because some checkpoints store it
+            // although it repeats the embedding table.
             return self.prefix == MULTIMODAL || name == HEAD;
         };
-        // A layer that shares an earlier layer's KV cache does not need these modules. Published checkpoints contain the
-        // modules' tensors nevertheless.
+        // A layer that shares an earlier layer's KV cache needs no K and V projections and no K norm. Published checkpoints
+        // contain the tensors of these modules nevertheless.
         const UNREAD: [&str; 3] = [
             "self_attn.k_proj.",
             "self_attn.v_proj.",

@@ -106,7 +106,7 @@ impl<'a> Module<'a, '_> {
         let sizes: Vec<usize> = sizes
             .iter()
             .filter_map(|bytes| usize::try_from(i64::from_le_bytes(*bytes)).ok())
-            // Sizes above 2^40 are refused, because such a matrix would not fit into the memory of any machine.
+            // Refuse sizes above 2^40, because a matrix of such a size would not fit into the memory of any machine.
             .filter(|size| (1..=1 << 40).contains(size))
             .collect();
         match sizes[..] {

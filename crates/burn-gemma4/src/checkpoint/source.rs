@@ -43,7 +43,7 @@ enum Numbers<'a> {
     Packed(Packed<'a>),
     /// Several matrices of the same shape, which form a stacked tensor: one matrix per slice of the slowest dimension.
     Joined(Vec<Source<'a>>),
-    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor, then those of
+    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor, then the rows of
     /// the second tensor.
     Stacked(Box<[Source<'a>; 2]>),
 }
@@ -108,7 +108,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the dtype of the elements, before packing if the matrix is packed. Returns `None` for quantized blocks.
+    /// Returns the dtype of the elements, or `None` for quantized blocks. For a packed matrix, this is the dtype before
+    /// packing.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
@@ -298,7 +299,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Returns the packed layout if all tensors in `parts` have the same one, and otherwise `None`.
+/// Returns the packed layout if all tensors in `parts` have the same layout, and otherwise `None`.
 fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;

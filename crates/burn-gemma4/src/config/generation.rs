@@ -226,8 +226,8 @@ impl From<File> for GenerationDefaults {
         let bad_words = file.bad_words_ids.unwrap_or_default();
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
-        // Report the entries of `bad_words_ids` with several tokens as unsupported. To forbid the last token of an entry, a
-        // sampler needs the tokens before it, and the device's sampler does not see them.
+        // Report the entries of `bad_words_ids` with several tokens as unsupported. A sampler may forbid the last token of
+        // such an entry only after the entry's other tokens. The device's sampler does not see earlier tokens.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }

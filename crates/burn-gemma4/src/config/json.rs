@@ -154,7 +154,7 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // In a multimodal model's file, these fields of the text model may also be at the top level.
+        // A multimodal model's file may have these four fields at the top level instead of in `text_config`.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
@@ -244,7 +244,7 @@ impl Text {
             )));
         }
         match self.use_bidirectional_attention.as_deref() {
-            // Accept "vision", because attention between text tokens is then still causal.
+            // Accept the value "vision", which keeps the attention between text tokens causal.
             None | Some("vision") => Ok(()),
             Some(other) => refuse("use_bidirectional_attention", other, "null or \"vision\""),
         }

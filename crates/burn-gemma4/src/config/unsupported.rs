@@ -9,9 +9,8 @@ const MOST_CHARACTERS: usize = 80;
 /// A predicate that is true if a field with the given value changes the generated text.
 type IsOn = fn(&Value) -> bool;
 
-/// The fields of transformers 5's `GenerationConfig` that can change a generated text, even if the batch has one
-/// sequence and there is no assistant model. Each field's predicate is true if the field's value changes the text.
-/// Fields that need `num_beams` are omitted.
+/// The fields of transformers 5's `GenerationConfig` that can change the text of a single sequence without an assistant
+/// model. Each field's predicate is true if the field's value changes the text. Fields that need `num_beams` are omitted.
 const FIELDS: [(&str, IsOn); 23] = [
     ("constraints", any),
     ("dola_layers", any),
@@ -79,7 +78,8 @@ fn is_not(value: &Value, neutral: f64) -> bool {
     value.as_f64() != Some(neutral)
 }
 
-/// True if the value of a cutoff lies between 0 and 1. transformers ignores all other values of a cutoff.
+/// True if the value of a cutoff option, such as `epsilon_cutoff`, lies between 0 and 1. transformers ignores all other
+/// values.
 fn is_cutoff(value: &Value) -> bool {
     value
         .as_f64()

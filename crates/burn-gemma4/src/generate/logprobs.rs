@@ -9,14 +9,15 @@ use std::cmp::Ordering;
 /// [`Sampling`](crate::config::sampling::Sampling) are not applied, so suppressed tokens may appear.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TokenLogprobs {
-    /// The log-probability of the generated token.
+    /// The log-probability of the generated token at its position.
     pub logprob: f32,
     /// The most likely tokens and their log-probabilities, in descending order of probability.
     pub top: Vec<(u32, f32)>,
 }
 
 impl TokenLogprobs {
-    /// Computes the log-probabilities of the generated `token` and of the `count` most likely tokens. A NaN logit counts as −∞.
+    /// Computes the log-probabilities of the generated `token` and of the `count` most likely tokens. A NaN logit counts as
+    /// −∞.
     ///
     /// # Panics
     /// Panics if `token` is not an index of `logits`.
@@ -30,7 +31,7 @@ impl TokenLogprobs {
             .copied()
             .map(number)
             .fold(f32::NEG_INFINITY, f32::max);
-        // Return 0 for the largest logit without subtracting, because ∞ − ∞ would give NaN.
+        // Return 0 for the largest logit without a subtraction. If the largest logit is ∞, the difference ∞ − ∞ would be NaN.
         let below = |logit: f32| match number(logit) {
             logit if logit == largest => 0.0,
             logit => f64::from(logit) - f64::from(largest),

@@ -14,17 +14,17 @@ use crate::text::chat::ChatOptions;
 pub struct GenerateOptions {
     /// The maximum number of tokens to generate. Generation also ends at the model's last position.
     pub max_tokens: usize,
-    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length
-    /// of the longest prompt.
+    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, the length of the longest prompt counts
+    /// for every sequence.
     pub max_length: Option<usize>,
     /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
     pub min_new_tokens: Option<usize>,
-    /// The minimum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length
-    /// of the longest prompt. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
+    /// The minimum length of a prompt plus its generated text, in tokens. In a batch, the length of the longest prompt counts
+    /// for every sequence. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
     pub min_length: Option<usize>,
     /// Tokens that are forbidden as the first generated token.
     pub begin_suppress_tokens: Vec<u32>,
-    /// The settings by which the next token is chosen from the logits.
+    /// The settings that decide how the next token is chosen from the logits.
     pub sampling: Sampling,
     /// Tokens that end the text.
     pub stop_tokens: Vec<u32>,
@@ -35,10 +35,10 @@ pub struct GenerateOptions {
     pub stop_strings: Vec<String>,
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,
-    /// The number of tokens of each prompt in a prefill chunk. Smaller chunks need less memory. The default is 8,192
-    /// tokens (512 on a CPU), divided by the batch size.
+    /// The number of tokens of each prompt that one prefill chunk contains. Smaller chunks need less memory. The default is
+    /// 8,192 tokens (512 on a CPU), divided by the batch size.
     pub prefill_chunk: Option<usize>,
-    /// A flag by which another thread stops the generation, also during prefill.
+    /// A flag that another thread sets to stop the generation, also during prefill.
     pub cancellation: Option<Cancellation>,
     /// If true, a CUDA graph replays the launches of a decode step on devices that support graphs. Set this option to
     /// false if other threads use the same CUDA device: see [`Decoder`](crate::generate::decode::Decoder).
@@ -49,12 +49,12 @@ pub struct GenerateOptions {
     pub kv_precision: KvPrecision,
     /// The source of draft tokens for speculative decoding. The generated text does not depend on the source.
     pub drafts: Drafts,
-    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to
-    /// the acceptance rate so far.
+    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to the
+    /// acceptance rate so far.
     ///
-    /// The decode kernels take at most 8 tokens per pass, counted over all sequences. Each sequence contributes its
-    /// draft tokens and the token before them. By default a single sequence has 1 to 7 draft tokens. Two sequences have
-    /// up to 3 each, and three or four sequences have 1 each. More than four sequences have none.
+    /// A pass processes the draft tokens of each sequence and the token before them. By default a pass has at most 8 tokens,
+    /// counted over all sequences. A single sequence then has 1 to 7 draft tokens. Two sequences have up to 3 each, and three
+    /// or four sequences have 1 each. More than four sequences have none.
     pub draft_tokens: Option<usize>,
     /// Options of the chat template.
     pub chat: ChatOptions,
@@ -80,8 +80,8 @@ impl GenerateOptions {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
-    /// Returns the number of tokens that each sequence of the cache must be able to remove, because draft tokens may be
-    /// rejected.
+    /// Returns the largest number of last tokens that a sequence must be able to remove from the cache. Draft tokens may be
+    /// rejected after the model has added them to the cache.
     fn forgettable(&self) -> usize {
         match self.drafts {
             Drafts::None => 0,

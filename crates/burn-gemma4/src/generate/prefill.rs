@@ -8,9 +8,9 @@ use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 use burn::tensor::Tensor;
 
-/// The default size of a prefill chunk on a CPU, in tokens of all prompts of a batch together.
+/// The default number of prompt tokens in a prefill chunk on a CPU, summed over the prompts of a batch.
 const PROCESSORS_CHUNK: usize = 512;
-/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together.
+/// The default number of prompt tokens in a prefill chunk on a CubeCL device, summed over the prompts of a batch.
 const ACCELERATORS_CHUNK: usize = 8192;
 
 /// Prefills the tokens of the prompts that are not in the cache. Returns the hidden state `[batch, 1, hidden]` of each
@@ -26,7 +26,7 @@ pub(super) fn prefill(
     read(model, &prompts, longest, Logits::Last(1), cache, options)
 }
 
-/// Prefills only the first tokens of a prompt, in chunks of the same size as in a generation.
+/// Prefills only the first tokens of a prompt, in chunks. A generation with the same options uses the same chunk size.
 pub(crate) fn read_beginning(
     model: &Gemma4Model,
     beginning: &[u32],
@@ -37,10 +37,10 @@ pub(crate) fn read_beginning(
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
 }
 
-/// Prefills the tokens of the prompts that are not in the cache, in chunks. `longest` is the length of the longest
-/// prompt. `asked` selects positions in the last chunk.
+/// Prefills the tokens of the prompts that are not in the cache, in chunks. `longest` is the length of the longest prompt.
+/// `asked` selects positions in the last chunk.
 ///
-/// Returns the hidden states of these positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or the
+/// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or the
 /// generation was cancelled.
 fn read(
     model: &Gemma4Model,
@@ -80,8 +80,8 @@ fn read(
         }
         model.step_hidden(&tokens, cache, Logits::None)?;
         if options.cancellation.is_some() || model.host_table.is_some() {
-            // Wait for the chunk, because queued work cannot be cancelled and keeps host copies of embedding rows in
-            // memory.
+            // Wait until the device has processed the chunk. Queued chunks cannot be cancelled, and their host copies of
+            // embedding rows stay in memory.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;

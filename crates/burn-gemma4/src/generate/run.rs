@@ -151,18 +151,18 @@ pub(crate) fn run(
             on_token,
         )?;
         timings.decode = decoding.elapsed();
-        // Return before the loop below. If the cancellation flag was reset in the meantime, that loop would continue
-        // cancelled sequences.
+        // Return before the decode loop below. If the caller has reset the cancellation flag in the meantime, the loop would
+        // continue cancelled sequences.
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
-        // Sample on the host as long as a sequence suppresses tokens at its beginning. Device samplers do not support
-        // such tokens.
+        // Sample on the host while a sequence is so short that some tokens are still forbidden. Device samplers cannot forbid
+        // tokens only at the beginning of a text.
         if may_draw && !begins(&sequences) {
             decoder = decoder.with_samplers(&samplers(&sequences))?;
             may_draw = false;
         }
-        // Queue a further step only if an unfinished sequence may still get a token after the current step.
+        // Queue the following step only if an unfinished sequence may still get a token after the current step.
         let goes_on = sequences
             .iter()
             .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);

@@ -12,7 +12,8 @@ use crate::text::parts::Parts;
 use crate::text::stop::StopStrings;
 use crate::text::tokenizer::Tokenizer;
 
-/// The data from which the host gets the next tokens: the token ids if the device has chosen the tokens, or the logits.
+/// The data from which the host gets the next tokens. These are token ids if the device has chosen the tokens, or else
+/// logits.
 pub(crate) enum Chosen {
     /// The tokens that the device chose, one per row of logits, and the vocabulary size. A row without a possible token
     /// has `None`.
@@ -42,7 +43,7 @@ impl Chosen {
         }
     }
 
-    /// Chooses the next token of each sequence. A finished sequence gets an arbitrary token.
+    /// Chooses the next token of each sequence. The token of a finished sequence is arbitrary.
     pub fn tokens(
         &self,
         sequences: &mut [Sequence<'_>],
@@ -88,7 +89,7 @@ pub(crate) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
-/// True if the sampler of some unfinished sequence still forbids the tokens that are forbidden only at the beginning of a text.
+/// True if a token is still forbidden in some unfinished sequence because the text is too short.
 pub(crate) fn begins(sequences: &[Sequence<'_>]) -> bool {
     let mut on_their_way = sequences.iter().filter(|one| one.finished.is_none());
     on_their_way.any(|sequence| sequence.sampler.suppresses_now())
@@ -178,7 +179,7 @@ impl<'a> Sequence<'a> {
             thoughts: self.parts.thoughts,
             tool_calls: self.parts.tool_calls,
             logprobs: self.logprobs,
-            // A sequence has no finish reason if the loop ended early. Report it as cancelled.
+            // A sequence has no finish reason if the loop ended early. Report the sequence as cancelled.
             finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
             drafts: self.drafts,
             timings,

@@ -1,10 +1,11 @@
-//! Reusable host buffers for uploads. The first writes to new pages take longer than filling a reused buffer, up to ten
-//! times as long in a virtual machine.
+//! Reusable host buffers for uploads. Writing to a newly allocated buffer is slower than refilling a used buffer, up to ten
+//! times in a virtual machine.
 
 use burn::tensor::{AllocationProperty, Bytes};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The maximum number of unused buffers in the pool. With two, the host fills one buffer while the device reads the other.
+/// The maximum number of unused buffers in the pool. With two buffers, the host fills one buffer while the device reads the
+/// other buffer.
 const KEPT: usize = 2;
 
 /// A pool of unused buffers. Clones share the pool.
@@ -20,7 +21,8 @@ struct PooledBuffer {
 }
 
 impl BufferPool {
-    /// Returns a buffer of `length` bytes after `fill` has written every byte. A reused buffer still holds old bytes.
+    /// Returns a buffer of `length` bytes that `fill` has written. `fill` must write every byte, because a reused buffer
+    /// still holds old bytes.
     pub fn filled(&self, length: usize, fill: impl FnOnce(&mut [u8])) -> Bytes {
         let mut bytes = self.locked(Vec::pop).unwrap_or_default();
         bytes.resize(length, 0);

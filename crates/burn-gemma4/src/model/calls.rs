@@ -40,12 +40,11 @@ impl Gemma4Model {
         Ok(self.logits(hidden))
     }
 
-    /// Computes the normalized hidden states, from which the head computes the logits.
+    /// Computes the normalized hidden states, from which the head computes the logits. `asked` is the number of positions
+    /// that `logits` requests.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
-    ///
-    /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
     /// Passes on the errors of [`forward`](Self::forward).
@@ -90,12 +89,11 @@ impl Gemma4Model {
         Ok(Cache::new(&self.config, padding, kind))
     }
 
-    /// Processes tokens that follow the tokens in the KV cache. Returns the requested logits.
+    /// Processes tokens that follow the tokens in the KV cache, and returns the requested logits. `asked` is the number of
+    /// positions that `logits` requests.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
-    ///
-    /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
     /// Returns an error if the batch size differs from the cache's, or if `tokens` has no positions. Also passes on the

@@ -1,5 +1,5 @@
-//! The GPU kernels of a layer in a decode step, about a dozen launches. A decode step processes up to 8 rows, or 64 rows with
-//! tensor cores. A row is one token.
+//! The GPU kernels of a layer in a decode step, about a dozen launches. A decode step processes up to 8 rows, or up to 64
+//! rows with tensor cores. A row is one token.
 //!
 //! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the
 //! launches and replay them for later tokens.
@@ -36,7 +36,8 @@ pub(crate) struct DecodeOps<'a> {
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
-    /// The buffers for new keys and values, or `None` if only layers run that share an earlier layer's KV cache.
+    /// The buffers for new keys and values. `None` if all layers that run are shared KV layers, which compute no keys and
+    /// values.
     pub targets: Option<Targets<'a>>,
     /// A callback that runs after the launches of each part of the step.
     pub after: &'a mut dyn FnMut(Part),
@@ -268,8 +269,8 @@ impl LayerOps for DecodeOps<'_> {
         let (Slots::Whole(keys), Slots::Whole(values)) = (&buffers.key, &buffers.value) else {
             return None;
         };
-        // Use separate launches if the layer has an adapter. The fused launch reads all projections from one tensor, but
-        // with an adapter each projection has its own output.
+        // Use separate launches if the layer has an adapter. The fused launch reads the outputs of all projections from one
+        // tensor, but with an adapter each projection has its own output tensor.
         if own.key.start == 0 || own.value.start == 0 {
             return None;
         }

@@ -10,9 +10,9 @@ use crate::op::{embed, flat_rows, gemv};
 use burn::tensor::{Int, Tensor};
 
 impl Gemma4Model {
-    /// Returns the residual stream before the first layer, `[rows, hidden]`. If the model has per-layer embeddings,
-    /// also returns these, `[rows, layers · columns]`. No launch of a captured graph may write `tokens`, `[rows]`.
-    /// `from_host` holds the result of [`host_rows`](Self::host_rows).
+    /// Returns the residual stream before the first layer, `[rows, hidden]`, and the per-layer embeddings,
+    /// `[rows, layers · columns]`, if the model has them. No launch of a captured graph may write `tokens`, `[rows]`.
+    /// `from_host` holds the tokens' table rows if the table is in host memory: see [`host_rows`](Self::host_rows).
     pub(crate) fn first_rows(
         &self,
         tokens: &Tensor<1, Int>,

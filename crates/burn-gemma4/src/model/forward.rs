@@ -31,14 +31,14 @@ pub(crate) struct Text {
     pub from_host: Option<Tensor<2>>,
     /// The cosines and sines of the rotary embedding (RoPE) at the tokens' positions.
     pub rotations: Rotations,
-    /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
+    /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
 }
 
 /// The KV cache to which a call appends tokens, and the positions of these tokens.
 pub(crate) struct After<'a> {
     pub cache: &'a mut Cache,
-    /// The positions of the call's tokens.
+    /// The positions of the tokens that the call appends.
     pub positions: Positions,
 }
 
@@ -61,8 +61,10 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`. `logits` requests positions, and
-    /// `asked` is their number. If `asked` is 0, shared KV layers do not run. The result is then the output of the last
+    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`. `asked` is the number of positions that
+    /// `logits` requests.
+    ///
+    /// If `asked` is 0, the shared KV layers at the end of the model do not run. The result is then the output of the last
     /// layer that runs, without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
@@ -121,8 +123,8 @@ impl Gemma4Model {
         if asked == 0 {
             return stream.into_rows().reshape([batch, count, hidden]);
         }
-        // Run the remaining layers only for the requested positions. These layers are shared KV layers, whose output at
-        // one position does not depend on their output at other positions.
+        // Run the remaining layers only for the requested positions. These are shared KV layers, which compute each position
+        // independently of the other positions.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
         let (stream, embeddings) = (

@@ -19,7 +19,8 @@ pub(crate) trait TableRows: Send + Sync {
     fn whole(&self, dtype: DType) -> Vec<u8>;
 }
 
-/// A table in files that stay mapped while the table exists. No program may write to the files during that time.
+/// A table in memory-mapped files, which stay mapped while the table exists. No program may write to the files while they are
+/// mapped.
 #[derive(Clone)]
 pub(crate) struct HostTable {
     rows: Arc<dyn TableRows>,
@@ -81,8 +82,8 @@ impl HostTable {
         for (index, part) in tokens.chunks(at_once).enumerate() {
             let first = index * at_once;
             rows = rows.slice_assign([first..first + part.len(), 0..columns], upload(part));
-            // Wait for this portion, so that host memory holds only one portion at a time. A device error is reported
-            // later, when the rows are used.
+            // Wait until the device has received this portion, so that host memory holds only one portion at a time. Ignore a
+            // device error here, because the later use of the rows reports the error.
             let _ = device.sync();
         }
         rows

@@ -11,8 +11,8 @@ pub enum PerLayerTable {
     /// the table stays on the host. Full training needs [`Device`](Self::Device).
     #[default]
     Auto,
-    /// Keeps the table in host memory, in the checkpoint's mapped files. Each input token uploads one row: 18 KB for E2B
-    /// in bf16. The table is not trained. No program may write to the files while the model exists.
+    /// Keeps the table in host memory, in the checkpoint's mapped files. For each input token, the model uploads one row: 18
+    /// KB for E2B in bf16. The table is not trained. No program may write to the files while the model exists.
     Host,
     /// Places the table on the device. A table that is larger than one buffer is split, and then supports inference only.
     Device,
@@ -39,9 +39,9 @@ enum Reason {
     /// The caller requested the placement.
     Asked,
     Fits,
-    /// The table would have this many bytes on the device, which is more than one buffer holds.
+    /// The table does not fit into one device buffer. The field is the table's size on the device in bytes.
     LargerThanBuffer(usize),
-    /// The table would have this many bytes on the device, which is more than the other weights leave free.
+    /// The other weights leave too little device memory for the table. The field is the table's size on the device in bytes.
     LargerThanMemory(usize),
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct PrefillOps<'a, O> {
     pub rotations: Rotations,
     /// The window of sliding layers, in tokens.
     pub window: usize,
-    /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
+    /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
     /// The KV cache that stores the keys and values of this call for later calls, or `None` in training.
     pub cache: Option<(&'a mut Cache, Call)>,
@@ -59,8 +59,8 @@ impl Rotations {
         }
     }
 
-    /// Returns the cosines and sines of sliding-window layers, then those of full-attention layers. Each table is
-    /// `[batch or 1, 1, positions, head_dim / 2]`.
+    /// Returns four tables: the cosines and sines of sliding-window layers, then the cosines and sines of full-attention
+    /// layers. Each table is `[batch or 1, 1, positions, head_dim / 2]`.
     #[cfg(feature = "cube")]
     pub fn tables(&self) -> [Tensor<4>; 4] {
         let [sliding, full] = [&self.sliding, &self.full].map(Rotation::parts);
@@ -99,8 +99,8 @@ impl Rotations {
 }
 
 impl<O> PrefillOps<'_, O> {
-    /// Reshapes rows to `[batch, positions, columns]`. The reshape keeps Burn's fusion from autotuning each matmul with
-    /// its following elementwise operations.
+    /// Reshapes rows to `[batch, positions, columns]`. Without the reshape, Burn's fusion would autotune each matmul together
+    /// with its following elementwise operations.
     fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
         let [_, columns] = rows.dims();
         rows.reshape([self.batch, self.rotations.positions(), columns])
@@ -161,8 +161,8 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Do not use the fused launch if the projections have separate outputs. Do not use it either if the values come from
-        // the key projection. The layer may then store compact keys, which the fused launch does not support.
+        // Do not use the fused launch if the projections have separate outputs. Also do not use it if the values come from
+        // the key projection. Such a layer may store compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

@@ -9,9 +9,9 @@ use burn::{
 /// A table that is split by rows into several buffers, because it is too large for one device buffer.
 #[derive(Module, Debug)]
 pub(crate) struct SplitTable {
-    /// The parts of the table, each `[tokens of the part, columns]`.
+    /// The buffers of the table. Each holds `[tokens, columns]` for a range of tokens.
     pub parts: Vec<Weight>,
-    /// The number of tokens in every part except the last.
+    /// The number of tokens in every buffer except the last, which may have fewer tokens.
     #[module(skip)]
     of_part: usize,
 }

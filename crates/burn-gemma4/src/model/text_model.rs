@@ -75,7 +75,7 @@ pub struct Gemma4Model {
     /// The projection of the scaled token embeddings. Its output is added to the per-layer embeddings. `None` if the model
     /// has no per-layer embeddings.
     pub per_layer_model_projection: Option<Linear>,
-    /// The norm of the projected token embeddings, which applies before they are added to the per-layer embeddings.
+    /// The norm of the projected token embeddings. It applies before the per-layer embeddings are added.
     pub per_layer_projection_norm: Option<RmsNorm>,
     /// The decoder layers.
     pub layers: Vec<DecoderLayer>,
@@ -109,8 +109,8 @@ impl Gemma4Model {
         &self.warnings
     }
 
-    /// Creates a model like [`new`](Self::new), from a validated configuration. All layers may be shared KV layers, as in a
-    /// drafter.
+    /// Creates a model like [`new`](Self::new), from a validated configuration. Unlike in `new`, all layers may be shared KV
+    /// layers, as in a drafter.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();

@@ -1,4 +1,4 @@
-//! Access by parameter path to the model's weights, quantized or not, and statistics about the weights.
+//! Access to the model's weights by parameter path, and statistics about the weights.
 
 use super::{
     Gemma4Model,

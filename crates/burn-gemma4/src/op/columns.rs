@@ -1,5 +1,5 @@
-//! Views of a column range in a KV cache, without a copy. Some caches store the channels that key and value have in common
-//! once (see `model::cache::compact`). A token's key and value are then two overlapping ranges of columns.
+//! Views of a column range in a KV cache, without a copy. Some caches store a channel only once if it is equal in key and
+//! value: see `model::cache::compact`. A token's key and value are then two overlapping ranges of columns.
 
 use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]
@@ -30,8 +30,8 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
 }
 
 /// Returns a range of columns of a quantized cache's int8 values, which are packed in 32-bit words. The result is a view
-/// under the conditions of [`columns`]. `scales` is the cache's float tensor, by which the function checks that the kernels
-/// support the device.
+/// under the conditions of [`columns`]. `scales` is a float tensor of the same cache. The function returns a view only if the
+/// kernels support the device and dtype of `scales`.
 pub(crate) fn columns_of_words(
     words: Tensor<4, Int>,
     scales: &Tensor<4>,

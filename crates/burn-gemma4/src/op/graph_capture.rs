@@ -26,7 +26,7 @@ pub(crate) trait Computation: 'static {
         self.compute()
     }
 
-    /// The device of the computation, without autodiff: a CUDA graph does not track gradients.
+    /// The device of the computation, without autodiff. A CUDA graph cannot track gradients.
     fn device(&self) -> Device;
 }
 
@@ -74,8 +74,8 @@ impl<C: Computation> CapturedGraph<C> {
         let Some(graph) = &self.graph else {
             return self.computation.compute();
         };
-        // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, which live as long as the graph,
-        // and the graph's own intermediate tensors. All launches are issued on this thread, and therefore in order.
+        // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, and the graph's own intermediate
+        // tensors. All of them live as long as the graph. All launches are issued on this thread, and therefore in order.
         let replayed = unsafe {
             Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
         };
@@ -83,7 +83,8 @@ impl<C: Computation> CapturedGraph<C> {
         graph.outputs.clone()
     }
 
-    /// Runs the computation a few times to warm up. Then captures its launches in a graph, without running the captured launches.
+    /// Runs the computation a few times to warm up. Then captures its launches in a graph, without running the captured
+    /// launches.
     fn capture(&self) -> Result<Graph<C::Outputs>, ExecutionError> {
         let device = self.computation.device();
         let device = device.as_dispatch();
@@ -123,7 +124,8 @@ impl Window<'_> {
 impl Drop for Window<'_> {
     fn drop(&mut self) {
         if self.is_open {
-            // Ignore an error of the capture's end. The code that drops an open capture already reports an error or panics.
+            // Ignore an error at the end of the capture. A capture is still open here only after another error or a panic,
+            // which reaches the caller.
             let _ = catch_unwind(AssertUnwindSafe(|| self.close()));
         }
     }

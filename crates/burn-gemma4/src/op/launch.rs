@@ -43,8 +43,8 @@ pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     }
 }
 
-/// The number of units whose values one plane operation adds up, or 1 if the device has no plane operations or several
-/// plane sizes.
+/// The number of units over which one plane operation sums, or 1 if the device has no plane operations or several plane
+/// sizes.
 pub(super) fn plane_width(client: &Client) -> usize {
     let properties = client.properties();
     let hardware = &properties.hardware;
@@ -55,7 +55,7 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device converts subnormal f16 values to f32 exactly. These values occur in block formats whose scales are
+/// True if the device converts subnormal f16 values to f32 exactly. Subnormal values occur in block formats whose scales are
 /// quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
@@ -72,7 +72,7 @@ pub(super) fn converts_f16(device: &CubeDevice) -> bool {
 /// Returns a cube whose units reduce a value together, with enough units for `work` vectors or elements.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
-    // If the device has no plane operations, use few units: every unit then adds up the partial results of all units.
+    // If the device has no plane operations, use few units, because every unit then adds up the partial results of all units.
     let limit = client.properties().hardware.max_units_per_cube as usize;
     let (least, most) = match width {
         1 => (32, 64),

@@ -3,7 +3,7 @@
 //! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute the
 //! GEMVs. On other devices Burn's own operators compute the same results.
 //!
-//! Training runs on Burn's operators, except for norms, GeGLU, cross entropy, matrix products and optimizer updates.
+//! Training runs on Burn's operators, except for norms, GeGLU, cross entropy, GEMMs and optimizer updates.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;
@@ -78,15 +78,16 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
-/// Lets consecutive launches of a CUDA graph overlap, if the device supports PDL: see [`cube_kit::pdl`]. The graph is the
-/// one that is being captured. Its last launch must write `last`.
+/// Lets consecutive launches of the CUDA graph that is being captured overlap, if the device supports PDL: see
+/// [`cube_kit::pdl`]. The graph's last launch must write `last`.
 #[cfg(feature = "cube")]
 pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Require PDL. `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in their names.
-        // Without PDL these kernels would overlap the previous launch without a wait, and read unfinished data.
+        // Require PDL. `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in their names. On
+        // devices without PDL, kernels with such a name would run before the previous launch has ended, and read unfinished
+        // data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {
@@ -121,7 +122,7 @@ pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
     serves(&tensor.device(), tensor.dtype())
 }
 
-/// True if the kernels support this tensor together with `weight`. Both must have the same dtype.
+/// True if the kernels support this tensor together with `weight`, which must have the tensor's dtype.
 #[cfg(feature = "cube")]
 pub(crate) fn serve_with<const D: usize>(tensor: &Tensor<D>, weight: &Tensor<1>) -> bool {
     serve(tensor) && weight.dtype() == tensor.dtype()

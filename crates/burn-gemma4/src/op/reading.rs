@@ -35,8 +35,8 @@ impl fmt::Debug for Reading {
 }
 
 impl Reading {
-    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when
-    /// the host asks for the data. The copy would wait for all launches that are enqueued in the meantime.
+    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when the
+    /// host asks for the data. Such a copy would wait for all launches that the host has enqueued before it asks.
     pub fn begin(numbers: Tensor<1, Int>) -> Self {
         assert_eq!(
             numbers.dtype(),
@@ -66,7 +66,7 @@ impl Reading {
         }
     }
 
-    /// Waits until the integers have been copied to the host, and returns them.
+    /// Waits until the integers have been copied to the host, and returns the integers.
     ///
     /// # Errors
     /// [`Gemma4Error::Device`] if the device failed.
@@ -83,7 +83,7 @@ impl Reading {
 impl Drop for Reading {
     fn drop(&mut self) {
         // Wait until the copy and the kernels before the copy have ended. Without this wait, the allocator could give the
-        // buffers of running kernels to another thread. The device does not order the other thread's launches after these
+        // buffers of running kernels to another thread. The device does not order that thread's launches after the running
         // kernels.
         if let Some(copied) = self.copied.take() {
             // Ignore an error: the next operation on the failed device reports it.

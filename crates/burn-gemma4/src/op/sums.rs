@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 pub(super) struct Team {
     /// The number of units in the team. The number of units in a cube is a multiple of this number.
     pub units: usize,
-    /// The number of units whose values one plane operation adds up, or 1 without plane operations.
+    /// The number of units over which one plane operation sums, or 1 without plane operations.
     pub width: usize,
 }
 

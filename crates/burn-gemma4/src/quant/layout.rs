@@ -99,8 +99,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks, or if the codes of a group
-    /// or the upper bits of the row do not fill whole words.
+    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks. Also returns `None` if the
+    /// codes of a group, or the upper bits of a row, do not fill whole words.
     pub fn new(format: Format, columns: usize) -> Option<Self> {
         let layout = Self { format, columns };
         let is_whole = match format.scales {

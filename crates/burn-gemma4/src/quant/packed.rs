@@ -1,5 +1,5 @@
 //! The packed format of compressed-tensors. Each row of a matrix has 4-bit or 8-bit codes in 32-bit words, and one scale per
-//! group of columns. Each word of the optional zero points holds those of consecutive rows.
+//! group of columns. Each word of the optional zero points holds the zero points of consecutive rows.
 
 use burn::tensor::{DType, bf16, f16};
 
@@ -133,8 +133,8 @@ impl Packed<'_> {
             };
             let first = group * columns;
             match self.scheme.bits {
-                // Compute the elements of all 16 values of a 4-bit code once per group. A lookup per column is cheaper than
-                // a computation.
+                // Dequantize all 16 possible 4-bit codes once per group. For each column, a table lookup is then cheaper
+                // than dequantizing the code.
                 4 => {
                     let numbers: [f32; 16] = std::array::from_fn(|packed| number(packed as i32));
                     for (column, value) in (first..).zip(values) {

@@ -60,7 +60,8 @@ pub(crate) fn written<S>(
     bytes
 }
 
-/// Writes all rows into `bytes`, of length `rows.len() · row_bytes`. `write` and `space` are those of [`written`].
+/// Writes all rows into `bytes`, which has `rows.len() · row_bytes` bytes. `write` writes one row, with the scratch memory
+/// that `space` creates once per thread.
 pub(crate) fn write_rows<S>(
     bytes: &mut [u8],
     rows: Range<usize>,

@@ -98,8 +98,8 @@ impl Sampled {
         self.numbers.push(numbers.cast(DType::F32));
     }
 
-    /// True while the visitor is in the per-layer embedding table, which it skips. [`Fingerprint::of`] adds one row of this
-    /// table to the fingerprint.
+    /// True while the visitor is inside the per-layer embedding table. The visitor skips this table, and [`Fingerprint::of`]
+    /// adds one row of the table to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))

@@ -26,7 +26,7 @@ use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
 /// The number of tokens at the end of a text that may change if the text continues. The tokenizer may merge these tokens
-/// with the next characters. The session takes its checkpoint before them.
+/// with the next characters. The session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -50,10 +50,10 @@ impl<'a> Session<'a> {
     }
 
     /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with cached tokens, the session restores the cache
-    /// to a column within these tokens. The model then processes only the tokens after this column.
+    /// to a token position within the cached tokens. The model then processes only the tokens after this position.
     ///
     /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. The cache can be
-    /// restored to any other column only while no ring buffer of a sliding layer has overwritten a column.
+    /// restored to any other position only while no ring buffer of a sliding layer has overwritten a token.
     ///
     /// The cache is reused only if the previous and the new generation store keys in the same format. The two generations
     /// must also agree on whether they use drafts.
@@ -77,8 +77,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens. The next prompt may
-        // begin to differ at the same token. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next prompt
+        // may differ from the same token on. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -122,8 +122,8 @@ impl<'a> Session<'a> {
         Ok(generation)
     }
 
-    /// Restores the cache to the longest stored state that lies in the common prefix of `tokens` and the cached tokens. Returns
-    /// the length of the common prefix. The restored state may be shorter.
+    /// Restores the cache to the longest stored state that lies in the common prefix of `tokens` and the cached tokens.
+    /// Returns the length of the common prefix. The restored state may hold fewer tokens than this prefix.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
         // Exclude the prompt's last token, which must run through the model for its logits.
         let common = common(&self.read, tokens).min(tokens.len() - 1);
@@ -150,7 +150,7 @@ impl<'a> Session<'a> {
                     add_generation_prompt: false,
                     ..chat
                 };
-                // Ignore an error here: the template may reject a conversation without a generation prompt at its end.
+                // Ignore an error of the template, which may reject a conversation without a generation prompt at its end.
                 self.gemma.tokens(prompt, chat).ok()
             }
             Prompt::Text(_) | Prompt::Tokens(_) => None,

@@ -10,7 +10,7 @@ pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The last characters of the text so far. They are enough to hold the beginning of a stop string that is not complete yet.
+    /// The last characters of the text so far, as many as the beginning of an incomplete stop string can have.
     end: String,
 }
 

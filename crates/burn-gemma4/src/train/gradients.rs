@@ -257,7 +257,7 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// Returns a loss of zero, to which [`attach`] connects gradients that are already computed.
+    /// Returns a loss of zero. [`attach`] connects already computed gradients to this loss.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
@@ -314,8 +314,8 @@ impl<'a> Pass<'a> {
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             cache: None,
-            // Keep the activations inside the feed-forward network. Only one layer has activations in memory, so
-            // recomputation would save little.
+            // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so memory
+            // holds the activations of only that layer.
             mlp_recompute: false,
             observer: &mut (),
         };

@@ -132,8 +132,8 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
 /// fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of rows in a chunk in f16. Each row adds at most its hidden state to a row of the head's gradient. The
-/// sum of 256 rows stays below f16's maximum, 65,504, if all hidden states are below 255.
+/// The maximum number of positions per chunk of logits in f16. Each position adds at most its hidden state to a row of the
+/// head's gradient. The sum over 256 positions stays below f16's maximum, 65,504, if all hidden states are below 255.
 const ROWS_IN_F16: usize = 256;
 
 /// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. `hidden`
@@ -187,7 +187,8 @@ fn in_chunks(
             of_hidden.push(columns(gradient.clone(), texts.head));
         }
         if tracked_head.is_some() {
-            // The head's gradient is the sum of the chunks' gradients. Add them in f32, to keep precision over many chunks.
+            // The head's gradient is the sum of the gradients of all chunks of positions. Add them in f32, to keep precision
+            // over many chunks.
             let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
             of_head = Some(match of_head {
                 Some(sum) => sum + part,
@@ -217,7 +218,7 @@ fn in_chunks(
     loss
 }
 
-/// The inputs that all chunks have in common. The tensors are constants without autodiff.
+/// The inputs that all chunks of positions have in common. The tensors are constants without autodiff.
 struct Texts<'a> {
     /// The head's weight matrix, `[vocabulary, columns]`.
     head: &'a Matrix,

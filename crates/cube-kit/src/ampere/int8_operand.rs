@@ -22,10 +22,10 @@ use crate::nvidia::ptx::value_of;
 use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
 use cubecl::prelude::*;
 
-/// The number of columns per row of a subtile of codes.
+/// The number of int8 codes in a row of a subtile in shared memory.
 pub const WORDS_SUBTILE: usize = ROW_BYTES;
 
-/// The number of steps whose codes one `ldmatrix` loads. One step is 16 columns.
+/// The number of 16-column groups of int8 codes that one `ldmatrix` loads.
 const LOADED_STEPS: usize = 2;
 
 /// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128: an OR with a code's 7 low bits adds these
@@ -165,8 +165,8 @@ fn order_text() -> String {
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flip one address bit to get the address of the second piece. The swizzle keeps the two pieces of a step next to each
-    // other.
+    // Flip one address bit to get the address of the second 16-byte piece. The swizzle keeps the two pieces of 16 columns
+    // next to each other.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(
         "{text} // {first} {second}\n",
@@ -215,7 +215,7 @@ pub fn add_word_product<NO: Size, NP: Size>(
     sum
 }
 
-/// Checks that the multiplication uses bf16, the only precision to which codes are converted, and returns `text`.
+/// Checks that the multiplication uses bf16, and returns `text`. The conversion of codes supports no other precision.
 fn checked(half: Half, text: String) -> String {
     assert_eq!(half, Half::Bf16, "int8 codes are converted to bf16 only");
     text

@@ -22,11 +22,11 @@ pub struct Scores {
     pub fragments: usize,
     /// The number of rows of the right operand, which is the number of columns of the result.
     pub columns: usize,
-    /// The number of columns of both operands, over which the multiplication sums.
+    /// The number of columns of both operands, which is the inner dimension of the multiplication.
     pub depth: usize,
-    /// The number of rows per subtile of the left operand in shared memory.
+    /// The number of rows in each 64-column subtile of the left operand in shared memory.
     pub left_rows: usize,
-    /// The number of rows per subtile of the right operand in shared memory.
+    /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
     /// The precision of the operands.
     pub half: Half,
@@ -40,9 +40,9 @@ pub struct Sums {
     pub fragments: usize,
     /// The number of columns of the right operand and of the result.
     pub columns: usize,
-    /// The number of rows of the right operand, over which the multiplication sums.
+    /// The number of rows of the right operand, which is the inner dimension of the multiplication.
     pub depth: usize,
-    /// The number of rows per subtile of the right operand in shared memory.
+    /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
     /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
     pub masked: bool,
@@ -56,22 +56,22 @@ pub struct Sums {
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
     pub fragments: usize,
-    /// The number of steps of the result per warp. One step covers 16 columns.
+    /// The number of groups of 16 result columns that each warp computes.
     pub steps: usize,
-    /// The index of the first step to which the multiplication adds its product.
+    /// The index of the first group of 16 result columns to which the multiplication adds its product.
     pub first_step: usize,
-    /// The number of steps to which the multiplication adds its product. The right operand has the columns of only these
-    /// steps.
+    /// The number of groups of 16 result columns to which the multiplication adds its product. The right operand contains
+    /// only the columns of these groups.
     pub added_steps: usize,
     /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
     pub groups: usize,
     /// The index of the left operand's column that is multiplied with the right operand's first row.
     pub first_depth: usize,
-    /// The number of rows of the right operand, over which the multiplication sums.
+    /// The number of rows of the right operand, which is the inner dimension of the multiplication.
     pub depth: usize,
-    /// The number of rows per subtile of the left operand in shared memory.
+    /// The number of rows in each 64-column subtile of the left operand in shared memory.
     pub left_rows: usize,
-    /// The number of rows per subtile of the right operand in shared memory.
+    /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
     /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
     pub masked: bool,
@@ -132,10 +132,10 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns PTX that loads four 8 × 8 matrices into the registers `{name}0` to `{name}3`. The matrices cover 16 rows, and the
-/// 16 columns of the subtile's step `within`.
+/// Returns PTX that loads four 8 × 8 matrices into the registers `{name}0` to `{name}3`. The matrices cover 16 rows and 16
+/// columns. `within` is the index of these 16 columns among the four groups of 16 columns of a subtile.
 ///
-/// The register `{address}{within}` holds the lane's swizzled address for this step. The PTX adds `offset` bytes to this
+/// The register `{address}{within}` holds the lane's swizzled address for these columns. The PTX adds `offset` bytes to this
 /// address.
 pub(super) fn load(
     name: &str,
@@ -151,7 +151,7 @@ pub(super) fn load(
     )
 }
 
-/// Returns PTX that computes the lane's swizzled address for each step (16 columns) of a subtile.
+/// Returns PTX that computes the lane's swizzled address for each group of 16 columns of a 64-column subtile.
 pub(super) fn addresses(name: &str, address: &str) -> String {
     (0..SUBTILE_STEPS)
         .map(|step| format!("xor.b32 {name}{step}, {address}, {};\n", step * STEP_BYTES))
@@ -174,7 +174,7 @@ fn masks(used: usize, step: usize) -> String {
         .collect()
 }
 
-/// Returns PTX that applies the masks m0 and m1 to the right operand's registers of a step.
+/// Returns PTX that applies the masks m0 and m1 to the right operand's registers of 16 rows.
 fn masked() -> String {
     (0..4)
         .map(|i| format!("and.b32 b{i}, b{i}, m{};\n", i % 2))
@@ -325,8 +325,8 @@ fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
     text + "}\n"
 }
 
-/// Returns the lane's `ldmatrix` address for the warp's left operand. Row `row` of the subtiles at `start` is the operand's
-/// first row.
+/// Returns the lane's `ldmatrix` address for the warp's left operand. The 64-column subtiles start at `start`, and the
+/// operand's first row is row `row` of each subtile.
 ///
 /// [`Sums`] uses this function for its right operand, with `row` 0.
 #[cube]
@@ -345,7 +345,7 @@ pub fn right_address(start: u32) -> u32 {
 }
 
 /// Returns the lane's `ldmatrix` address for the right operand of [`SharedSums`]. `group` is the warp's index among the
-/// warps that divide the result's columns. A subtile has `rows` rows.
+/// warps that divide the result's columns. The operand lies in 64-column subtiles of `rows` rows.
 #[cube]
 pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;

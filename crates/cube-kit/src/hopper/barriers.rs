@@ -4,15 +4,15 @@ use crate::hopper::WARPGROUP;
 use crate::nvidia::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
-/// Synchronizes the threads of one warpgroup, by the named barrier 3 plus the warpgroup's index. Kernels use the numbers
-/// below 3 for their own barriers.
+/// Synchronizes the threads of one warpgroup, by the named barrier with the id 3 plus the warpgroup's index. Kernels use the
+/// ids below 3 for their own barriers.
 #[cube]
 pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     named_barrier(warpgroup + 3u32, WARPGROUP);
 }
 
-/// The number of the first named barrier that orders warpgroups. `warpgroup_barrier` uses the numbers 3 to 5.
+/// The id of the first named barrier that orders warpgroups. `warpgroup_barrier` uses the ids 3 to 5.
 const FIRST_ORDERING_BARRIER: u32 = 6;
 
 /// Waits until the previous warpgroup has issued its `wgmma`.

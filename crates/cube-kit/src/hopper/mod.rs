@@ -41,12 +41,12 @@ pub const PRODUCT_ROWS: usize = 64;
 /// The number of threads per warpgroup.
 pub const WARPGROUP: usize = 128;
 
-/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, with both operands in subtiles in shared memory.
+/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, with both operands in shared memory as subtiles of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScoreProduct {
-    /// The number of columns of both operands, over which the multiplication sums.
+    /// The number of columns of both operands, which is the inner dimension of the multiplication.
     pub depth: usize,
-    /// The number of rows per subtile of the left operand.
+    /// The number of rows in each 64-column subtile of the left operand.
     pub left_rows: usize,
     /// The number of rows of the right operand, which is the number of columns of the result.
     pub right_rows: usize,
@@ -64,7 +64,7 @@ impl ScoreProduct {
 /// The multiplication `left · right`, such as P V, with the left operand in registers and the right operand in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
-    /// The number of rows of the right operand, over which the multiplication sums.
+    /// The number of rows of the right operand, which is the inner dimension of the multiplication.
     pub depth: usize,
     /// The number of columns of the result.
     pub columns: usize,

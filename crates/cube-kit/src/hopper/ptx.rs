@@ -115,7 +115,7 @@ pub fn barrier_arrive(address: u32, elected: u32) {
     );
 }
 
-/// Arrives at a barrier. Also adds `bytes` to the number of bytes of TMA copies for which the barrier's current phase waits.
+/// Arrives at a barrier. The barrier's current phase then also waits for `bytes` more bytes of TMA copies.
 #[cube]
 pub fn barrier_expect(address: u32, #[comptime] bytes: usize) {
     with_one(
@@ -154,8 +154,9 @@ pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: 
     );
 }
 
-/// Copies a box to `target` in shared memory, from the tensor's subtile `subtile` on, and signals `barrier` when the copy is
-/// complete. `map` is the address of a tensor map for a tensor `[batch, heads, subtiles, length, 64]`.
+/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. The box begins at subtile
+/// `subtile` of the tensor. `map` is the address of a tensor map for a tensor `[batch, heads, subtiles, length, 64]`, where
+/// a subtile has 64 columns.
 #[cube]
 pub fn tma_load_subtiles(
     target: u32,
@@ -180,7 +181,7 @@ pub fn tma_load_subtiles(
 }
 
 /// Prefetches a box into the L2 cache. `map` is the address of a tensor map for a tensor
-/// `[batch, heads, subtiles, length, 64]`.
+/// `[batch, heads, subtiles, length, 64]`, where a subtile has 64 columns.
 #[cube]
 pub fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile: u32) {
     gpu_asm!(

@@ -17,13 +17,13 @@ use crate::nvidia::ptx::{load_matrices, load_matrices_transposed, value_of};
 use crate::nvidia::{Half, ROW_BYTES};
 use cubecl::prelude::*;
 
-/// The number of columns (or inner elements) per step. Each step issues one `wgmma`.
+/// The number of inner elements (columns of Q and K, or rows of V) that one `wgmma` multiplies.
 pub const STEP: usize = 16;
 
-/// The number of bytes that one step takes within a row of a subtile.
+/// The number of bytes of 16 half-precision columns in a row of a subtile. One `wgmma` multiplies 16 columns.
 pub const STEP_BYTES: usize = 2 * STEP;
 
-/// The number of bytes in 16 rows of a subtile.
+/// The number of bytes in 16 rows of a subtile. A row of a subtile has 128 bytes.
 pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
@@ -65,7 +65,8 @@ pub fn registers(from: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns PTX that copies the `count` registers from `%from` on to the registers from `%0` on.
+/// Returns PTX that copies `count` registers. The copies begin at register `%0`, and the originals begin at register
+/// `%from`.
 pub fn moves(count: usize, from: usize) -> String {
     (0..count)
         .map(|i| format!("mov.b32 %{i}, %{};\n", from + i))
@@ -123,8 +124,8 @@ fn output_text(product: &Product) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a stage
-/// is free.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a ring
+/// buffer stage is free.
 ///
 /// Outputs: the `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in
 /// threads that arrive at the barrier).
@@ -175,7 +176,7 @@ pub fn multiply_output<NO: Size, NP: Size>(
     sum
 }
 
-/// The number of 16-column steps per subtile.
+/// The number of 16-column groups in a 64-column subtile. One `wgmma` multiplies 16 columns.
 pub const SUBTILE_STEPS: usize = 4;
 
 /// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: the `used` registers of a fragment.
@@ -187,8 +188,9 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The subtile at `subtile` holds
-/// the warpgroup's 64 rows. The warp's matrices are 16 of these rows, in the 16 columns of step `step`.
+/// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The 64-column subtile at
+/// `subtile` holds the warpgroup's 64 rows. The warp's matrices are 16 of these rows, in the 16 columns from column
+/// `16 · step` on.
 #[cube]
 pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -197,8 +199,8 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// Loads 16 rows per warp as registers of a left operand. A row has `steps` steps of 16 columns. Subtiles of `subtile_rows`
-/// rows start at `start`.
+/// Loads 16 rows per warp as registers of a left operand. A row has `16 · steps` columns. The operand lies in 64-column
+/// subtiles of `subtile_rows` rows, and the first subtile starts at `start`.
 #[cube]
 pub fn load_rows<N: Size>(
     start: u32,
@@ -219,11 +221,11 @@ pub fn load_rows<N: Size>(
 }
 
 /// Loads 16 columns per warp from the subtile at `subtile`. The columns become 16 rows of a left operand. A column has
-/// `steps` steps of 16 rows.
+/// `16 · steps` rows.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;
-    // Each step loads four 8 × 8 matrices. The first two matrices come from the step's first 8 rows.
+    // Each load brings four 8 × 8 matrices from 16 rows of the subtile. The first two matrices come from the first 8 rows.
     let row = lane / 16u32 * 8u32 + lane % 8u32;
     let piece = UNIT_POS / 32u32 % 4u32 * 2u32 + lane / 8u32 % 2u32;
     let at = subtile + row * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32);

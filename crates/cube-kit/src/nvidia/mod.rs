@@ -43,14 +43,14 @@ impl Half {
     }
 }
 
-/// The number of bytes in a row of a subtile, which has 64 half-precision elements. The 128-byte swizzle permutes the row's
-/// 16-byte pieces.
+/// The number of bytes in a row of a subtile. A row has 64 half-precision elements. The 128-byte swizzle permutes the
+/// 16-byte pieces of the row.
 pub const ROW_BYTES: usize = 128;
 
 /// The number of columns per subtile.
 pub const SUBTILE: usize = 64;
 
-/// True if rows of `columns` columns consist of whole subtiles, so that TMA can copy them in one box.
+/// True if rows of `columns` columns consist of whole 64-column subtiles, so that TMA can copy them in one box.
 pub const fn is_whole(columns: usize) -> bool {
     columns.is_multiple_of(SUBTILE)
 }

@@ -20,7 +20,7 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Makes dependencies of a CUDA graph programmatic: all dependencies of a PDL kernel ([`pdl`](super)) on another kernel.
+/// Makes every dependency of a PDL kernel ([`pdl`](super)) on another kernel programmatic, in a CUDA graph under capture.
 /// Returns the number of changed dependencies.
 ///
 /// The graph is the one that captures the calling thread's launches on `device`. Returns 0 if no graph is being captured, or
@@ -102,7 +102,8 @@ impl Driver {
 
     fn load() -> Option<Self> {
         let names = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"];
-        // SAFETY: the library is the CUDA driver, which the program has already loaded. Its functions have these types.
+        // SAFETY: the library is the CUDA driver, which the program has already loaded. The driver's functions have the
+        // types that are declared here.
         unsafe {
             let library = names.iter().find_map(|name| Library::new(name).ok())?;
             macro_rules! function {

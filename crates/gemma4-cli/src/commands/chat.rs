@@ -138,8 +138,8 @@ fn end_of(interrupt: &Interrupt) -> Result<(), Error> {
     }
 }
 
-/// Returns the first messages of the conversation: the system message of `--system`, or else the one in the file of
-/// `--cache`.
+/// Returns the first messages of the conversation: the system message of `--system`, or without `--system` the system
+/// message in the file of `--cache`.
 fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
     let asked: Vec<Message> = cli.system.iter().map(Message::system).collect();
     let first = messages.iter().take(1);

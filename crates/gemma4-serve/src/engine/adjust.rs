@@ -11,7 +11,8 @@ pub(super) struct Adjustments {
     frequency: f32,
     /// The number of occurrences of each token in the answer, if a penalty needs the counts.
     counts: HashMap<u32, u32>,
-    /// Lists of forbidden tokens. Each list is paired with the number of answer tokens from which on its tokens are allowed.
+    /// Lists of forbidden tokens, each with a number of answer tokens. After this number of tokens, the tokens in the list
+    /// are allowed.
     early: Vec<(usize, Vec<u32>)>,
     tokens: usize,
 }

@@ -204,8 +204,8 @@ impl<'a> Answer<'a> {
             && parts.kind() != TextKind::ToolCall
     }
 
-    /// Decodes a token, and sends the decoded text except an end that may begin a stop string. Returns the stop string that
-    /// the text contains, if any.
+    /// Decodes a token and sends the decoded text, but holds back an end that may begin a stop string. Returns the stop
+    /// string that the text contains, if any.
     fn push(
         &mut self,
         token: u32,

@@ -124,7 +124,7 @@ async fn random_requests_equal_the_same_requests_alone() {
                 }
                 received += 1;
                 if is_cancelled && received == 3 {
-                    // Return, which drops the receiver and thereby cancels the request.
+                    // The return drops the receiver, which cancels the request.
                     return;
                 }
             }

@@ -27,7 +27,7 @@ const RECORDS: [&str; 3] = ["model", OPTIMIZER, "schedule"];
 /// The name of the optimizer's record. With ZeRO-1, each process writes its shard of this record.
 const OPTIMIZER: &str = "optimizer";
 
-/// Returns the file name for a part of a record. The first part has the record's name, without a number.
+/// Returns the file name for a shard of a record. The first shard has the record's name, without a number.
 fn named(record: &str, part: usize) -> String {
     match part {
         0 => record.into(),
@@ -42,8 +42,8 @@ pub struct Records {
     name: &'static str,
     schedule: Schedule,
     stop: Stop,
-    /// The index of this process's shard of the record, and the number of shards. Only the first process writes records with
-    /// one shard.
+    /// The index of this process's shard of the record, and the number of shards. If the record has a single shard, only the
+    /// first process writes it.
     part: (usize, usize),
 }
 
@@ -147,7 +147,7 @@ pub fn last(folder: &Path, optimizer_parts: usize) -> Result<Option<usize>, Erro
 
 /// A record that is restored from a checkpoint. The record of a model may lack the parameters that the run does not train.
 pub trait Restored: Checkpoint {
-    /// Returns the record in the form in which a model accepts it, that is, with missing parameters allowed.
+    /// Returns the record as a model accepts it: parameters may be missing.
     fn restored(self) -> Self;
 }
 

@@ -224,8 +224,8 @@ struct Turn {
 }
 
 impl Conversation {
-    /// Chooses a mark, a character that does not occur in any text that a template may render. The search runs over the
-    /// texts in JSON. JSON escapes no character that can be a mark.
+    /// Chooses a mark, a character that does not occur in any text that a template may render. The search reads the texts as
+    /// JSON, which is safe because JSON escapes no character that can be a mark.
     fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
         let rendered = self.messages.iter().chain(self.variables.values());
         let texts: Vec<String> = rendered.map(Value::to_string).collect();
@@ -507,7 +507,8 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     if whole.get(last + count..) != without.get(last..) {
         return None;
     }
-    // The range may also start earlier, as long as its removal still leaves `without`.
+    // A range of the same length that starts earlier may also leave `without`, if the removed text repeats characters around
+    // it.
     let is_start = |start: &usize| whole.get(start + count..) == without.get(*start..);
     let starts = (0..=last)
         .rev()
@@ -518,7 +519,7 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     Some(start..start + count)
 }
 
-/// Splits a text into pieces. The ranges in `read` become context, and the rest becomes text to train on.
+/// Splits a text into pieces. The ranges in `read` become context, and the remaining text becomes text to train on.
 fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     let mut pieces = Vec::new();
     let mut done = 0;

@@ -190,8 +190,8 @@ impl DataLoader<Step> for TrainingLoader {
         self.copy(device, self.part)
     }
 
-    /// Returns a loader for one device's share of every step. Burn calls `slice` once per device, with a range of item
-    /// indices. The start of the range determines the device. The end is ignored.
+    /// Returns a loader of the rows that one device processes in every step. Burn calls `slice` once per device, with a
+    /// range of item indices. The start of the range determines the device. The end is ignored.
     fn slice(&self, start: usize, _end: usize) -> Arc<dyn DataLoader<Step>> {
         let devices = self.schedule.devices;
         let steps = self.num_items() / devices;

@@ -60,9 +60,9 @@ struct Barrier {
 
 #[derive(Default)]
 struct Arrivals {
-    /// The number of workers that wait at the barrier in the current round.
+    /// The number of workers that wait at the barrier now.
     waiting: usize,
-    /// The number of completed rounds, that is, uses of the barrier.
+    /// The number of times that all workers have passed the barrier.
     number: usize,
 }
 

@@ -218,7 +218,7 @@ mod tests {
             assert_eq!(found, Ok(expected));
         }
         assert_eq!(rank_of(&[]), Ok(SINGLE_PROCESS));
-        // A Slurm batch script has these variables, but the script is a single process.
+        // A Slurm batch script has the variables of srun's processes, but the script is a single process.
         let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
         assert_eq!(rank_of(&script), Ok(SINGLE_PROCESS));
     }

@@ -45,8 +45,8 @@ impl ProcessGroup {
         self.broadcast_from(model, device, |id| owners.has(self.rank.global, id))
     }
 
-    /// Broadcasts each trained parameter from the one process in which `counts` returns true for it. Returns the model with
-    /// the received parameters. The broadcast is a sum, to which all other processes add zeros.
+    /// Broadcasts each trained parameter from the one process in which `counts` returns true for the parameter. Returns the
+    /// model with the received parameters. The broadcast is a sum, to which all other processes add zeros.
     fn broadcast_from<M: Module>(
         &self,
         model: M,

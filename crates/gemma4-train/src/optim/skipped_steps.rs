@@ -4,8 +4,8 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. Each device has a clone, and every clone counts all skipped steps of the run. The
-/// clones share a copy of the latest count, from which the host reads the number.
+/// The count of skipped steps of a run. Each device has a clone, and every clone counts all skipped steps of the run. All
+/// clones share a second copy of the latest count. The host reads the number from this copy.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

@@ -11,7 +11,7 @@ const COUNT: usize = 16;
 struct Barrier {
     /// The number of threads that have arrived.
     arrived: u32,
-    /// The number of arrived threads at which the barrier opens, or `None` for all threads that have not exited.
+    /// The barrier opens when this number of threads has arrived. `None` means all threads that have not exited.
     expected: Option<u32>,
     /// The elementwise maximum of the vector clocks of the warps that have arrived.
     times: Vec<u32>,

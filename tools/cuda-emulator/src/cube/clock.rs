@@ -43,8 +43,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1. Actors that have joined the owner's clock are ordered after the owner's accesses up to
-    /// the old time, but not after later accesses.
+    /// Advances the owner's time by 1. An actor that has joined this clock comes after the owner's accesses up to the old
+    /// time. The owner's later accesses stay unordered with that actor.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

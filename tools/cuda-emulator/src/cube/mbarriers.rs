@@ -62,8 +62,8 @@ impl Mbarriers {
 }
 
 impl Mbarrier {
-    /// Counts `arrivals` arrivals by an actor (a warp, or the actor for all copies) whose vector clock is `times`.
-    /// Returns the phase to which the arrivals count.
+    /// Counts `arrivals` arrivals by an actor (a warp, or the actor for all copies) whose vector clock is `times`. Returns
+    /// the phase in which the arrivals count.
     ///
     /// # Errors
     /// Returns an error if `arrivals` is larger than the number of arrivals that the phase still waits for.

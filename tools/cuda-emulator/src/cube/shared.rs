@@ -284,8 +284,8 @@ impl SharedMemory {
         self.reads[clock.owner() * self.words.len()..][words].fill(clock.now());
     }
 
-    /// Applies a proxy fence of the warp to which `clock` belongs. All writes that happened before the fence, according
-    /// to this clock, become visible to TMA copies and `wgmma`.
+    /// Applies a proxy fence of a warp. `clock` is the vector clock of that warp. All writes that happened before the fence,
+    /// according to this clock, become visible to TMA copies and `wgmma`.
     pub fn fence(&mut self, clock: &mut Clock) {
         super::clock::join(&mut self.fenced, clock.times());
         clock.tick();

@@ -139,8 +139,8 @@ fn extract(number: Type, x: i128, position: u32, length: u32) -> i128 {
         return field;
     }
     if number.is_signed() {
-        // The sign is the highest bit of the field. If the field extends beyond the operand, the sign is the operand's
-        // highest bit.
+        // The sign of a signed bit field is the highest bit of the field. If the field extends beyond the operand, the sign
+        // is the operand's highest bit.
         field << (128 - length) >> (128 - length)
     } else {
         field & ((1 << length) - 1)

@@ -5,8 +5,9 @@
 //! query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of the LSE,
 //! and `Δ = rowsum(do ∘ o) − dlse`.
 //!
-//! Schedule: the queries to which a bias element is broadcast are divided into groups. Each unit adds up the score gradients
-//! of one group. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per query.
+//! Schedule: the kernel divides the queries that read one bias element into groups. Each unit adds up the score gradients of
+//! one group. Budget: no shared memory and a few registers. Bound: memory, because the kernel reads up to four f32 values
+//! per query.
 
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
@@ -25,13 +26,13 @@ pub(crate) struct Spread {
     pub repeated_queries: u32,
     /// The number of queries, over all heads and sequences, that read one bias element.
     pub repeats: u32,
-    /// The number of groups into which the queries of one bias element are divided. One unit adds up the score gradients of
-    /// one group.
+    /// The number of groups into which the kernel divides the queries of a bias element. One unit adds up the score
+    /// gradients of one group.
     pub parts: u32,
 }
 
 /// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`.
-/// A unit adds up the score gradients of every `parts`-th query to which the bias element is broadcast.
+/// A unit adds up the score gradients of every `parts`-th query that reads the bias element.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn constant_bias_gradient<S: Float>(
     rows: &Tensor<f32>,

@@ -7,7 +7,7 @@
 //! `constant_bias_gradient`.
 //!
 //! Budget: the shared memory of the forward's operand tiles plus 16 bytes per unit, and `12 · rows_per_unit` registers per
-//! unit. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP per score tile.
+//! unit. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP per score tile of `rows` queries and `columns` keys.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
@@ -192,7 +192,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    // The first dimension of the partial gradients runs over the splits, and within a split over the sequences of the bias.
+    // The partial gradients have the first dimension `splits · bias sequences`: first all sequences of split 0, then of
+    // split 1.
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {

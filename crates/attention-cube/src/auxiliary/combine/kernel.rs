@@ -24,7 +24,7 @@ pub(crate) const UNITS: usize = 128;
 /// The division of splits among units. Several units may combine the splits of one vector of an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Sharing {
-    /// The number of units among which the splits of one vector of an output row are divided.
+    /// The number of units that together combine the splits of one vector of an output row.
     pub units: usize,
     /// The number of splits that a unit loads at once.
     pub held: usize,
@@ -140,7 +140,8 @@ struct Joined<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// Combines every `sharing.units`-th split in `first..end`, for one vector of an output row.
+/// Combines the splits `first`, `first + sharing.units`, `first + 2 · sharing.units` and so on, below `end`. The result is
+/// one vector of an output row.
 #[cube]
 fn joined<N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,

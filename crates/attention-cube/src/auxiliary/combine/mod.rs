@@ -14,8 +14,8 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// The largest number of units that share the splits of one vector of an output row. A launch uses about one unit per
-/// `PARTS_OF_A_UNIT` splits, rounded up to a power of two.
+/// The largest number of units that together combine the splits of one vector of an output row. A launch uses about one unit
+/// per `PARTS_OF_A_UNIT` splits, rounded up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 

@@ -76,7 +76,8 @@ const fn rows_without_marks(form: LogsumexpForm) -> usize {
     }
 }
 
-/// The multiple to which rows of the LSE/delta tensor are padded, in elements. TMA requires rows at multiples of 16 bytes.
+/// Rows of the LSE/delta tensor are padded to a multiple of this number of elements. TMA requires rows at multiples of 16
+/// bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
 /// The runtime sizes of [`row_lse_delta`].

@@ -80,14 +80,15 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each interval of a block of `block` queries. The first range holds the key blocks
-/// that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See [`INTERVAL_BOUNDS`].
+/// Computes two ranges of key blocks for each interval of each block of `block` queries. The first range holds the key
+/// blocks that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See
+/// [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
-/// One cube handles one block.
+/// One cube handles one query block.
 ///
-/// If `spans`, the kernel also does the work of [`span_blocks`] for the query blocks. The problem must then have no
-/// segments.
+/// If `spans`, the kernel also writes the range of visible key blocks of each query block, as [`span_blocks`] does. The
+/// problem must then have no segments.
 #[cube(launch_unchecked)]
 #[allow(
     clippy::collapsible_if,
@@ -175,15 +176,15 @@ pub(crate) fn bound_intervals(
     }
 }
 
-/// The operation by which [`reduced`] combines the values of all units.
+/// The operation that [`reduced`] applies to the values of all units.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reduction {
     Smallest,
     BitwiseOr,
 }
 
-/// Combines the values of all units of the cube. Unit 0 gets the result. All units must call this function, and `units` is a
-/// power of two.
+/// Combines the values of all `units` units of the cube, and gives the result to unit 0. All units must call this function,
+/// and `units` must be a power of two.
 #[cube]
 fn reduced(value: i32, #[comptime] reduction: Reduction, #[comptime] units: u32) -> i32 {
     let mut values = Shared::<[i32]>::new_slice(comptime!(units as usize));

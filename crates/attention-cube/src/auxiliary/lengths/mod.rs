@@ -37,8 +37,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. The kernel keeps a tile of the
-/// stationary side and streams blocks of the opposite side.
+/// The block sizes of a kernel in tokens, and the operand (queries or keys) that the kernel's tiles keep. The kernel streams
+/// blocks of the opposite operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub queries: usize,
@@ -77,7 +77,7 @@ pub(crate) struct BoundsOffsets {
 }
 
 impl BoundsOffsets {
-    /// Returns the offsets for a kernel that reads lengths but no segments.
+    /// Returns the offsets in the packed buffer for a kernel that reads lengths but no segments.
     pub fn of_lengths() -> Self {
         Self {
             blocks: Blocks {
@@ -92,7 +92,7 @@ impl BoundsOffsets {
         }
     }
 
-    /// Returns the problem's lengths and window, together with the offsets, as kernel arguments.
+    /// Returns the problem's lengths and window, together with the offsets in the packed buffer, as kernel arguments.
     pub fn seq_lens(&self, problem: &AttentionProblem) -> SeqLensLaunch {
         let window = |side: Option<usize>| side.map_or(OPEN, |side| side.min(OPEN as usize) as i32);
         SeqLensLaunch::new(
@@ -158,7 +158,8 @@ pub(crate) fn prepare(
         end += values;
         start
     };
-    // Kernels with equal block sizes and the same stationary side share one set of bounds.
+    // Kernels share one set of bounds if their block sizes are equal and their tiles keep the same operand (queries or
+    // keys).
     let mut distinct_sizes: Vec<BoundsOffsets> = Vec::with_capacity(blocks.len());
     let offsets = blocks.iter().map(|blocks| {
         if let Some(offsets) = distinct_sizes
@@ -381,8 +382,8 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks for each interval of a block of queries: see `bound_intervals`. If `spans`, also does the
-/// work of [`span`] for the queries.
+/// Writes two ranges of key blocks for each interval of a block of queries: see `bound_intervals`. If `spans`, the function
+/// also writes the range of visible key blocks of each query block, as [`span`] does.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -420,8 +421,8 @@ fn bound_records(
 /// Writes the range of opposite blocks for each block of `side` (queries or keys), and sets the counter of claimed tiles to
 /// 0.
 ///
-/// A pair holds the offset of a side's bounds and the side's number of blocks per sequence. The first pair belongs to
-/// `side`, the second pair to the opposite side.
+/// `bounds` and `blocks` are the offset of the bounds of `side`, and the number of blocks of `side` per sequence. `others`
+/// and `other_blocks` are the same numbers for the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,

@@ -11,9 +11,9 @@ use burn::backend::{
 };
 use burn::tensor::{Tensor, TensorData};
 
-/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tiles'
-/// tokens. `others` holds the segment ids of the opposite side, in blocks of `other_size` tokens. A range is the index of
-/// the first block that shares an id with the tile, and the index after the last such block.
+/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tokens in
+/// the tiles. `others` holds the segment ids of the tokens that the kernel streams in blocks of `other_size` tokens. A range
+/// is the index of the first block that shares an id with the tile, and the index after the last such block.
 fn expected(
     stationary_side: &[i32],
     others: &[i32],

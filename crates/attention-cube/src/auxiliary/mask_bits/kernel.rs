@@ -176,7 +176,7 @@ pub(crate) fn summary_of_block(
     }
 }
 
-/// Returns word `word` of the packed row of an existing query. The index counts the words of all key blocks of the row.
+/// Returns the 32-bit word with index `word` in the packed mask row of `query`, which must be below the number of queries.
 #[cube]
 pub(crate) fn word_of(
     mask: &ComptimeOption<OwnedTensor<u32>>,

@@ -53,10 +53,11 @@ impl PackedMask {
     }
 }
 
-/// Packs the mask, if the problem has one. The rows of the packed mask belong to `side`, queries or keys. A tile has
-/// `tile_rows` rows, and a block has `block_keys` elements of each row.
+/// Packs the mask, if the problem has one. If `side` is queries, a row of the packed mask holds the bits of one query's
+/// keys. If `side` is keys, a row holds the bits of one key's queries. Summaries cover `tile_rows` rows and `block_keys`
+/// elements of each row.
 ///
-/// If `tile_rows` is `None`, the function computes no block summaries.
+/// If `tile_rows` is `None`, the function computes no summaries.
 pub(crate) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,

@@ -19,16 +19,17 @@ pub(crate) struct MaskWords {
     pub batch: usize,
     pub heads: usize,
     pub rows: usize,
-    /// The number of pieces per row. One plane packs one piece of [`WORDS_PER_PLANE`] words.
+    /// The number of pieces per mask row. One plane packs one piece of [`WORDS_PER_PLANE`] words.
     pub pieces: usize,
     /// The number of tiles per head, or 0 if the layout has no summaries. Each tile has one summary per block.
     pub tiles: usize,
-    /// The number of blocks per row.
+    /// The number of blocks per mask row.
     pub blocks: usize,
 }
 
 impl MaskWords {
-    /// Plans the layout of a mask of this shape, whose rows belong to `side`. Tiles have `tile_rows` rows, and blocks have
+    /// Plans the layout of a mask `[batch, heads, queries, keys]`. If `side` is queries, a row of the packed mask is one
+    /// query's row. If `side` is keys, a row is one key's column. Tiles have `tile_rows` rows, and blocks have
     /// `block_columns` columns. If `tile_rows` is `None`, the layout has no summaries.
     pub fn new(
         [batch, heads, queries, keys]: [usize; 4],
@@ -52,18 +53,18 @@ impl MaskWords {
         }
     }
 
-    /// Returns the number of words per row.
+    /// Returns the number of 32-bit words per mask row.
     #[cfg(any(test, feature = "cuda"))]
     pub fn of_row(&self) -> usize {
         self.pieces * WORDS_PER_PLANE
     }
 
-    /// Returns the number of pieces in all rows together.
+    /// Returns the number of pieces in all mask rows together. One plane packs one piece of [`WORDS_PER_PLANE`] words.
     pub fn all_pieces(&self) -> usize {
         self.batch * self.heads * self.rows * self.pieces
     }
 
-    /// Returns the number of words in all rows together, which is also the offset of the first summary.
+    /// Returns the number of 32-bit words in all mask rows together, which is also the offset of the first summary.
     pub fn of_rows(&self) -> usize {
         self.all_pieces() * WORDS_PER_PLANE
     }
@@ -73,7 +74,7 @@ impl MaskWords {
         self.batch * self.heads * self.tiles * self.blocks
     }
 
-    /// Returns the number of words of the whole buffer.
+    /// Returns the number of 32-bit words of the whole packed mask.
     pub fn all(&self) -> usize {
         self.of_rows() + self.pairs()
     }
@@ -95,8 +96,8 @@ impl MaskWords {
     }
 }
 
-/// Refuses a mask that packs to more words than the kernels can index. An entry of `packed` describes a packed form of the
-/// mask: the side of its rows, the rows per tile, and the columns per block.
+/// Refuses a mask that packs to more words than the kernels can index. Each entry of `packed` describes one packed copy of
+/// the mask: whether its rows are queries or keys, the rows per tile, and the columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,

@@ -15,8 +15,8 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per launch of `gather_pages`, unless there are more heads. The number exceeds the cubes that
-/// a device runs at once, but is small enough that cubes without rows cost little.
+/// The largest number of cubes per launch of `gather_pages`. With more heads than this limit, the launch has one cube per
+/// head. The limit exceeds the cubes that a device runs at once, but is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.

@@ -29,9 +29,9 @@ pub(crate) fn quantized(rows: CubeTensor) -> QuantizedTensors<CubeBackend> {
 
 /// Quantizes rows and writes them into the row slots of an int8 KV cache on a CubeCL device.
 ///
-/// The quantization is the one of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`,
-/// row `i` is written to slot `i`. For each position `p` in `positions`, source row `p % count` is written to slot
-/// `p % slots`. The function writes in place, so every handle to the memory of `words` and `scales` sees the new rows.
+/// The codes and scales equal those of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without
+/// `positions`, row `i` is written to slot `i`. For each position `p` in `positions`, source row `p % count` is written to
+/// slot `p % slots`. The function writes in place, so every handle to the memory of `words` and `scales` sees the new rows.
 ///
 /// # Shapes
 /// `rows [batch, kv_heads, count, columns]`, `words [batch, kv_heads, slots, columns / 4]`,
@@ -147,8 +147,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch, unless there are more heads. The number exceeds the cubes that a device runs at
-/// once, but is small enough that cubes without rows cost little.
+/// The largest number of cubes per launch. With more heads than this limit, the launch has one cube per head. The limit
+/// exceeds the cubes that a device runs at once, but is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.

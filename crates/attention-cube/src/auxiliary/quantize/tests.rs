@@ -55,8 +55,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks that `write_numbers` writes only the rows that queries see. `lengths` holds the number of valid keys of each
-/// sequence, and a flag that is true for i64 and false for i32.
+/// Checks that `write_numbers` writes only the rows that queries see. `lengths` is a pair: the number of valid keys of each
+/// sequence, and a flag that selects i64 (true) or i32 (false) for these numbers.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;

@@ -14,13 +14,13 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 /// The plan of a bias gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientPlan {
-    /// The tiles into which the scores are divided.
+    /// The tiles that divide the scores.
     pub tiles: BiasTiles,
-    /// The way in which the gradient is summed, with the number of partial sums.
+    /// The method that sums the gradient, with the number of partial sums.
     pub sum: BiasSum,
 }
 
-/// The tiles into which the scores are divided. The variants differ in the hardware that computes the GEMMs.
+/// The tiles that divide the scores. The variants differ in the hardware that computes the GEMMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasTiles {
     /// Scalar units compute the GEMMs in f32.
@@ -67,11 +67,11 @@ impl BiasTiles {
     }
 }
 
-/// The way in which a bias gradient is summed. If there are too few bias tiles to fill the device, several cubes compute
-/// partial sums of a tile. A second kernel adds the partial sums in a fixed order.
+/// The method that sums a bias gradient. If there are too few bias tiles to fill the device, several cubes compute partial
+/// sums of a tile. A second kernel adds the partial sums in a fixed order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasSum {
-    /// The kernel recomputes the scores, and sums dS over all score tiles to which a bias tile is broadcast.
+    /// The kernel recomputes the scores, and sums dS over all score tiles that read a bias tile.
     Scores {
         /// The number of partial sums per tile of the bias.
         parts: usize,

@@ -4,7 +4,7 @@ use crate::math::side::{Side, Sums};
 
 /// The tiles of a backward kernel. A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries.
 pub trait BackwardTiles: Copy {
-    /// Returns the side of the rows that a tile keeps: queries or keys.
+    /// Returns which rows a tile keeps: queries or keys.
     fn side(&self) -> Side;
 
     /// The number of rows in a tile.

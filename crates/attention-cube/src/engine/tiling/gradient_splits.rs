@@ -1,6 +1,7 @@
-//! Splits of a backward kernel's tiles, for problems whose tiles alone leave multiprocessors idle.
+//! Plans how several cubes divide the work of one tile of a backward kernel. Without such splits, problems with few tiles
+//! would leave multiprocessors idle.
 //!
-//! Several cubes share a tile and divide its blocks. Each cube writes its partial f32 gradient to a workspace. A second
+//! Each cube of a tile processes some of the streamed blocks, and writes its partial f32 gradient to a workspace. A second
 //! kernel adds the partial gradients in a fixed order, so results are bitwise equal in every run.
 
 use super::backward_tiles::BackwardTiles;
@@ -80,7 +81,8 @@ fn gradient_bytes<T: BackwardTiles>(problem: &AttentionProblem, tiles: &T) -> us
     size_of::<f32>() * problem.batch * heads * length * width
 }
 
-/// Returns the smallest number of splits with which a kernel's estimated time is within 5 % of the shortest estimate.
+/// Returns the number of splits for one kernel. The result is the smallest number whose estimated time is within 5 % of the
+/// shortest estimate.
 fn splits<T: BackwardTiles>(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -159,7 +161,8 @@ mod tests {
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),
-            // In the next cases, no tile is split. Splits would save too little time, or there are too few tiles or blocks.
+            // In the next cases, no tile is split. Splits would save too little time, a tile has too few blocks, or there is
+            // no tile or block at all.
             (128, 1, 26, 1),
             (1, 1, 15, 1),
             (0, 1, 820, 1),

@@ -14,9 +14,10 @@ pub(crate) struct DropoutArguments {
     /// A word whose bits are all 1 if dropout drops the probabilities of hits, and all 0 if dropout keeps them. A hit is a
     /// score whose random bits are above the threshold.
     pub drops_hits: u32,
-    /// The factor by which kept probabilities are multiplied.
+    /// The factor that multiplies kept probabilities.
     pub kept: f32,
-    /// The factor of delta, `-1 / kept`, in kernels that multiply the gradients by `kept` only at the end.
+    /// The factor of delta, `-1 / kept`, in kernels that multiply the gradients by `kept` only at the end. `kept` is the
+    /// factor of kept probabilities.
     #[cfg_attr(
         not(feature = "cuda"),
         allow(dead_code, reason = "only kernels for tensor cores read it")
@@ -107,7 +108,8 @@ pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     }
 }
 
-/// Returns the factor of the probability of `query` and `key`: 0 if the probability is dropped, and `kept` otherwise.
+/// Returns the factor of the probability of `query` and `key`. The factor is 0 if dropout drops the probability, and the
+/// field `kept` of `dropout` otherwise.
 #[cube]
 pub(crate) fn keep_factor(
     dropout: &ComptimeOption<DropoutArguments>,

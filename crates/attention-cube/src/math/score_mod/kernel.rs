@@ -1,4 +1,4 @@
-//! Calls of a [`ScoreMod`](super::ScoreMod) or [`MaskMod`](super::MaskMod) in kernels.
+//! The calls of a [`ScoreMod`](super::ScoreMod) or [`MaskMod`](super::MaskMod) in kernels.
 
 use super::{MaskCode, ScoreCode, ScorePlace, ScorePlaceExpand, ScoreTable};
 use cubecl::prelude::*;

@@ -17,8 +17,8 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the plane's fragments of O, filled with zeros. The fragment at index `r · output_fragments + c` lies `r ·
-/// plane_rows` fragments below the plane's first fragment, and `c · plane_columns` fragments to its right.
+/// Returns the plane's fragments of O, filled with zeros. The fragment at index `r · output_fragments + c` lies
+/// `r · plane_rows` fragments below the plane's first fragment, and `c · plane_columns` fragments to its right.
 #[cube]
 pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment> {
     zero_sums(
@@ -109,7 +109,7 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of a streamed operand for which the matching column of P is all zero. The function syncs the cube at its
+/// Zeroes each row of the streamed operand B if the matching column of P is all zero. The function syncs the cube at its
 /// end.
 #[cube]
 fn clear_unused<C: Float>(

@@ -1,4 +1,4 @@
-//! The shared memory of a cube for both products, `S = A Bᵀ` and `O += P B`.
+//! The shared memory of a cube for the two products, `S = A Bᵀ` and `O += P B`.
 
 use super::super::staged::StagedRows;
 use super::super::vec4::{Four, Vec4};
@@ -8,10 +8,10 @@ use cubecl::prelude::*;
 /// The alignment of fragments in shared memory, in bytes. CUDA's compiler requires the largest alignment of all compilers.
 const ALIGNMENT: usize = 32;
 
-/// The shared memory of a cube for both products, `S = A Bᵀ` and `O += P B`.
+/// The shared memory of a cube for the two products, `S = A Bᵀ` and `O += P B`.
 #[derive(CubeType)]
 pub(crate) struct FragmentStage<C: Float> {
-    /// The chunks of the operands that planes are multiplying.
+    /// The chunks of the operands A and B that planes are multiplying.
     pub operands: Shared<[Four<C>]>,
     /// The shared memory for S. Fragments of O also pass through this memory.
     pub sums: Shared<[Vec4]>,

@@ -111,8 +111,8 @@ impl Export<'_> {
         let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
-        // The rename has moved the folder. Without `keep`, dropping `partial` would try to remove a folder at the
-        // temporary name.
+        // The rename gave the folder its final name. `keep` stops `partial` from deleting its temporary path, which no
+        // longer exists.
         let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }
@@ -198,8 +198,8 @@ impl Export<'_> {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
-            // Pack the matrix only if its row length is a multiple of the group size. For a matrix that no layer uses, no
-            // earlier code has checked the row length.
+            // Pack the matrix only if its row length is a multiple of the group size. No earlier code checks the row length
+            // of a matrix that no layer uses.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
                 && rows * columns > 0

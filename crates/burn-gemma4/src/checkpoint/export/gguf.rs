@@ -165,7 +165,7 @@ impl Export<'_> {
         has_full.then(|| pairs.map(divisor).collect())
     }
 
-    /// Do not quantize a matrix whose row length is not a multiple of the block size.
+    /// Returns the metadata keys of the written file, with their values.
     fn values(&self) -> Result<Vec<(String, Written)>, Gemma4Error> {
         let generation = match existing(self.from, "generation_config.json")? {
             Some(path) => {

@@ -53,7 +53,8 @@ fn required<T>(key: &str, value: Option<T>) -> Result<T, String> {
     value.ok_or_else(|| format!("{key} is missing"))
 }
 
-/// Returns the number to which all `values` are equal, or `None` if `values` is empty.
+/// Returns the value that all elements of `values` have, or `None` if `values` is empty. Returns an error if two elements
+/// differ.
 fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<usize>, String> {
     let mut values = values.into_iter();
     let Some(first) = values.next() else {

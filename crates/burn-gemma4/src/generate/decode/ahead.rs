@@ -2,14 +2,15 @@
 
 use crate::op::reading::Reading;
 
-/// A queued decode step. Its input tokens are the tokens that the previous step chose.
+/// A decode step that the decoder has already queued on the device. The step's input tokens are the tokens that the previous
+/// step chose.
 ///
-/// In a sliding layer's ring buffer, the step overwrites the oldest keys and values. The overwrite does no harm even if
-/// the step is discarded, because no later query attends to these keys.
+/// In a sliding layer's ring buffer, the step overwrites the oldest key and value of each sequence. No later query attends to
+/// them, so the decoder may also discard the step.
 pub(super) struct Ahead {
     /// The input tokens of the step, one per sequence. `None` if the previous step could not choose a token.
     tokens: Vec<Option<u32>>,
-    /// The pending copy of the step's chosen tokens to the host. Dropping the [`Reading`] waits for the copy.
+    /// The pending copy of the step's chosen tokens to the host. Dropping the [`Reading`] waits until the copy has finished.
     chosen: Reading,
 }
 

@@ -49,7 +49,7 @@ pub struct Prefill {
 }
 
 impl Prefill {
-    /// Creates the prefill of the prompt `tokens`. No token is read yet.
+    /// Creates the prefill of the prompt `tokens`, without running the model yet.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the prompt is empty, or has a token outside the vocabulary, or leaves no position
@@ -104,7 +104,8 @@ impl Prefill {
         };
         let hidden = self.model.step_hidden(&tokens, &mut self.cache, asked)?;
         if hidden.is_none() {
-            // Wait for the chunk, so that a decode step does not wait behind a queue of chunks.
+            // Wait until the device has processed these prompt tokens. Otherwise the caller's next decode step would wait for
+            // all prefill chunks that are queued before it.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;
@@ -113,19 +114,22 @@ impl Prefill {
     }
 }
 
-/// A batch with a captured graph keeps its rows while more than one row in this many has a sequence. Fewer rows would take a new
-/// capture whenever the number of sequences passes a power of two.
+/// While the decode step has a captured graph, the batch keeps its buffers if more than one in four buffer rows holds a
+/// sequence. With a limit of one in two, a new capture would be needed whenever the number of sequences passes a power of
+/// two.
 #[cfg(feature = "cube")]
 const LEAST_SHARE: usize = 4;
 
-/// Sequences of different lengths that are decoded together. A sequence joins after its prefill, and leaves between two steps.
+/// Sequences of different lengths that are decoded together. A sequence joins after its prefill, and leaves between two
+/// steps.
 ///
-/// The sequences have consecutive indices, in the order in which they joined. [`leave`](Self::leave) moves the last sequence to
-/// the free index, as [`Vec::swap_remove`] does.
+/// The sequences have consecutive indices, in the order in which they joined. [`leave`](Self::leave) moves the last sequence
+/// to the free index, as [`Vec::swap_remove`] does.
 ///
-/// On CubeCL devices a batch of up to 8 sequences (64 with NVIDIA's tensor cores in f16 or bf16) runs the decode kernels, and
-/// CUDA graphs if the device supports them. A captured graph stays valid while sequences join and leave, until the buffers
-/// must grow or shrink: when the number of sequences passes a power of two, or a sequence outgrows the slots. See
+/// On CubeCL devices a batch of up to 8 sequences runs the decode kernels. With NVIDIA's tensor cores in f16 or bf16, the
+/// limit is 64 sequences. The kernels run as CUDA graphs if the device supports them. A captured graph stays valid until the
+/// buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than slots, or if more
+/// sequences join than the buffers have rows. They shrink if at most a quarter of the rows hold a sequence. See
 /// [`Decoder`](super::Decoder).
 pub struct Batch {
     model: Gemma4Model,
@@ -133,13 +137,14 @@ pub struct Batch {
     kind: CacheKind,
     /// The number of sequences.
     count: usize,
-    /// The number of rows in the cache's buffers.
+    /// The number of sequences for which the cache's buffers have space.
     capacity: usize,
     #[cfg(feature = "cube")]
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
-    /// Makes the type `!Send`. A graph replay is ordered only after work of the thread that captured the graph.
+    /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
+    /// ordered before a replay.
     _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -211,8 +216,8 @@ impl Batch {
         self.cache.bytes()
     }
 
-    /// Adds the sequence of a finished prefill, and returns the sequence's index. A prefill may join several times, for several
-    /// answers to one prompt.
+    /// Adds the sequence of a finished prefill, and returns the sequence's index. The same prefill may join several times, to
+    /// generate several answers to one prompt.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if tokens of the prompt remain, or if the prefill's KV cache has another format.
@@ -289,12 +294,12 @@ impl Batch {
         self.set_lengths(lengths);
     }
 
-    /// Runs the model over one more token of each sequence, and returns the logits after these tokens. `tokens` has the token of
-    /// each sequence, in the order of the sequences' indices.
+    /// Runs the model over one more token of each sequence, and returns the logits after these tokens. `tokens` has the token
+    /// of each sequence, in the order of the sequences' indices.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the number of tokens differs from the number of sequences, or if a token is outside
-    /// the vocabulary. Returns the same error if a sequence has no position left.
+    /// Returns [`Gemma4Error::Argument`] if the number of tokens differs from the number of sequences, or if a token is
+    /// outside the vocabulary. Returns the same error if a sequence has no position left.
     pub fn step(&mut self, tokens: &[u32]) -> Result<RowLogits<'_>, Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
@@ -315,7 +320,8 @@ impl Batch {
                 "exceed the model's {positions} positions; expected that full sequences leave"
             ));
         }
-        // Give an arbitrary token to the buffer rows that have no sequence. The logits of these rows are dropped.
+        // Give an arbitrary token to the buffer rows that have no sequence. The caller does not receive the logits of these
+        // rows.
         let mut tokens = tokens.to_vec();
         tokens.resize(self.cache.batch(), 0);
         let count = self.count;
@@ -342,8 +348,9 @@ impl Batch {
         Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
     }
 
-    /// Reallocates the buffers for `sequences` sequences if they have more rows than that takes. Buffers whose slots grow have no
-    /// spare rows, so they stay within [`largest_slots`](Self::largest_slots). Returns true if the buffers changed.
+    /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences`. Returns true if the
+    /// number was larger before. Callers reduce the rows before the buffers get more slots, so that the buffers stay within
+    /// [`largest_slots`](Self::largest_slots).
     fn fit_capacity(&mut self, sequences: usize) -> bool {
         let capacity = sequences.next_power_of_two();
         if capacity >= self.capacity {
@@ -355,7 +362,7 @@ impl Batch {
         true
     }
 
-    /// Sets the lengths of the sequences without a change of the buffers, so that the captured graph stays valid.
+    /// Sets the lengths of the sequences, and keeps the buffers and the captured graph.
     #[cfg(feature = "cube")]
     fn keep_graph(&mut self, mut lengths: Vec<usize>) {
         lengths.resize(self.capacity, 0);
@@ -374,7 +381,8 @@ impl Batch {
     fn set_lengths(&mut self, mut lengths: Vec<usize>) {
         #[cfg(feature = "cube")]
         {
-            /// The granularity of batch sizes on devices that tune or compile a kernel for each size.
+            /// A call's batch size is rounded up to a multiple of this number, because devices tune or compile kernels for
+            /// each batch size.
             const ROWS: usize = 8;
             let most = gemv::most_rows(&self.model.device(), self.model.dtype());
             let rows = match self.model.is_accelerated() {

@@ -17,19 +17,18 @@ use crate::op::gemv;
 use crate::speculative::drafter::Drafter;
 use std::marker::PhantomData;
 
-/// A decoder, which generates tokens after a filled [`Cache`]. Each decode step runs the model over one more token of
-/// every sequence.
+/// A decoder, which generates the tokens that follow the tokens in a filled [`Cache`]. Each decode step runs the model over
+/// one more token of every sequence.
 ///
 /// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. With NVIDIA's tensor cores in f16
 /// or bf16, the limit is 64 sequences. If the device supports CUDA graphs, the kernel launches are captured once and then
-/// replayed. The decode kernels need at most 512 experts, and parameters of one dtype: f32, f16 or bf16. All other models
-/// run through [`Gemma4Model::step`].
+/// replayed. The decode kernels need at most 512 experts, and parameters of one dtype: f32, f16 or bf16. All other models run
+/// through [`Gemma4Model::step`].
 ///
-/// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a
-/// capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture, another
-/// thread that synchronizes with the device or allocates on it gets an error. A program whose threads share a CUDA device
-/// should decode [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as fast as with
-/// graphs.
+/// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a capture
+/// affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture, another thread that
+/// synchronizes with the device or allocates on it gets an error. A program whose threads share a CUDA device should decode
+/// [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as fast as with graphs.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -75,7 +74,8 @@ pub struct Decoder<'a> {
     pub(super) has_samplers: bool,
     #[cfg(feature = "cube")]
     pub(super) graph: Option<GraphCapture>,
-    /// Makes the type `!Send`. A graph replay is ordered only after work of the thread that captured the graph.
+    /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
+    /// ordered before a replay.
     pub(super) _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -105,8 +105,8 @@ impl<'a> Decoder<'a> {
     /// Runs a decode step over one more token of each sequence.
     ///
     /// # Errors
-    /// Returns an error if the number of tokens differs from the number of sequences in the cache, or if a token is outside the
-    /// vocabulary.
+    /// Returns an error if the number of tokens differs from the number of sequences in the cache, or if a token is outside
+    /// the vocabulary.
     pub fn step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
@@ -118,15 +118,16 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, 1)
     }
 
-    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that
-    /// the device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
+    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the
+    /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
-    /// The host's samplers do not record the tokens. If `goes_on` is true, the decoder queues the following decode step
-    /// before the host has received the tokens. The next call uses the queued step if it passes exactly the returned
-    /// tokens. If the next call discards the queued step, the step's tokens still count for the repetition penalty.
+    /// The function does not record the tokens in the host's samplers. If `goes_on` is true, the decoder queues the following
+    /// decode step before the host has received the tokens. The next call uses the queued step if the call passes exactly the
+    /// returned tokens. Otherwise the decoder discards the queued step, but its tokens still count for the repetition
+    /// penalty.
     ///
-    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the
-    /// host must draw for the given samplers.
+    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
+    /// must draw for the given samplers.
     ///
     /// # Errors
     /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
@@ -148,12 +149,12 @@ impl<'a> Decoder<'a> {
         Ok(None)
     }
 
-    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after
-    /// each of these tokens.
+    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after each of
+    /// these tokens.
     ///
     /// The pass runs on the decode kernels if the cache can [forget](Cache::forgetting) tokens. The kernels take up to 8
-    /// tokens (64 with tensor cores), and at most one token more than the cache can forget. If a caller rejects some of the tokens,
-    /// [`forget`](Self::forget) removes the rejected tokens.
+    /// tokens (64 with tensor cores). The number of tokens may exceed the number of forgettable tokens by one. If a caller
+    /// rejects some of the tokens, [`forget`](Self::forget) removes the rejected tokens.
     ///
     /// # Errors
     /// Returns an error if the cache has several sequences, `tokens` is empty, or a token is outside the vocabulary.
@@ -184,8 +185,9 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes all its keys
-    /// before attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
+    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes the keys of all
+    /// tokens before attention reads any key. In a ring buffer, each token after the first needs a spare slot. Otherwise its
+    /// key would overwrite a key that the first token attends to.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         let most = gemv::most_rows(&self.model.device(), self.model.dtype());
@@ -233,7 +235,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget_each(counts)
     }
 
-    /// Discards the queued decode step, because the caller is about to change the cache's last token.
+    /// Discards the queued decode step. Its input tokens would be wrong, because the caller is about to change the last token
+    /// in the cache.
     fn discard_lookahead(&mut self) {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {

@@ -94,7 +94,8 @@ impl<'a> Decoder<'a> {
         #[cfg(feature = "cube")]
         {
             let drafter = self.drafter()?;
-            // If an embedding table is in host memory, the host needs the draft tokens to look up their rows.
+            // If an embedding table is in host memory, the host looks up the table rows of the draft tokens. The host must
+            // therefore receive the draft tokens.
             let reads_guesses = self.has_drafter_kernels
                 && self.model.host_table.is_none()
                 && self.cache.has_begun()
@@ -131,8 +132,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs, which read each padded sequence from slot 0 on. `turn_back` below moves the
-                    // padding back to the beginning of the buffers.
+                    // Drop the captured graphs, which expect the first token of each sequence in slot 0. `turn_back` below
+                    // moves the padding back to the first slots.
                     graph.release();
                 }
             }

@@ -208,8 +208,8 @@ impl GraphCapture {
         streams: &Streams,
         count: usize,
     ) -> Draft {
-        // Make room in the KV cache for only one token of every sequence. The drafter uses the same position for all draft
-        // tokens.
+        // Make room in the KV cache for only one token of every sequence. The drafter uses the position of this token for all
+        // draft tokens.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
@@ -268,7 +268,7 @@ impl GraphCapture {
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
-        // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence.
+        // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence instead of padding.
         cache.rotate();
         let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);

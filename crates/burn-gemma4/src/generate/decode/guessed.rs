@@ -46,7 +46,7 @@ impl DraftTokens {
         Self(Source::Device(Box::new(reading)))
     }
 
-    /// Waits for the copy of the draft tokens to the host, and returns the tokens. The wait does not include the model's
+    /// Waits for the copy of the draft tokens to the host, and returns the tokens. The function does not wait for the model's
     /// pass over the draft tokens.
     ///
     /// # Errors

@@ -32,19 +32,19 @@ impl Inputs {
         overwrite_three(self.all(), uploaded.numbers);
     }
 
-    /// Overwrites the inputs with those of the next decode step. `chosen` are the step's tokens, one per sequence.
+    /// Overwrites the inputs with the inputs of the next decode step. `chosen` are the step's tokens, one per sequence.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
         advance_inputs(self.all(), chosen);
     }
 
-    /// Overwrites the inputs with those of a run of the drafter. Also overwrites `hidden`, `[batch, columns]`, with the
+    /// Overwrites the inputs with the inputs of a run of the drafter. Also overwrites `hidden`, `[batch, columns]`, with the
     /// hidden states from which the input tokens were chosen.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Overwrites the inputs of a forward pass with the tokens of a run of the drafter: each sequence's input token, then
-    /// its draft tokens. `first` are the inputs of the run. `guesses` are the draft tokens, ordered by drafting step.
+    /// Overwrites the inputs of a forward pass with each sequence's input token of a drafter run, followed by its draft
+    /// tokens. `first` holds the inputs of the drafter run. `guesses` holds the draft tokens, ordered by drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }
@@ -86,7 +86,8 @@ impl Uploaded {
     }
 }
 
-/// The inputs of a run of the drafter: a token per sequence, its position, and the hidden state from which it was chosen.
+/// The inputs of a run of the drafter: a token per sequence, the token's position, and the hidden state from which the model
+/// chose the token.
 pub(super) struct Begun {
     /// A concatenation of four lists, `[4 · batch]`: tokens, positions, lengths, and row indices of the hidden states.
     numbers: Tensor<1, Int>,

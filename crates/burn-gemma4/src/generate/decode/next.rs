@@ -179,7 +179,7 @@ impl From<Outputs> for Next<'_> {
     }
 }
 
-/// Copies token ids to the host. A negative id becomes `None`, because it means that no token is possible in the row.
+/// Copies token ids to the host. A negative id means that no token is possible in the row, and becomes `None`.
 fn numbers(tokens: Tensor<1, Int>) -> Result<Vec<Option<u32>>, Gemma4Error> {
     let tokens = tokens.try_into_data().map_err(failed)?;
     let tokens = tokens.iter::<i64>();

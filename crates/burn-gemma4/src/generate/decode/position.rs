@@ -22,7 +22,7 @@ pub(super) const CAPTURED_AFTER: usize = 3;
 
 /// A forward pass of the decoder, with all tensors that its launches read and write.
 pub(super) struct Position {
-    /// A clone of the caller's model. Both share the same weight tensors.
+    /// A clone of the caller's model. The clone shares the weight tensors with the caller's model.
     pub model: Gemma4Model,
     /// The KV buffers to which the forward pass writes. Only layers that compute their own keys and values have such
     /// buffers.
@@ -34,8 +34,8 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The rows of the forward pass's tokens in the per-layer embedding table, `[rows · layers · columns]`. `None` if the
-    /// table is on the device.
+    /// The per-layer embeddings of the forward pass's tokens from the table in host memory, `[rows · layers · columns]`.
+    /// `None` if the table is on the device.
     pub from_host: Option<Tensor<1>>,
     /// The sampler that draws the next tokens, or `None` if the forward pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
@@ -51,7 +51,7 @@ pub(super) struct Outputs {
     pub hidden: Tensor<2>,
 }
 
-/// The next tokens, `[rows]`. The variant tells how the tokens were chosen.
+/// The next tokens, `[rows]`. The enum's variant tells how the tokens were chosen.
 #[derive(Clone, Debug)]
 pub(crate) enum Choice {
     /// The argmax of each row.
@@ -160,7 +160,8 @@ impl Position {
             // No mask is needed, because the single query sees every key in the ring buffer.
             return self.written();
         }
-        // If all sequences are at the same positions, one mask serves all of them. Otherwise build one mask per sequence.
+        // If all sequences are at the same positions, build one mask for all sequences. Otherwise build one mask per
+        // sequence.
         let sequences = match self.is_ragged {
             true => self.batch,
             false => 1,
@@ -169,7 +170,7 @@ impl Position {
         self.ring.visible(queries, self.inputs.positions.clone())
     }
 
-    /// Returns the rules by which every query sees the keys of all columns (tokens) that have been written.
+    /// Returns rules that let every query see all written keys.
     fn written(&self) -> Visible {
         Visible {
             lengths: Some(self.inputs.lengths.clone()),

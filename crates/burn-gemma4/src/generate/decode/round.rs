@@ -22,10 +22,10 @@ use burn::tensor::{Device, Tensor};
 /// One run of the drafter (a drafting round), with all tensors that its launches read and write.
 pub(super) struct Round {
     drafter: Drafter,
-    /// A clone of the caller's model. Both share the same weight tensors.
+    /// A clone of the caller's model. The clone shares the weight tensors with the caller's model.
     target: Gemma4Model,
-    /// The KV buffers that the drafter reads. They belong to the target model's last sliding layer and last full layer that
-    /// compute their own keys and values.
+    /// The KV buffers that the drafter reads. They belong to two layers of the target model: the last sliding layer and the
+    /// last full layer that compute their own keys and values.
     last_sliding: Option<WriteTarget>,
     last_full: Option<WriteTarget>,
     ring: Ring,

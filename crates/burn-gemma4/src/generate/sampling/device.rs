@@ -111,7 +111,8 @@ impl Sampling {
 
 /// Returns the smallest f32 `x` with `exp(x) >= weight`. The weight is from 0 to 1, so `x` is at most 0.
 fn least_logarithm(weight: f32) -> f32 {
-    // Search for `−x` by bisection over the bit patterns of f32. Non-negative floats have the same order as their bit patterns.
+    // Search by bisection for the bit pattern of `−x`, which is at least 0. Non-negative floats have the same order as their
+    // bit patterns.
     let (mut last, mut first_below) = (0, f32::INFINITY.to_bits());
     while first_below - last > 1 {
         let middle = last + (first_below - last) / 2;

@@ -13,9 +13,10 @@ use std::collections::HashSet;
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
-    /// The number of tokens in the text so far.
+    /// The number of tokens that the text has so far. This is also the position of the next token.
     position: usize,
-    /// Pairs of a length and a list of tokens. The tokens are forbidden while the text has fewer tokens than the length.
+    /// Pairs of a length and a list of tokens. The listed tokens are forbidden while the text has fewer tokens than the
+    /// length.
     suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text contains, if a repetition penalty is set.
     seen: HashSet<u32>,
@@ -234,7 +235,8 @@ impl Candidate {
     }
 
     fn weigh(&mut self, largest: f32, temperature: f32) {
-        // Set the weight to 1 for the largest logit instead of subtracting: if the logit is ∞, the subtraction gives NaN.
+        // Set the weight of the largest logit to 1 without a subtraction. If the largest logit is ∞, the difference ∞ − ∞
+        // would be NaN.
         self.weight = if self.logit == largest {
             1.0
         } else {
@@ -272,7 +274,7 @@ mod tests {
         }
     }
 
-    /// Draws many times and returns the share of each token among the drawn tokens.
+    /// Draws many times, and returns the relative frequency of each token.
     fn frequencies(sampling: &Sampling, logits: &[f32]) -> Vec<f64> {
         const DRAWS: usize = 20_000;
         let mut sampler = Sampler::new(sampling);

@@ -1,15 +1,16 @@
 //! Buffers of keys and values, and functions that write and read these buffers.
 //!
-//! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A layer with full attention
-//! stores column `c` in slot `c`. A layer with a sliding window has a ring buffer, and stores column `c` in slot `c % slots`.
+//! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A layer with full
+//! attention stores column `c` in slot `c`. A layer with a sliding window has a ring buffer, and stores column `c` in slot
+//! `c % slots`.
 
 use super::{
     key_values::{KeyValues, Visible},
     slots::Slots,
 };
 
-/// The number of slots by which the buffer of a full-attention layer grows. Growing copies the whole buffer once per 256
-/// tokens, whereas attention reads the whole buffer for every token.
+/// The buffer of a full-attention layer grows by a multiple of this number of slots. Growing copies the whole buffer once per
+/// 256 tokens, whereas attention reads the whole buffer for every token.
 pub(super) const BLOCK: usize = 256;
 
 /// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.
@@ -66,7 +67,8 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
-/// Writes the last tokens of `new` to a ring buffer, as many as the buffer has slots. `past` tokens precede those of `new`.
+/// Writes tokens of `new` to a ring buffer, after `past` earlier tokens. If `new` has more tokens than the buffer has slots,
+/// writes only its last tokens.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);
@@ -90,8 +92,8 @@ pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> S
     Slots::cat(parts)
 }
 
-/// Returns the slots of the last `kept` of the `past` tokens that were written to a ring buffer, in text order. Tokens that
-/// wrap around the end of the buffer give two ranges of slots. `kept` must be at least 1.
+/// Returns the slots of the last `kept` of the `past` tokens that were written to a ring buffer, in text order. If the tokens
+/// wrap around the end of the buffer, the slots form two ranges. `kept` must be at least 1.
 pub(super) fn parts_in_order(ring: &Slots, past: usize, kept: usize) -> Vec<Slots> {
     let slots = ring.dims()[2];
     let slot = (past - kept) % slots;

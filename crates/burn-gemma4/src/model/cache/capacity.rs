@@ -26,8 +26,8 @@ impl Cache {
     }
 
     /// Reserves slots for at least `count` more tokens of every sequence. A reallocated buffer invalidates the captured CUDA
-    /// graphs, so buffers grow rarely: by at least an eighth and at least 1,024 slots, up to the model's maximum number of
-    /// positions.
+    /// graphs, so buffers grow rarely. They grow by at least an eighth and by at least 1,024 slots, up to the model's maximum
+    /// number of positions.
     pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
         let ahead = capacity(columns + count.max(columns / 8).max(4 * BLOCK));

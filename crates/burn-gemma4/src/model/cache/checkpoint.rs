@@ -1,6 +1,7 @@
-//! Checkpoints of the KV cache, from which the cache can be restored to an earlier token. A column is one token of the
-//! text. Ring buffers overwrite old columns, so a checkpoint copies their last columns. Full-attention layers keep all
-//! columns.
+//! Checkpoints of the KV cache, from which the cache can be restored to an earlier token. A column is one token of the text.
+//!
+//! Ring buffers overwrite old columns, so a checkpoint copies the last columns of each ring buffer. Full-attention layers
+//! keep all columns, so a checkpoint does not copy them.
 
 use super::{
     Cache, Store,
@@ -50,21 +51,21 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last tokens that a checkpoint must copy from each ring buffer: the `window - 1` tokens that the
-    /// next query sees, plus the tokens that [`forget`](Self::forget) may remove before that query.
+    /// Returns the number of last tokens that a checkpoint must copy from each ring buffer. These are the `window - 1` tokens
+    /// that the next query sees, and the tokens that [`forget`](Self::forget) may remove before that query.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
 
-    /// Removes the token at position `column` and all later tokens, and returns true. Returns false without a change if the
-    /// ring buffers lack a key in the window of a query at that position.
+    /// Removes the token at position `column` and all later tokens, and returns true. Changes nothing and returns false if a
+    /// query at that position would attend to a key that the ring buffers no longer hold.
     ///
     /// # Panics
     /// Panics if the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // `is_whole` means that the ring buffers still hold every token of the text, because some of their slots were never
-        // written. After a restore without the first tokens, `written` counts all slots as written, so `is_whole` is false.
+        // `is_whole` is true if the ring buffers still hold every token of the text, because some slots were never written.
+        // After a restore that lacks the first tokens, `written` is at least the number of slots, so `is_whole` is false.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -101,8 +102,8 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Allow `forget` to remove only as many tokens as the ring buffers can lose and still hold the whole window of the
-        // next query.
+        // Limit the number of tokens that `forget` may remove. After the removal, the ring buffers must still hold the whole
+        // window of the next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
             false => self.spare.min(checkpoint.kept + 1 - self.window),
@@ -111,12 +112,12 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would not keep the old values,
-/// because kernels write ring buffers in place. `kept` must be at least 1.
+/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would change later, because kernels
+/// write ring buffers in place. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
-    // Allocate one slot more than needed. A write that covers the whole tensor may return the source, a view of the ring
-    // buffer, instead of a copy.
+    // Allocate one slot more than needed. If an assignment covers the whole tensor, Burn may return the source instead of a
+    // copy. The source is a view of the ring buffer.
     let copy =
         parts_in_order(ring, past, kept)
             .into_iter()

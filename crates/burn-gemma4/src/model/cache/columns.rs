@@ -94,8 +94,9 @@ impl Cache {
             .collect()
     }
 
-    /// True if a checkpoint of a cache with `columns` tokens may hold exactly `kept` tokens of each ring buffer. A
-    /// checkpoint holds all tokens, or at least the `window - 1` tokens that the next query sees.
+    /// True if a checkpoint of a cache with `columns` tokens may hold exactly `kept` tokens of each ring buffer. `kept` must
+    /// be `columns`, or at least the `window - 1` tokens that the next query sees. In both cases it is at most `window - 1`
+    /// plus the number of spare slots.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;
@@ -126,8 +127,7 @@ impl Cache {
         }
     }
 
-    /// Allocates the ring buffers that have no tensors in the session file. A session file omits ring buffers that hold no
-    /// token.
+    /// Allocates the ring buffers that are missing in the session file, which omits ring buffers without tokens.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());

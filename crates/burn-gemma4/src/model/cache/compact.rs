@@ -1,8 +1,8 @@
 //! Compact keys: keys and values in one buffer, for layers that compute both from the same projection.
 //!
-//! In these layers the key is the value times the weight `w` of the key norm, and some channels are then rotated. In
-//! every other channel, attention multiplies the query by `w` and reads the value instead of the key. The buffer stores
-//! the whole value and only the rotated channels of the key:
+//! In these layers the key is the value times the weight `w` of the key norm, and RoPE then rotates some channels of the key.
+//! In a channel without rotation, attention multiplies the query by `w` and reads the value instead of the key. The buffer
+//! stores the whole value and only the rotated channels of the key:
 //!
 //! ```text
 //! slot     value's rotated   | value's others    | key's rotated
@@ -10,7 +10,7 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! A Gemma 4 head has 512 channels. 128 of them are rotated. A slot has 640 elements instead of 1024. In half precision the
+//! A Gemma 4 head has 512 channels, of which RoPE rotates 128. A slot has 640 elements instead of 1024. In half precision the
 //! result differs in rounding.
 
 use super::precision::CODES;
@@ -38,8 +38,8 @@ impl CompactLayout {
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
-    /// True if a slot's key range and value range begin and end at multiples of four elements. In int8, four elements fill a
-    /// 32-bit word.
+    /// True if the key range and the value range of a slot begin and end at multiples of four elements. In int8, four
+    /// elements fill a 32-bit word.
     pub fn has_words(&self) -> bool {
         self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }
@@ -54,8 +54,8 @@ impl CompactLayout {
         2 * self.rotated_pairs
     }
 
-    /// Returns the order of the value's channels in a slot. The rotated channels come first, so that the other channels
-    /// lie next to the key's rotated channels. The key is then one contiguous range.
+    /// Returns the order in which a slot stores the value's channels. The rotated channels come first, so that the other
+    /// channels lie next to the key's rotated channels. All channels of the key then form one contiguous range.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -76,7 +76,7 @@ impl CompactLayout {
         order
     }
 
-    /// Returns the source of each slot element: an index into the value's channels followed by the key's channels.
+    /// Returns, for each element of a slot, its index in the concatenation of the value's channels and the key's channels.
     fn slot_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.extend_from_within(..self.rotated());
@@ -96,8 +96,8 @@ impl CompactLayout {
     }
 }
 
-/// The index tensors that reorder channels to the layout of a compact slot and back, and the factors by which a query is
-/// multiplied before it attends to the slots.
+/// The index tensors that reorder channels to the layout of a compact slot and back. Also the factors that multiply the
+/// channels of a query before the query attends to the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
@@ -128,18 +128,20 @@ impl CompactKeys {
         }
     }
 
-    /// Builds slots, `[batch, kv_heads, positions, width]`, from keys and values, each `[batch, kv_heads, positions, head_dim]`.
+    /// Builds slots, `[batch, kv_heads, positions, width]`, from keys and values, each
+    /// `[batch, kv_heads, positions, head_dim]`.
     pub fn slots(&self, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
         Tensor::cat(vec![value, key], 3).select(3, self.slot_order.clone())
     }
 
-    /// Reorders the channels of queries, `[…, head_dim]`, to the order of a slot's key range. The caller must have
-    /// multiplied the queries by [`query_factor`](Self::query_factor).
+    /// Reorders the channels of queries, `[…, head_dim]`, to the order in which a slot stores the key's channels. The caller
+    /// must have multiplied the queries by [`query_factor`](Self::query_factor).
     pub fn queries(&self, queries: Tensor<4>) -> Tensor<4> {
         queries.select(3, self.key_order.clone())
     }
 
-    /// Reorders an attention output, `[…, head_dim]`, from the order of a slot's value range to channel order.
+    /// Reorders the channels of an attention output, `[…, head_dim]`. Attention returns them in the order in which a slot
+    /// stores the value's channels.
     pub fn channels(&self, read: Tensor<4>) -> Tensor<4> {
         read.select(3, self.value_columns.clone())
     }

@@ -29,7 +29,7 @@ impl KeyValues {
         }
     }
 
-    /// Creates a view of compact keys and of values, without a copy.
+    /// Creates views of the keys and the values in compact slots, without a copy.
     pub fn of_slots(slots: &Slots, keys: &CompactKeys, visible: Visible) -> Self {
         let (rotated, head_dim) = (keys.layout.rotated(), keys.layout.head_dim);
         Self {
@@ -50,13 +50,13 @@ pub(crate) struct Visible {
     pub window: Option<usize>,
     /// The number of valid keys in each sequence, `[batch]`, or `None` if all keys are valid.
     pub lengths: Option<Tensor<1, Int>>,
-    /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous
-    /// launch ends.
+    /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous launch
+    /// has ended (PDL).
     pub lengths_ahead: bool,
     /// The padding mask, `[batch, 1, 1, kv_len]`: `false` if a key is padding. `None` means that no key is padding.
     pub mask: Option<Tensor<4, Bool>>,
-    /// The packed document of each position, `[batch, kv_len]`, or `None` if the sequences are not packed. A query sees
-    /// only keys of its own document.
+    /// The index of the packed document of each position, `[batch, kv_len]`, or `None` if the sequences are not packed. A
+    /// query sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
 }
 

@@ -4,12 +4,11 @@
 //! ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and values.
 //!
 //! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at
-//! their ends: a shorter sequence begins with masked padding. The decode kernels instead rotate the buffers, so that slot
-//! 0 holds the first token of each sequence.
+//! their ends: a shorter sequence begins with masked padding. For the decode kernels the buffers are rotated, so that slot 0
+//! holds the first token of each sequence.
 //!
-//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column
-//! that may be forgotten. Without the spare slots, new columns would overwrite keys that are needed after a call of
-//! `forget`.
+//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column that
+//! may be forgotten. Without the spare slots, new columns would overwrite keys that are needed after a call of `forget`.
 
 mod buffers;
 #[cfg(feature = "cube")]
@@ -66,7 +65,8 @@ pub struct Cache {
     kind: CacheKind,
     /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
     rotated: bool,
-    /// True if the sequences may have different lengths, and a call adds one token to each: see the module `ragged`.
+    /// True if the sequences may have different lengths. Each call then adds one token to every sequence: see the module
+    /// `ragged`.
     ragged: bool,
     /// The number of tokens per sequence for which `make_room` has reserved slots in every full-attention layer's buffer.
     #[cfg(feature = "cube")]
@@ -84,7 +84,7 @@ enum Store {
     Compact(CompactLayout, Option<Box<CompactBuffer>>),
 }
 
-/// The data of one model call that all layers share.
+/// The data that all layers share in one call of the model.
 #[derive(Debug)]
 pub(crate) struct Call {
     /// The number of columns (tokens of every sequence) in the cache before the call.
@@ -128,8 +128,8 @@ impl Cache {
         }
     }
 
-    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence. The
-    /// limit counts back from the largest number of tokens that the cache ever had.
+    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence. The cache
+    /// never goes back more than `columns` tokens from its largest number of tokens so far.
     ///
     /// # Panics
     /// Panics if the cache is not empty.
@@ -322,8 +322,8 @@ impl Cache {
                     *store = Some(buffers);
                     return read;
                 }
-                // Concatenate the ring buffer with the new keys and values, because the queries together can see more
-                // tokens than the ring buffer holds.
+                // Concatenate the ring buffer with the new keys and values. The windows of all queries together can contain
+                // more tokens than the ring buffer holds.
                 let read = KeyValues::new(
                     in_order(&buffers.key, &key, call.past, kept),
                     in_order(&buffers.value, &value, call.past, kept),
@@ -372,7 +372,7 @@ impl Cache {
     }
 
     /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer. Also returns the rules
-    /// that decide which keys the next query sees. Returns `None` if no layer qualifies or the cache is empty.
+    /// that decide which keys the next query sees. Returns `None` if there is no such layer, or if the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
@@ -384,8 +384,8 @@ impl Cache {
         let stores = self.stores.iter().rev();
         let mut found = stores.filter_map(|store| match (kind, store) {
             (LayerType::Sliding, Store::Ring(Some(buffers))) => {
-                // Read one token less than the window, because the window includes the query's own position. Read at
-                // least one token.
+                // Read one token less than the window, because the window also counts the query's own position. Read at least
+                // one token.
                 let kept = self.kept().max(1);
                 let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
                 let visible = Visible {
@@ -422,8 +422,8 @@ impl Cache {
         slots
     }
 
-    /// True if the call has one query and the ring buffer has no spare slots. The query then sees every written slot of
-    /// the ring buffer.
+    /// True if the call has one query and the ring buffer has no spare slots. The query then sees all written slots of the
+    /// ring buffer.
     fn reads_ring(&self, count: usize) -> bool {
         count == 1 && self.spare == 0
     }
@@ -433,7 +433,7 @@ impl Cache {
         self.window + self.spare
     }
 
-    /// Returns the ring buffer's size and window, from which the decode kernels compute which slots a query sees.
+    /// Returns the ring buffer's size and the window. The decode kernels compute from them which slots a query sees.
     #[cfg(feature = "cube")]
     pub(crate) fn ring(&self) -> Ring {
         Ring::new(self.ring_slots(), self.window)
@@ -477,8 +477,9 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the call's own keys and values if the cache was empty before the call. An int8 cache quantizes the keys
-    /// and values here, so that the result does not depend on how a text is divided into calls.
+    /// Returns the keys and values of this call's tokens if the cache was empty before the call. In an int8 cache, `own`
+    /// returns quantized keys and values. Later calls also attend to quantized keys and values, so the result does not depend
+    /// on how a text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
         (self.past == 0).then(own)
     }

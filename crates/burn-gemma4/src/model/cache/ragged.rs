@@ -1,9 +1,9 @@
-//! Ragged caches, in which each sequence is at its own position. A server's batch uses them, because its sequences begin and
-//! end at different times (continuous batching).
+//! Ragged caches, in which each sequence is at its own position. A server's batch uses a ragged cache, because its sequences
+//! begin and end at different times (continuous batching).
 //!
 //! A row of the buffers is one sequence. The token at position `p` is in slot `p` of a full-attention layer, and in slot
-//! `p % slots` of a sliding layer's ring buffer. No slot holds padding, so the decode kernels can use the buffers as they are.
-//! A call adds one token to each sequence. The buffers may have more rows than the cache has sequences.
+//! `p % slots` of a sliding layer's ring buffer. No slot holds padding, so the decode kernels need no rotation of the
+//! buffers. A call adds one token to each sequence. The buffers may have more rows than the cache has sequences.
 
 use super::{
     Cache, Call, Store,
@@ -18,7 +18,7 @@ use crate::config::Gemma4Config;
 use attention_cube::paged::{Places, append, append_quantized};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The smallest number of slots by which the buffers of full-attention layers grow at once.
+/// The smallest number of slots that the buffers of full-attention layers gain when they grow.
 const GROWTH: usize = 256;
 
 /// The slots to which a call writes the new token of each sequence.
@@ -240,8 +240,8 @@ impl Cache {
         }
     }
 
-    /// Writes the new key and value of each sequence to the buffers of a layer, and returns the keys and values that the
-    /// layer's queries attend to.
+    /// Writes the new key and value of each sequence to the buffers of a layer. Returns the keys and values that the layer's
+    /// queries attend to.
     pub(super) fn extend_ragged(
         &mut self,
         layer: usize,
@@ -337,8 +337,8 @@ impl DeviceRows {
     }
 }
 
-/// Returns the number of slots of a full-attention layer that the queries read, or `None` for all slots. Kernels stop at each
-/// sequence's length, so they read the whole buffer without a copy.
+/// Returns the number of a full-attention layer's slots that attention receives, or `None` for all slots. On CubeCL devices
+/// attention receives the whole buffer without a copy, and its kernels stop at each sequence's length.
 fn capacity_on(new: &RaggedRows, columns: usize) -> Option<usize> {
     const STEP: usize = 64;
     let on_host = new.on_device.is_none();
@@ -375,7 +375,8 @@ fn put_buffers(
     });
 }
 
-/// Copies the first `count` slots of `new`, a buffer of one sequence, to `row`. A missing buffer is allocated with `rows` rows.
+/// Copies the first `count` slots of `new`, a buffer of one sequence, to `row`. A missing buffer is allocated with `rows`
+/// rows.
 fn put(old: Option<Slots>, new: &Slots, row: usize, rows: usize, count: usize) -> Slots {
     let buffer = old.unwrap_or_else(|| with_rows(new, rows, new.dims()[2]));
     buffer.assign(row..row + 1, 0..count, new.narrow(2, 0, count))
@@ -398,11 +399,12 @@ fn with_rows(like: &Slots, rows: usize, slots: usize) -> Slots {
     }
 }
 
-/// Copies a row to memory of its own. The buffer then has only one handle, and is written in place.
+/// Copies a row to new memory. The copy has only one handle, so later writes happen in place.
 fn copied_row(buffer: &Slots, row: usize) -> Slots {
     let slots = buffer.dims()[2];
     let row = buffer.narrow(0, row, 1);
-    // The extra slot makes the assignment a copy: over the whole tensor it would return a view of the buffer.
+    // Allocate one slot more than needed. An assignment over the whole tensor would return a view of `buffer` instead of a
+    // copy.
     let copy = row.empty(slots + 1).assign(0..1, 0..slots, row);
     copy.narrow(2, 0, slots)
 }

@@ -55,13 +55,13 @@ impl Cache {
         Ok(())
     }
 
-    /// True if the sequences may get different lengths, as in a ragged cache or through [`forget_each`](Self::forget_each).
+    /// True if the sequences may have different lengths: in a ragged cache, or after [`forget_each`](Self::forget_each).
     #[cfg(feature = "cube")]
     pub(crate) fn may_be_ragged(&self) -> bool {
         self.ragged || self.batch() > 1 && self.spare > 0
     }
 
-    /// True if the next token of every sequence is text, not padding.
+    /// True if every sequence has no padding left to process, so that its next token is text.
     #[cfg(feature = "cube")]
     pub(crate) fn has_begun(&self) -> bool {
         self.columns > 0 && self.columns >= self.most_padding()
@@ -73,8 +73,8 @@ impl Cache {
         self.padding.iter().map(|padding| self.columns - padding)
     }
 
-    /// Rotates the slots of each sequence so that one slot moves to slot 0. For sequence `row`, this is the slot
-    /// `first(row, slots) % slots`, where `slots` is the number of slots.
+    /// Rotates the slots of each sequence. Slot `first(row, slots) % slots` of the sequence `row` moves to slot 0, where
+    /// `slots` is the number of slots.
     fn rotate_by(&mut self, first: impl Fn(usize, usize) -> usize) {
         let rows = 0..self.batch();
         let rotate = |buffer: &mut Slots| {

@@ -32,9 +32,9 @@ pub struct DecoderLayer {
     pub router: Option<Router>,
     /// The experts, whose output is added to the dense MLP's output. `None` means that the layer has no experts.
     pub experts: Option<Experts>,
-    /// The norm of the dense MLP's output. It applies before the experts' output is added.
+    /// The norm of the dense MLP's output, which applies before the experts' output is added.
     pub post_feedforward_layernorm_1: Option<RmsNorm>,
-    /// The norm of the experts' output. It applies before the dense MLP's output is added.
+    /// The norm of the experts' output, which applies before the dense MLP's output is added.
     pub post_feedforward_layernorm_2: Option<RmsNorm>,
     /// The norm before the experts.
     pub pre_feedforward_layernorm_2: Option<RmsNorm>,
@@ -44,7 +44,7 @@ pub struct DecoderLayer {
     pub per_layer_projection: Option<Linear>,
     /// The norm of the projected per-layer embedding.
     pub post_per_layer_input_norm: Option<RmsNorm>,
-    /// A scalar that multiplies the layer's output, `[1]`. It is not trained.
+    /// A scalar that multiplies the layer's output, `[1]`. Training does not change it.
     pub layer_scalar: Param<Tensor<1>>,
 }
 
@@ -79,8 +79,8 @@ impl DecoderLayer {
         }
     }
 
-    /// Runs the layer. Returns the residual stream, and the layer's own keys and values. A shared KV layer attends to
-    /// `shared` and returns none. `next` is the norm that follows the layer.
+    /// Runs the layer. Returns the residual stream, and the keys and values that the layer computed. A shared KV layer
+    /// attends to `shared`, and returns no keys and values. `next` is the norm that follows the layer.
     ///
     /// # Panics
     /// Panics if the layer computes no keys and values, and `shared` holds none for the layer's type.

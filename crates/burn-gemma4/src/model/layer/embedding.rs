@@ -30,7 +30,7 @@ impl Embedding {
         }
     }
 
-    /// Returns the constant by which the rows are multiplied.
+    /// Returns the constant that multiplies the rows.
     #[cfg(feature = "cube")]
     pub(crate) fn scale(&self) -> f64 {
         self.scale

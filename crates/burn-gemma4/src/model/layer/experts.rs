@@ -33,7 +33,7 @@ pub struct Router {
     pub proj: Linear,
     /// The scale of each channel of the router's normalized input, `[hidden]`.
     pub scale: Param<Tensor<1>>,
-    /// The scale of each expert, `[experts]`, by which the expert's weight in the sum is multiplied.
+    /// The factor of each expert, `[experts]`. It multiplies the expert's weight in the weighted sum of the experts' outputs.
     pub per_expert_scale: Param<Tensor<1>>,
     #[module(skip)]
     top_k: usize,
@@ -83,8 +83,8 @@ impl Router {
 
         let experts = self.most_probable(&probabilities);
         let weights = probabilities.clone().gather(1, experts.clone());
-        // Expand the scales to all rows before the gather. The gradient of a gather from one vector would run on a single
-        // thread.
+        // Expand the scales to all rows before the gather. In the backward, the gradient of a gather from a single vector
+        // would run on a single thread.
         let scales = self.per_expert_scale.val().cast(DType::F32);
         let [count] = scales.dims();
         let scales = scales.unsqueeze::<2>().expand([rows, count]);
@@ -193,7 +193,7 @@ impl Experts {
         moe_gemm::rows(through_gates(inner), self.down_proj.matrices(), groups, 1)
     }
 
-    /// Computes [`outputs`](Self::outputs) with one matmul per expert. Each expert's weights are read only once.
+    /// Computes [`outputs`](Self::outputs) with one matmul per expert, so that each expert's weights are read only once.
     fn outputs_by_host(&self, input: Tensor<2>, chosen: &Tensor<2, Int>) -> Tensor<2> {
         let device = input.device();
         let [_, top_k] = chosen.dims();

@@ -37,8 +37,9 @@ impl Linear {
 
     /// Projects `[rows, columns in]` to `[rows, columns out]`.
     ///
-    /// A LoRA adapter is two narrow matrices, which are applied in the dtype of the rows. The product of the two matrices
-    /// and its gradient are never stored, because they have the weight's size.
+    /// A LoRA adapter is two narrow matrices. The rows are multiplied by both matrices one after the other, in the dtype of
+    /// the rows. The product of the two matrices and its gradient would have the size of the weight, so they are never
+    /// stored.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
             return rows(input, self.weight.matrix());
@@ -177,8 +178,8 @@ mod tests {
                 let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (found, expected) in found.iter().zip(expected) {
                     let error = (found - expected).abs();
-                    // Allow for the rounding of an element of each LoRA matrix, of the adapter's output, and of the sum
-                    // with the base output.
+                    // Allow for the rounding of four values: an element of each LoRA matrix, the adapter's output, and the
+                    // sum of this output and the base output.
                     assert!(
                         error <= 4.0 * rounding * largest,
                         "{dtype:?}: found {found}, expected {expected}"

@@ -24,8 +24,8 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// Creates normally distributed weights, whose values are drawn when they are first read. Loading a checkpoint draws no
-/// values.
+/// Creates normally distributed weights. The values are drawn when the weights are first read, so loading a checkpoint draws
+/// no values.
 fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) -> Param<Tensor<D>> {
     Initializer::Normal {
         mean: 0.0,

@@ -11,7 +11,8 @@ use crate::{
 };
 use burn::tensor::Tensor;
 
-/// The operations of a layer. Rows, `[batch · positions, columns]`, are ordered by sequence, and within a sequence by position.
+/// The operations of a layer. Rows, `[batch · positions, columns]`, are ordered by sequence, and within a sequence by
+/// position.
 pub(crate) trait LayerOps {
     /// Multiplies rows, `[rows, columns in]`, by the transpose of a weight. Returns `[rows, columns out]`.
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2>;
@@ -31,8 +32,8 @@ pub(crate) trait LayerOps {
         value: ColumnSlice,
     ) -> KeyValues;
 
-    /// Normalizes and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]` in the channel
-    /// order that `key_values` needs.
+    /// Normalizes and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]`, in the channel
+    /// order of the keys in `key_values`.
     fn queries(
         &mut self,
         attention: &Attention,
@@ -112,7 +113,7 @@ pub(crate) trait LayerOps {
     }
 
     /// Computes [`add_before`](Self::add_before) for the last addition of a layer, which always has a `scalar`. An
-    /// implementation may leave the addition to the kernel of the next GEMV.
+    /// implementation may defer the addition, so that the kernel of the next GEMV computes it.
     fn add_last(
         &mut self,
         stream: ResidualStream,
@@ -168,7 +169,7 @@ pub(crate) fn added(stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -
     }
 }
 
-/// The message of `expect` at code that requires keys and values for a layer's queries.
+/// The message of the panic if a layer has queries but no keys and values.
 pub(crate) const KEYS_ARE_THERE: &str = "a validated configuration has an earlier layer of the same type with keys for each shared KV layer";
 
 /// The projected keys and values of a layer that computes its own keys and values.
@@ -199,7 +200,8 @@ impl ResidualStream {
         Self::Ready(Box::new(parts))
     }
 
-    /// Returns the residual stream, `[rows, hidden]`, and the stream after the next norm, if the same launch has computed both.
+    /// Returns the residual stream, `[rows, hidden]`. Also returns the stream after the next norm, if one launch has computed
+    /// both tensors.
     fn parts(self) -> (Tensor<2>, Option<Tensor<2>>) {
         match self {
             Self::Ready(parts) => *parts,

@@ -22,9 +22,9 @@ use std::{iter::once, ops::Range};
 pub enum Weight<const D: usize = 2> {
     /// Unquantized values.
     Whole(Param<Tensor<D>>),
-    /// Packed codes of a few bits, with scales. The checkpoint is quantized, or loading has quantized the weight: see
-    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). Quantized weights are frozen, but their
-    /// LoRA adapters can be trained.
+    /// Packed codes of a few bits, with scales. Either the checkpoint was quantized, or the weight was quantized while
+    /// loading: see [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). Quantized weights are
+    /// frozen, but their LoRA adapters can be trained.
     Quantized(Box<QuantizedWeight<D>>),
 }
 
@@ -69,8 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion, because its dequantized
-    /// size is small enough for one device buffer.
+    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion. Only single matrices have
+    /// adapters, and their dequantized size is small enough for one device buffer.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -138,7 +138,7 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// Returns the matrix by which activations are multiplied, dequantized and with the adapter's contribution added.
+    /// Returns the matrix that multiplies activations, dequantized and with the adapter's contribution added.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
             Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
@@ -146,7 +146,7 @@ impl Weight {
         }
     }
 
-    /// Returns the matrix by which activations are multiplied, without the adapter's contribution.
+    /// Returns the matrix that multiplies activations, without the adapter's contribution.
     pub(crate) fn base(&self) -> Matrix {
         match self {
             Self::Whole(weight) => weight.base().into(),
@@ -156,7 +156,7 @@ impl Weight {
 }
 
 impl Weight<3> {
-    /// Returns the shape of the weight, without the packing.
+    /// Returns the shape of the unpacked weight.
     #[cfg(feature = "cube")]
     pub(crate) fn dims(&self) -> [usize; 3] {
         match self {
@@ -332,7 +332,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
     }
 }
 
-/// Implements [`Module`] so that the enum adds no level to a parameter's path.
+/// Implements [`Module`] by hand, so that a parameter's path has no component for the enum variant.
 impl<const D: usize> Module for Weight<D> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

@@ -8,11 +8,12 @@ use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
-/// The number of gradients that one launch squares and adds up. A launch for each of hundreds of gradients would be slow.
-/// Six gradients and the other arguments need 8 buffers, which every WebGPU device can bind.
+/// The number of gradients that one launch squares and adds up. One launch per gradient would be slow, because a model has
+/// hundreds of parameters. Six gradients and the other arguments need 8 buffers, which every WebGPU device can bind.
 pub(super) const AT_ONCE: usize = 6;
 
-/// The number of vectors in each of the six gradient arguments. The number is 0 for an argument that a launch does not need.
+/// The number of vectors in each of the six gradient arguments of a launch. The number is 0 for an argument that the launch
+/// does not use.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct Counts {
     pub first: u32,
@@ -40,7 +41,8 @@ fn squares<E: Float, N: Size>(
     squares
 }
 
-/// Adds up the squares of up to six gradients. Each cube writes the sum over some vectors to its own element of `sums`.
+/// Adds up the squares of up to six gradients. Each cube sums the squares of some vectors, and adds its result to its own
+/// element of `sums`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn add_squares<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -88,7 +90,8 @@ pub(super) struct Coefficients {
 }
 
 /// Updates a vector of weights and its running means by an AdamW step, with Burn's order of operations. The gradient is
-/// multiplied by `factor[0]`. If `factor[0]` is 0, the step is skipped, because 0 × NaN would be NaN.
+/// multiplied by `factor[0]`. If `factor[0]` is 0, the function changes nothing. A multiplication by 0 would not be enough,
+/// because 0 × NaN is NaN.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,

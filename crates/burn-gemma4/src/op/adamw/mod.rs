@@ -1,5 +1,5 @@
-//! AdamW: the optimizer step of one parameter in one launch. Burn's operators take about twenty launches for each
-//! parameter, and issuing these launches takes longer than running them.
+//! AdamW: the optimizer step of one parameter in one launch. Burn's operators need about twenty launches for each parameter.
+//! The host takes longer to issue these launches than the device takes to run them.
 
 mod formula;
 #[cfg(feature = "cube")]
@@ -23,7 +23,7 @@ use formula::Formula;
 #[cfg(feature = "cube")]
 use kernel::AT_ONCE;
 
-/// The number of partial sums of squares, one per cube. This many cubes keep any device busy.
+/// The number of partial sums of squares, one per cube. 1,024 cubes keep any device busy.
 #[cfg(feature = "cube")]
 const PARTS: usize = 1024;
 
@@ -33,7 +33,7 @@ pub struct SumOfSquares {
     /// The partial sums, `[PARTS]`.
     #[cfg(feature = "cube")]
     parts: Option<Tensor<1>>,
-    /// Tensors of one dtype whose squares are not yet in the partial sums. A launch adds up the squares of six tensors.
+    /// Tensors of one dtype whose squares are not yet in the partial sums. One launch adds up the squares of six tensors.
     #[cfg(feature = "cube")]
     waiting: Vec<FloatTensor<Dispatch>>,
     /// The sum of squares over tensors that the kernel does not support, `[1]`.
@@ -73,7 +73,7 @@ impl SumOfSquares {
         self
     }
 
-    /// Launches the sum of squares over the tensors in `waiting`, which adds the result to the partial sums.
+    /// Launches a kernel that adds the squares of the tensors in `waiting` to the partial sums.
     #[cfg(feature = "cube")]
     fn add_waiting(&mut self) {
         let count = self.waiting.len();
@@ -112,9 +112,9 @@ impl SumOfSquares {
     }
 }
 
-/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight, chosen by a
-/// fixed pseudorandom threshold: see `rounding`. In other dtypes, weights round to nearest. Equal weights at equal
-/// indices round equally on every device.
+/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight. A fixed
+/// pseudorandom threshold chooses the neighbor: see `rounding`. In other dtypes, weights round to nearest. Equal weights at
+/// equal indices round equally on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     if !drawn(dtype) {
         return weight.cast(dtype);
@@ -202,8 +202,7 @@ fn by_operators<const D: usize>(
     }
 }
 
-/// True if the device can run the kernels on both dtypes: the dtype of the kernel's input, and the dtype of the model's
-/// weights.
+/// True if the device can run the kernels on the dtype of the kernel's input and on the dtype of the model's weights.
 #[cfg(feature = "cube")]
 fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
     dtypes.into_iter().all(|dtype| super::serves(device, dtype))

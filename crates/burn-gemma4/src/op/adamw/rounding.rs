@@ -1,15 +1,15 @@
 //! Rounding of f32 master weights to the model's bf16 weights.
 //!
-//! A bf16 weight is one of the two bf16 neighbors of its master weight. If many master weights lie at the fraction `x` of
-//! the distance to the next bf16 value, about the fraction `x` of them round to this value. The model's weights therefore
-//! follow the master weights on average.
+//! A bf16 weight is one of the two bf16 neighbors of its master weight. Let many master weights lie at the fraction `x` of
+//! the distance from one bf16 value to the next. Then about the fraction `x` of their bf16 weights are the next value. On
+//! average, the bf16 weights therefore follow the master weights.
 //!
 //! With rounding to nearest, a bf16 weight would change only after its master weight has moved half of the distance to the
 //! next bf16 value. At the learning rate of fine-tuning, such a move takes most of the run's steps.
 //!
-//! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) draws a random number in every step, which adds noise from
-//! step to step. Here each weight has one fixed pseudorandom threshold between two neighbors: a hash of the weight's
-//! index and of the neighbor nearer to zero. The bf16 weight changes when the master weight passes the threshold.
+//! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) draws a random number in every step, which adds noise from step
+//! to step. Here each weight has one fixed pseudorandom threshold between two neighbors: a hash of the weight's index and of
+//! the neighbor nearer to zero. The bf16 weight changes when the master weight passes the threshold.
 //!
 //! f16 has eight times as many values in the same range, so f16 weights round to nearest.
 
@@ -26,9 +26,9 @@ const NOT_FINITE: u32 = 0x7F80_0000;
 /// the third constant, many pairs of weight and index would give equal hashes.
 const FACTORS: [u32; 3] = [0x85EB_CA6B, 0xC2B2_AE35, 0xCC9E_2D51];
 
-/// Returns the threshold of a weight between its bf16 neighbors, in units of 2⁻¹⁶ of their distance. A weight beyond the
-/// threshold rounds away from zero. `kept` holds the bits of the neighbor nearer to zero, and `place` is the weight's
-/// index.
+/// Returns the threshold of a weight between its two bf16 neighbors, in units of 2⁻¹⁶ of the distance between the neighbors.
+/// A weight beyond the threshold rounds away from zero. `kept` holds the bits of the neighbor nearer to zero, and `place` is
+/// the weight's index.
 fn threshold(kept: u32, place: u32) -> u32 {
     let mut hash = place ^ kept.wrapping_mul(FACTORS[2]);
     hash = (hash ^ hash >> 16).wrapping_mul(FACTORS[0]);
@@ -109,7 +109,8 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // The bound of 0.016 is four standard deviations of the fraction. A standard deviation is at most 0.004.
+                // The bound of 0.016 is four standard deviations of the fraction of weights at the next value. One standard
+                // deviation is at most 0.004.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

@@ -49,8 +49,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         let first = row as usize * columns as usize;
         #[unroll]
         for index in 0..held {
-            // If a column lies beyond the end of the section, load the value at `column` again, which is within the section.
-            // With a branch instead, the compiler would not issue the loads together.
+            // If a column lies beyond the end of the section, load the value at `column` instead, which is within the
+            // section. With a branch, the compiler would not issue all loads before the first use.
             let other = column + comptime!((index * UNITS) as u32);
             let at = first + select(other < end, other, column) as usize;
             held_values[index] = values[at];
@@ -65,8 +65,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         #[unroll]
         for index in 0..held {
             let value = f32::cast_from(held_values[index]);
-            // Replace the best value only by a larger value, so that the first column of equal values stays. The search
-            // starts with f32::MIN, because WGSL has no −∞. The condition after `||` accepts a first value of f32::MIN.
+            // Replace the best value only by a larger value, so that the first column of equal values stays. The initial best
+            // value is f32::MIN, because WGSL has no −∞. The condition after `||` accepts a first value that equals f32::MIN.
             if value > best || (value == best && best_column == u32::MAX) {
                 best = value;
                 best_column = column + comptime!((index * UNITS) as u32);

@@ -28,8 +28,8 @@ impl ArgmaxBackend for CubeBackend {
     }
 }
 
-/// Divides each row into `stretches` sections. Returns the largest value of each section and its column, each
-/// `[rows, stretches]`.
+/// Divides each row into `stretches` sections. Returns the largest value of each section, and the column of this value. Both
+/// tensors are `[rows, stretches]`.
 pub(in crate::op) fn of_stretches(logits: CubeTensor) -> [CubeTensor; 2] {
     let stretches = logits.meta.shape()[1].div_ceil(HELD * UNITS);
     launch(logits, None, stretches)

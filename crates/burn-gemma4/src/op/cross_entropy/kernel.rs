@@ -3,9 +3,9 @@
 //! Algorithm: the loss is the LSE of the logits minus the target's logit. An online softmax computes the LSE (Milakov and
 //! Gimelshein 2018, arXiv:1805.02867). A second pass overwrites the logits with the gradient.
 //!
-//! Budget: shared memory holds one float for each plane of the cube. Registers hold two vectors per unit. Schedule: a
-//! cube reads a row twice, and writes the row once. Bound: memory bandwidth, and about equally the tanh and the
-//! exponentials.
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold two vectors per unit. Schedule: a cube
+//! reads a row twice, and writes the row once. Bound: memory bandwidth. The tanh and the exponentials take about as long as
+//! the memory accesses.
 
 use crate::op::sums::{Team, cube_max, cube_sum};
 use cubecl::prelude::*;

@@ -5,8 +5,8 @@ use crate::op::dequantize::tests::devices;
 use burn::tensor::TensorData;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The tested numbers of rows and vocabulary sizes. The vocabulary sizes need different vector widths. Some are smaller than
-/// the number of units in a cube, and some are larger.
+/// The tested numbers of rows and vocabulary sizes. The vocabulary sizes need different vector widths. Some vocabulary sizes
+/// are smaller than the number of units in a cube, and some are larger.
 const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
 
 /// Returns the exact losses, one per row, and the exact gradients of the logits, row by row.
@@ -82,7 +82,7 @@ fn cross_entropy_matches_reference() {
                         );
                     }
                 }
-                // In half precision, allow one unit in the last place of numbers between 0.5 and 1.
+                // In half precision, allow an error of one unit in the last place for numbers between 0.5 and 1.
                 let rounding = match dtype {
                     DType::F16 => 2f64.powi(-11),
                     DType::BF16 => 2f64.powi(-8),
@@ -172,7 +172,8 @@ fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     }
 }
 
-/// Checks more rows than one dimension of a launch grid allows. The number of rows is prime, so no grid fits exactly.
+/// Checks more rows than a launch grid can have cubes in one dimension. The number of rows is prime, so no grid has exactly
+/// one cube per row.
 #[test]
 fn cross_entropy_of_many_rows_covers_all() {
     const ROWS: usize = 65_537;

@@ -1,8 +1,8 @@
-//! Dequantization: `round((code - zero) · scale + least)`. The results equal those of
-//! [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
+//! Dequantization: `round((code - zero) · scale + least)`, where each group of codes has a zero point, a scale and a minimum
+//! (`least`). The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
 //!
-//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
-//! word of codes and the parameters of its group, and writes adjacent values. Bound: memory bandwidth.
+//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one word of
+//! codes and the parameters of its group, and writes adjacent values. Bound: memory bandwidth.
 //!
 //! GEMVs call the functions of this module to dequantize weights in registers.
 
@@ -148,11 +148,11 @@ pub(in crate::op) fn code(
     }
 }
 
-/// The position of a code within the mantissa of a float. The kernel ORs the code into the mantissa of a power of two,
-/// and subtracts this power, which avoids an integer-to-float instruction.
+/// The position of a code within the mantissa of a float. To convert a code to a float, the kernel ORs the code into the
+/// mantissa of a power of two. It then subtracts this power of two. No integer-to-float instruction is needed.
 #[derive(Clone, Copy)]
 struct CodePosition {
-    /// The right shift that brings the code into the 23 bits of the mantissa.
+    /// The right shift of the word that moves the code into the 23 bits of the mantissa.
     shift: u32,
     mask: u32,
     /// The index of the mantissa bit that holds the code's lowest bit.
@@ -278,7 +278,8 @@ fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
         let exponent = bits & 0x7c00u32;
         let fraction = bits & 0x03ffu32;
         let number = ((exponent | fraction) << 13u32) + 0x3800_0000u32;
-        // Give infinities and NaN the largest exponent of f32. In f16 the largest exponent marks these values.
+        // Give infinities and NaN the largest exponent of f32. An f16 is infinite or NaN if it has the largest exponent of
+        // f16.
         let number = select(exponent == 0x7c00u32, number + 0x3800_0000u32, number);
         let small = f32::cast_from(fraction) * 5.960_464_5e-8f32;
         let number = select(exponent == 0u32, u32::reinterpret(small), number);

@@ -32,9 +32,9 @@ impl DequantizeBackend for CubeBackend {
         }
         let codes = layout.format.codes_of_word();
         let vector = vector_size(&client, dtype.size(), &[codes]);
-        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words with lower bits of codes. Unit `i`
-        // reads the `i`-th of these words, and the upper bits and scales of the row. The unit writes only the elements of
-        // its word.
+        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words that hold lower bits of codes. Unit
+        // `i` reads the `i`-th word with lower bits, and the upper bits and scales of the same row. The unit writes only the
+        // elements of its word.
         unsafe {
             dequantize::launch_unchecked(
                 &client,

@@ -21,7 +21,8 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// Dequantizes `[rows, words]` to `[rows, columns]`. The values are rounded as the format requires, and then to `dtype`.
+/// Dequantizes packed rows, `[rows, words]`, to `[rows, columns]`. The values are rounded as the format requires, and then to
+/// `dtype`.
 pub(crate) fn dequantize(words: Tensor<2, Int>, layout: Layout, dtype: DType) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::dequantize(words.into_dispatch(), layout, dtype))
 }
@@ -69,7 +70,8 @@ pub(super) mod tests {
                         *word &= 0xbfff_bfff;
                     }
                     Scales::SingleAndZero if at % 2 == 1 => *word &= 255,
-                    // Keep the scales in the range from 2⁻³¹ to 2. In f16 many dequantized values are then subnormal.
+                    // Keep the magnitudes of the scales between 2⁻³¹ and 2. In f16 many dequantized values are then
+                    // subnormal.
                     Scales::Single { .. } | Scales::SingleAndZero => {
                         *word = *word & 0x8fff_ffff | 0x3000_0000;
                     }

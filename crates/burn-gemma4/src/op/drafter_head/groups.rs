@@ -17,8 +17,8 @@ use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks. For each score, `SHARES` units compare the score with all scores of the row. Both
-/// constants are untuned.
+/// The number of scores that a cube ranks. For each score, `SHARES` units compare the score with all scores of the row.
+/// Neither this number nor `SHARES` has been tuned yet.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -100,7 +100,7 @@ fn score_of<E: Float>(scores: &Tensor<E>, first: u32, group: u32) -> f32 {
     select(score > least, score, least)
 }
 
-/// The sizes of the groups of tokens, and the layout of the table's rows.
+/// The sizes of the groups of tokens, and the layout of the rows in the LM head's weight table.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Candidates {
@@ -108,9 +108,9 @@ pub(super) struct Candidates {
     pub of_group: u32,
     /// The number of chosen groups per row.
     pub groups: u32,
-    /// The number of vectors in a table row.
+    /// The number of vectors in a row of the LM head's weight table.
     pub vectors: u32,
-    /// The stride of table rows, in vectors.
+    /// The stride of the rows in the LM head's weight table, in vectors.
     pub table_stride: u32,
     pub cubes_of_row: u32,
 }
@@ -158,7 +158,7 @@ pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
         let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
             * comptime!(teams as u32)
             + of_cube;
-        // If no candidate token is left, process the row's last candidate again. A repeated candidate cannot change the
+        // If no candidate token is left, process the row's last candidate again. A repeated candidate does not change the
         // maximum.
         let candidate = min(candidate, last);
         let rank = candidate / candidates.of_group;

@@ -31,8 +31,8 @@ pub(super) struct Joined {
 
 /// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams`.
 ///
-/// If `by_tokens`, the kernel looks the embeddings up in `table`, and multiplies them by a scale that is rounded to their
-/// dtype. Otherwise row `i` of `table` is the embedding of output row `i`.
+/// If `by_tokens`, the kernel looks up the embeddings in `table`, and multiplies them by a scale that is rounded to the
+/// table's dtype. Otherwise row `i` of `table` is the embedding of output row `i`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     table: &Tensor<Vector<E, N>>,
@@ -73,8 +73,8 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Reduces the `parts` partial results of each row: finds the largest logit, and writes its token to the tensor of draft
-/// tokens. On ties the smaller token id wins. The draft token is 0 if every token is −1. One cube handles a row.
+/// Finds the largest logit of each row among `parts` partial results, and writes its token to the tensor of draft tokens. On
+/// ties the smaller token id wins. The draft token is 0 if the tokens of all partial results are −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(
     largest: &Tensor<f32>,

@@ -160,8 +160,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     chosen
 }
 
-/// Divides the candidate tokens of each row among `parts` cubes. Returns the largest logit of each cube and its token,
-/// each `[rows, parts]`.
+/// Divides the candidate tokens of each row among `parts` cubes. Returns the largest logit that each cube finds, and the
+/// token of this logit. Both tensors are `[rows, parts]`.
 fn argmax_candidates(
     hidden: CubeTensor,
     table: CubeTensor,
@@ -211,8 +211,8 @@ fn argmax_candidates(
         parts as u32,
     );
     let element = dtype_to_storage_type(hidden.dtype);
-    // SAFETY: each unit reads only weight rows of tokens in chosen groups, whose indices are below the number of groups.
-    // Each cube writes only its own element of `largest` and of `tokens`.
+    // SAFETY: each unit reads only weight rows of tokens in chosen groups. The indices of chosen groups are below the number
+    // of groups. Each cube writes only its own element of `largest` and of `tokens`.
     unsafe {
         argmax_candidates_pdl::launch_unchecked(
             &client,

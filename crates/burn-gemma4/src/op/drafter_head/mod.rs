@@ -1,7 +1,7 @@
 //! The first and last kernels of a drafter's step in speculative decoding on CubeCL devices.
 //!
-//! One tensor holds all draft tokens of a round, in the order of the drafter's steps. Each step reads its input token
-//! from this tensor, and the verification reads all draft tokens.
+//! One tensor holds all draft tokens of a drafter run, in the order of the drafter's steps. Each step reads its input token
+//! from this tensor. The target model's verification pass reads all draft tokens.
 
 mod groups;
 mod kernel;
@@ -112,7 +112,8 @@ pub(crate) fn guess_of_logits(logits: Tensor<2>, places: TokensAt) -> Tensor<1, 
     ))
 }
 
-/// True if the kernels support this clustered LM head: `table` must be in floats, and `ordering` in the kernels' dtype.
+/// True if the kernels support this clustered LM head. `table` must be in floats, and `ordering` must have the dtype of token
+/// ids.
 pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
     matches!(table, Matrix::Whole(_)) && ordering.dtype() == NUMBERS
 }

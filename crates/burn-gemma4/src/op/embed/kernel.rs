@@ -1,11 +1,11 @@
 //! Embeddings of few rows. One kernel looks up token embeddings and computes the first layer's norm. The other kernel
 //! computes per-layer embeddings.
 //!
-//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as
-//! in [`norm`](super::super::norm).
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
+//! [`norm`](super::super::norm).
 //!
-//! Schedule: a cube handles one row, or one layer's columns of a row. The reads of the token and of its table row come
-//! before the wait for the previous launch, unless an earlier launch computes the table.
+//! Schedule: a cube handles one row, or one layer's columns of a row. The kernel reads the token and its table row before it
+//! waits for the previous launch. If an earlier launch computes the table, the kernel waits first.
 //!
 //! Bound: latency.
 
@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct EmbedPlan {
     pub team: Team,
-    /// The largest number of vectors per unit.
+    /// The largest number of vectors that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
     /// True if no launch writes the tokens, tables and weights. The kernel then reads these tensors before the previous
@@ -129,8 +129,8 @@ pub(super) struct Factors {
     pub sum: f32,
 }
 
-/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns,
-/// in f32. If there are no tokens, output row `i` uses row `i` of the table.
+/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns, in
+/// f32. If `tokens` is absent, output row `i` uses row `i` of the table.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     projected: &Tensor<Vector<E, N>>,

@@ -105,7 +105,7 @@ impl EmbedBackend for CubeBackend {
         );
         let (table_rows, stride) = (table.meta.shape()[0], table.meta.strides()[0]);
         let dtype = projected.dtype;
-        // Use the norm kernel's vector size for f32, so that the squares add up in the norm kernel's order.
+        // Use the same vector size as the norm kernel for f32, so that both kernels add the squares in the same order.
         let vector = vector_size(&client, size_of::<f32>(), &[columns, stride]);
         let plan = plan(&table, columns / vector, vector, ahead);
         let output = empty(&projected, shape, dtype);
@@ -148,7 +148,8 @@ impl EmbedBackend for CubeBackend {
 }
 
 impl EmbedOptions {
-    /// True if no launch writes a tensor in `read`. A copy that makes a tensor contiguous counts as such a launch.
+    /// True if no launch writes a tensor in `read`. Returns false if the rows of a tensor are not contiguous, because a
+    /// launch would first copy the tensor. Also returns false if elements have neither 2 nor 4 bytes.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)

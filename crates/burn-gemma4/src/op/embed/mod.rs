@@ -16,8 +16,8 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// Rows of an embedding table, selected by tokens. The kernel may read the tokens before the previous kernel launch has ended.
-/// If a CUDA graph contains the launch, no kernel of this graph may therefore write the tokens.
+/// Rows of an embedding table, selected by tokens. The kernel may read the tokens before the previous kernel launch has
+/// ended. No kernel of a CUDA graph that contains this kernel may therefore write the tokens.
 pub(crate) struct TokenRows {
     /// The embedding table, `[tokens, columns]`.
     pub table: Tensor<2>,
@@ -54,13 +54,14 @@ pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>)
     )
 }
 
-/// The part of per-layer embeddings that depends only on the tokens.
+/// The part of the per-layer embeddings that comes from the table: the table, the tokens that select its rows, and the scale
+/// of the rows.
 pub(crate) struct OfTokens {
     /// The per-layer embedding table, with one row of `layers · columns` elements per token of the vocabulary, or per
     /// output row if `tokens` is `None`.
     table: Tensor<2>,
     origin: Origin,
-    /// The tokens whose rows are read, or `None` to read all rows in order.
+    /// The tokens whose table rows the kernel reads, or `None` if the kernel reads all rows in order.
     tokens: Option<Tensor<1, Int>>,
     scale: f64,
 }
@@ -97,9 +98,9 @@ pub(crate) struct PerLayerFactors {
     pub sum: f64,
 }
 
-/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32, and rounds
-/// once. The norm is taken over each layer's columns separately. `projected` and the output are
-/// `[rows, layers · columns]`.
+/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32, and rounds once.
+/// In the formula, `of_tokens` stands for the scaled table rows of the tokens. The norm applies to each layer's columns
+/// separately. `projected` and the output are `[rows, layers · columns]`.
 pub(crate) fn per_layer(
     projected: Tensor<2>,
     of_tokens: OfTokens,
@@ -146,9 +147,9 @@ pub struct PerLayerOptions {
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub enum MaybeTokens<B: Backend> {
-    /// All rows, in order.
+    /// Reads all rows, in order.
     InOrder,
-    /// The rows with these token ids.
+    /// Reads the rows with these token ids.
     InOrderOf(IntTensor<B>),
 }
 

@@ -43,7 +43,8 @@ fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
 }
 
-/// Fills a buffer with NaN and frees the buffer. An output of the same `shape` may then reuse its memory.
+/// Fills a buffer with NaN and frees the buffer. The next output of the same `shape` may reuse the buffer, and then contains
+/// NaN before the launch.
 fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
     let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
     drop(poison.into_data());
@@ -78,8 +79,7 @@ fn embed_matches_separate_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Allow a difference of two roundings, because compilers may contract multiplications and additions
-                // differently.
+                // Allow an error of two roundings, because compilers may contract multiplications and additions differently.
                 let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());
@@ -94,7 +94,8 @@ fn embed_matches_separate_operators() {
     }
 }
 
-/// Computes the expected per-layer embeddings in f64. Rows have the columns of layer 0, then those of layer 1, and so on.
+/// Computes the expected per-layer embeddings in f64. A row has the columns of layer 0, then the columns of layer 1, and so
+/// on.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],

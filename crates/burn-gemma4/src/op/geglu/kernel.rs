@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044715;
 
-/// A range of columns in a tensor: the first column of the range, and the distance between rows. Both are in vectors.
+/// A range of columns in a tensor: the first column of the range, and the distance between rows, both in units of vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GateUpColumns {
@@ -31,7 +31,7 @@ fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
         .tanh()
 }
 
-/// Multiplies elements in f32 and rounds once, even on devices without arithmetic in this dtype.
+/// Multiplies elements in f32 and rounds once. Devices without arithmetic in the elements' dtype can also run this function.
 #[cube]
 fn product<E: Float, N: Size>(lhs: Vector<E, N>, rhs: Vector<E, N>) -> Vector<E, N> {
     Vector::cast_from(Vector::<f32, N>::cast_from(lhs) * Vector::<f32, N>::cast_from(rhs))
@@ -59,8 +59,8 @@ pub(super) fn gate<E: Float, N: Size>(
     }
 }
 
-/// Computes the gradients with respect to `gate` and `through`. With `t` for the tanh term, the derivative of GELU is
-/// `½ (1 + t) + ½ x (1 - t²) √(2 / π) (1 + 3 · 0.044715 x²)`.
+/// Computes the gradients with respect to `gate` and `through`. Let `x` be an element of `gate`, and `t` its tanh term. The
+/// derivative of GELU is `½ (1 + t) + ½ x (1 - t²) √(2 / π) (1 + 3 · 0.044715 x²)`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gate_gradients<E: Float, N: Size>(
     gate: &Tensor<Vector<E, N>>,

@@ -120,8 +120,8 @@ impl GateColumnsBackend for CubeBackend {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
         // SAFETY: unit `i` works only if `i` is below `vectors`, the length of `output`. The unit writes vector `i` of
-        // `output`. It reads one vector of `open` and one of `through`. Both lie in a row below `rows`, within the `count`
-        // columns.
+        // `output`. It reads one vector of `open` and one vector of `through`. Both vectors lie in a row below `rows`, within
+        // the column range of `count` columns.
         unsafe {
             gate::launch_unchecked(
                 &client,

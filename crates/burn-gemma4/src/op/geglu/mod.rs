@@ -33,7 +33,8 @@ pub(crate) fn gelu<const D: usize>(input: Tensor<D>) -> Tensor<D> {
     (x * (inner.tanh() + 1.0) * 0.5).cast(dtype)
 }
 
-/// Computes GeGLU, `gelu(gate) · through`. Both tensors have equal shape and dtype. `gelu(gate)` is rounded.
+/// Computes GeGLU, `gelu(gate) · through`. Both tensors must have the same shape and dtype. `gelu(gate)` is rounded before
+/// the multiplication.
 pub(crate) fn gated<const D: usize>(gate: Tensor<D>, through: Tensor<D>) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if super::runs(&gate.device(), gate.dtype()) {

@@ -1,5 +1,5 @@
-//! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies by all of them. Each
-//! matrix has its own cubes.
+//! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies the input by all
+//! concatenated matrices. Each matrix has its own cubes.
 
 use super::sums::ProjectPlan;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
@@ -44,7 +44,7 @@ pub(super) fn weight_matrices<W: LaunchArg>(
     WeightMatricesLaunch::new(argument(first), second.into(), third.into(), rows)
 }
 
-/// The matrix by which a cube multiplies, and the index of the cube among the cubes of that matrix.
+/// The matrix that a cube multiplies by, and the index of the cube among the cubes of that matrix.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Side {

@@ -1,9 +1,10 @@
 //! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
 //!
-//! The work of a GEMV is divided into work items. In the gate and up projections a work item is one (row, chosen expert) pair.
+//! The work of a GEMV is divided into work items. In the gate and up projections a work item is one (row, chosen expert)
+//! pair.
 //!
-//! In the down projection a work item is one row, and the kernel adds up the outputs of the row's experts. The kernel treats
-//! the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its index among the
+//! In the down projection a work item is one row, and the kernel adds up the outputs of the row's chosen experts. The kernel
+//! treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its index among the
 //! experts of a work item.
 
 use super::concat::SideOutputs;
@@ -18,14 +19,14 @@ use cubecl::prelude::*;
 pub(super) struct ItemPlace {
     /// The number of cubes that compute one work item.
     pub cubes: u32,
-    /// The number of work items that read each input row: the number of chosen experts per row, or 1 if the outputs are added
-    /// up.
+    /// The number of work items that read the same input row. This is the number of chosen experts per row, or 1 if the
+    /// kernel adds up their outputs.
     pub items_of_row: u32,
     /// The number of vectors in an expert's inner dimension.
     pub vectors: u32,
     /// The number of rows in an expert's matrix.
     pub rows: u32,
-    /// The distance from a row of the gate projection to the matching row of the up projection, in rows of the expert's
+    /// The distance from a row of the gate projection to the same row of the up projection, counted in rows of the expert's
     /// matrix.
     pub through: u32,
 }
@@ -70,8 +71,8 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the expert's index among the experts of the work item. `vector` counts vectors over the concatenated inner
-/// dimensions of these experts.
+/// Returns the rank of the expert that a vector of the inner dimension belongs to: its index among the experts of the work
+/// item. `vector` counts vectors over the concatenated inner dimensions of all experts of the work item.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 1) {
@@ -129,17 +130,17 @@ pub(super) struct OfExperts {
     pub rows: usize,
 }
 
-/// The work items of a GEMV: units of work that separate cubes compute. Without experts there is one work item.
+/// The work items of a GEMV. Different cubes compute different work items. Without experts there is one work item.
 #[derive(Clone, Copy)]
 pub(super) struct Items {
     pub count: usize,
     /// The number of input rows that one work item reads.
     pub rows: usize,
-    /// The number of outputs that one work item computes with each of the concatenated matrices, per input row.
+    /// The number of outputs of one work item for each of the concatenated matrices, per input row.
     pub sides: SideOutputs,
     /// The number of rows in the GEMV's output.
     pub rows_out: usize,
-    /// The number of experts by whose matrices one work item multiplies; 0 without experts.
+    /// The number of experts in one work item; 0 without experts. The work item multiplies by the matrices of these experts.
     pub ranks: usize,
     of_row: usize,
     rows_of_expert: usize,
@@ -147,8 +148,8 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Creates the division of a GEMV without experts: a single work item with all `rows` input rows. `outputs` is the number
-    /// of rows of each matrix.
+    /// Describes a GEMV without experts: a single work item with all `rows` input rows. `outputs` is the number of rows of
+    /// each matrix.
     pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
         Self {
             count: 1,
@@ -162,8 +163,8 @@ impl Items {
         }
     }
 
-    /// Creates the division of a GEMV with experts. If `is_gated`, an expert's matrix has the gate projection in its
-    /// first half, and the up projection in its second half.
+    /// Divides a GEMV with experts into work items. If `is_gated`, the first half of an expert's matrix is the gate
+    /// projection, and the second half is the up projection.
     pub fn of_experts(experts: &OfExperts, is_gated: bool) -> Self {
         let shape = experts.chosen.meta.shape();
         let [rows, top_k] = [shape[0], shape[1]];
@@ -187,7 +188,7 @@ impl Items {
         }
     }
 
-    /// The number of experts whose inner dimensions are concatenated in one work item; 1 without experts.
+    /// The number of experts in one work item, which concatenates their inner dimensions; 1 without experts.
     pub fn inner(&self) -> usize {
         self.ranks.max(1)
     }
@@ -202,8 +203,7 @@ impl Items {
         self.sides.all()
     }
 
-    /// Returns the division into work items as a kernel argument. `vectors` is the number of vectors in one expert's inner
-    /// dimension.
+    /// Returns the work items as a kernel argument. `vectors` is the number of vectors in one expert's inner dimension.
     pub fn place(&self, plan: ProjectPlan, vectors: usize) -> ItemPlaceLaunch {
         ItemPlaceLaunch::new(
             self.cubes(plan) as u32,

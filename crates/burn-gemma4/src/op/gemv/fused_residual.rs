@@ -20,9 +20,9 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream by
-/// `factors`. If `next` is given, multiplies the norm of the stream instead. All matrices of `factors` must have one
-/// quantization format. Returns the stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
+/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream, or its
+/// norm if `next` is given, by the matrices of `factors`. All matrices must have one quantization format. Returns the stream,
+/// `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
 pub(crate) fn multiply_after_residual(
     added: ResidualAdd,
     next: Option<Next>,
@@ -60,14 +60,14 @@ pub enum MaybeParameter<B: Backend> {
     There(FloatTensor<B>),
 }
 
-/// The inputs of the residual addition except the stream: the block's output, the weight of its norm, the optional scalar
-/// factor of the sum, and the optional weight of the sum's norm.
+/// The inputs of the residual addition except the stream. These are the block's output, the weight of its norm, the optional
+/// scalar factor of the sum, and the optional weight of the sum's norm.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Block<B: Backend> {
     pub added: FloatTensor<B>,
     pub weight: FloatTensor<B>,
-    /// The scalar factor of the sum; absent if there is no next norm.
+    /// The scalar factor of the sum. If it is absent, the factor is 1.
     #[extension_type]
     pub scalar: MaybeParameter<B>,
     #[extension_type]

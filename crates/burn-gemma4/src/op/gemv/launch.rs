@@ -123,7 +123,7 @@ pub(super) fn multiply(
     }
 }
 
-/// Returns the tensors of the product for a range of the input rows.
+/// Returns the tensors of the GEMV with only a range of the input rows.
 fn rows_of_product(
     tensors: &ProductTensors<CubeBackend>,
     rows: Range<usize>,
@@ -189,8 +189,8 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let plan = ProjectPlan {
-        // Read weights before the wait for the previous launch only if there is one input row. Early reads were not
-        // measured for several rows, whose sums fill the registers.
+        // Read weights before the wait for the previous launch only if there is one input row. With several rows, the sums
+        // fill the registers, and early reads were not measured.
         reads_ahead: plan.pdl
             && rows == 1
             && reads_parameters

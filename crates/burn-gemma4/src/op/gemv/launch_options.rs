@@ -59,8 +59,8 @@ impl LaunchOptions {
         }
     }
 
-    /// True if no launch writes a matrix of this GEMV. `first` is the first matrix. If a matrix must be copied to make it
-    /// contiguous, the copy is such a launch.
+    /// True if no launch writes a matrix of this GEMV. `first` is the first matrix. Returns false if the rows of a matrix are
+    /// not contiguous, because a launch would first copy the matrix.
     pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
         let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
         let stays = |matrix: &CubeTensor| {
@@ -94,8 +94,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Divides a GEMV of `rows` input rows into work items: see the module `experts`. `of_matrix` is the number of rows of the
-    /// first matrix.
+    /// Divides a GEMV of `rows` input rows into work items: see the module `experts`. `of_matrix` is the number of rows in
+    /// the first matrix.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
         if let Some(experts) = &self.experts {
             return Items::of_experts(experts, self.gated);
@@ -117,7 +117,7 @@ impl LaunchOptions {
         }
     }
 
-    /// Removes the chosen experts and the router's weights from the options, and returns them as a kernel argument.
+    /// Takes the chosen experts and the router's weights out of the options, and returns them as a kernel argument.
     pub fn expert_inputs(&mut self, place: ItemPlaceLaunch) -> ExpertInputsLaunch {
         let [chosen, shares] = match self.experts.take() {
             Some(experts) => [Some(experts.chosen), experts.shares],
@@ -127,7 +127,8 @@ impl LaunchOptions {
         ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
     }
 
-    /// Removes the factor of the output from the options. Returns the factor and the position of its first used column.
+    /// Takes the factor of the output out of the options. Returns the factor tensor. Also returns its first used column and
+    /// its row stride as a kernel argument.
     pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
         match self.factor.take() {
             Some((factor, start)) => {
@@ -187,8 +188,8 @@ pub(super) fn plan(
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    // Let few units compute an output together if there are no plane operations. Each of the units then writes a partial
-    // sum to shared memory, and all these sums must be added up.
+    // If the device has no plane operations, let only a few units compute an output together. Each unit then writes a partial
+    // sum to shared memory, and every additional partial sum costs an addition.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units

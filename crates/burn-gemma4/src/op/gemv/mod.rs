@@ -56,7 +56,8 @@ pub(crate) enum Factors {
     Concat(Vec<Matrix>),
     /// GeGLU: `gelu(input · gateᵀ) · (input · throughᵀ)`. The matrix `through` is the up projection.
     Gated { gate: Matrix, through: Matrix },
-    /// `gelu(input · gateᵀ)` times the columns of the activations `through`, `[rows, …]`, from column `start` on.
+    /// `gelu(input · gateᵀ)` times activations. The activations are the columns of `through`, `[rows, …]`, beginning at
+    /// column `start`.
     GateOf {
         gate: Matrix,
         through: Tensor<2>,
@@ -133,7 +134,7 @@ pub(crate) fn multiply(input: Tensor<2>, factors: Factors, origin: Origin) -> Te
 ///
 /// # Shapes
 /// - `input`: `[rows, columns in]`.
-/// - `weight`: for each expert the rows of the gate projection, then those of the up projection `through`.
+/// - `weight`: for each expert the rows of the gate projection, then the rows of the up projection `through`.
 /// - `chosen`: `[rows, top_k]`, the indices of each row's experts.
 /// - output: `[rows · top_k, columns]`.
 pub(crate) fn gate_experts(
@@ -221,7 +222,8 @@ pub struct ProductOptions {
 }
 
 impl ProductTensors<Dispatch> {
-    /// Collects the tensors and options of `factors`. All matrices must have the same format, so that one launch can read them.
+    /// Collects the tensors and options of `factors`. All matrices must have the same format, so that one launch can read all
+    /// of them.
     fn new(input: Tensor<2>, factors: Factors, origin: Origin) -> (Self, ProductOptions) {
         let mut options = ProductOptions {
             layout: None,

@@ -16,15 +16,15 @@ pub(super) struct ProjectPlan {
     /// True for GeGLU: the GELU of the first matrix's output multiplies the second matrix's output.
     pub gated: bool,
     pub team: Team,
-    /// The number of teams of units in a cube.
+    /// The number of teams in a cube. A team is a group of units that computes outputs together.
     pub teams: usize,
     /// The number of experts per row whose outputs the kernel adds up; 0 without experts. See
     /// [`experts`](super::experts).
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,
-    /// The number of vectors of each weight row that a unit keeps in flight. If it is more than 1, `unroll · team.units`
-    /// must divide the number of vectors in a row.
+    /// The number of vectors of each weight row that a unit keeps in flight. If `unroll` is more than 1,
+    /// `unroll · team.units` must divide the number of vectors in a row.
     pub unroll: usize,
     /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
     pub pdl: bool,
@@ -33,7 +33,7 @@ pub(super) struct ProjectPlan {
 }
 
 impl ProjectPlan {
-    /// The number of weight rows by which a team of units multiplies.
+    /// The number of weight rows that a team of units multiplies by.
     pub fn weights(self) -> usize {
         self.outputs * if self.gated { 2 } else { 1 }
     }
@@ -82,7 +82,7 @@ pub(super) struct Outputs {
     pub row: u32,
     /// The index of the first output that the team of units computes, counted within the outputs of its matrix.
     pub first: u32,
-    /// The number of outputs of the matrix by which the team of units multiplies.
+    /// The number of outputs of the matrix that the team of units multiplies by.
     pub outputs: u32,
     /// The column of an output row at which the outputs of the matrix begin.
     pub column: u32,

@@ -151,7 +151,7 @@ fn multiply_quantized_matrices_matches_reference() {
         device: &device,
         dtype: DType::F32,
     };
-    // Test only four of the layouts: GGUF blocks, some with minimums and upper bits, and packed groups with zero points.
+    // Test only four of the layouts: the GGUF blocks Q4_1, Q5_K and Q6_K, and 4-bit groups with zero points.
     let layouts = layouts();
     for layout in [1, 6, 7, 21].map(|index| layouts[index]) {
         check_all(

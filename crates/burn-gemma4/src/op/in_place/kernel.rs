@@ -84,22 +84,22 @@ pub(super) fn copy_each<E: Float, N: Size>(
     copy_vectors(third, third_target, counts.third);
 }
 
-/// The position of a row in the source and in the target, in vectors.
+/// The sizes and strides of a row copy, in vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Row {
     pub heads: u32,
-    /// The number of vectors of a head that are copied.
+    /// The number of vectors that the kernel copies from each head.
     pub count: u32,
     /// The number of vectors between two heads of the source.
     pub source_stride: u32,
     /// The number of vectors between two heads of the target.
     pub target_stride: u32,
-    /// The row of the target.
+    /// The index of the row that the kernel overwrites in the target.
     pub index: u32,
 }
 
-/// Copies the first vectors of each head of the source to one row of the target, which is contiguous.
+/// Copies the first vectors of each head of the source to one row of the contiguous target.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_row<N: Numeric, S: Size>(
     source: &Tensor<Vector<N, S>>,
@@ -181,8 +181,8 @@ pub(super) fn begin_round<E: Float, I: Int>(
     }
 }
 
-/// Writes the first token and the draft tokens of each sequence, with their positions, and the sequence's length.
-/// `guesses` holds the draft tokens in the order of the drafter's steps.
+/// Writes the inputs of the verification pass. The tokens are each sequence's first token and its draft tokens, with their
+/// positions. There is one length per sequence. `guesses` holds the draft tokens in the order of the drafter's steps.
 #[cube(launch_unchecked)]
 pub(super) fn take_guesses<I: Int>(
     first_tokens: &Tensor<I>,

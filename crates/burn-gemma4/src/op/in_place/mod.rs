@@ -1,6 +1,5 @@
-//! In-place writes to tensors that a captured CUDA graph reads at each replay.
-//!
-//! A round is one iteration of speculative decoding: the drafter's steps, and the verification of their draft tokens.
+//! In-place writes to tensors that a captured CUDA graph reads at each replay. In speculative decoding, these tensors are the
+//! inputs of a drafter run, and of the verification pass over the draft tokens.
 
 mod kernel;
 pub(crate) mod rows;
@@ -29,8 +28,8 @@ pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
 }
 
-/// Overwrites the inputs of a drafting round. `numbers`, `[4 · rows]`, holds `rows` tokens, then as many positions, lengths
-/// and row indices. The indices select rows of `streams`, `[…, columns]`, which overwrite `hidden`, `[rows, columns]`.
+/// Overwrites the inputs of a drafter run. `numbers`, `[4 · rows]`, holds `rows` tokens, then as many positions, lengths and
+/// row indices. The indices select rows of `streams`, `[…, columns]`, which overwrite `hidden`, `[rows, columns]`.
 pub(crate) fn begin_round_with(
     inputs: [Tensor<1, Int>; 3],
     hidden: Tensor<2>,
@@ -45,9 +44,9 @@ pub(crate) fn begin_round_with(
     );
 }
 
-/// Overwrites `inputs` with the tokens, positions and lengths that the verification of a drafting round needs. A sequence's
-/// tokens are its token in `first`, then its draft tokens. `first` holds the inputs of the round. `guesses` holds the draft
-/// tokens in the order of the drafter's steps.
+/// Overwrites `inputs` with the tokens, positions and lengths of the verification pass after a drafter run. A sequence's
+/// tokens are its token in `first`, then its draft tokens. `first` holds the inputs of the drafter run. `guesses` holds the
+/// draft tokens in the order of the drafter's steps.
 pub(crate) fn take_guesses_of(
     inputs: [Tensor<1, Int>; 3],
     first: [Tensor<1, Int>; 3],
@@ -274,9 +273,9 @@ impl OverwriteBackend for CubeBackend {
         let strides = [stride(&streams), stride(&hidden)];
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
-        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, and an element of
-        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements. Its last quarter holds valid
-        // row indices of `streams`.
+        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`. It writes an element of
+        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements. Its last quarter holds valid row
+        // indices of `streams`.
         unsafe {
             begin_round::launch_unchecked(
                 &client,

@@ -105,8 +105,8 @@ fn launch(target: &CubeTensor, source: CubeTensor, row: usize) {
         row as u32,
     );
     let copied = heads * count * width / vector;
-    // SAFETY: a unit reads vector `v` of a source head and writes vector `v` of the same head in the target's row. `v` is below
-    // the vectors of `count` slots, which both heads have. The source has its own memory.
+    // SAFETY: a unit reads vector `v` of a source head and writes vector `v` of the same head in the target's row. `v` is
+    // below the vectors of `count` slots, which both heads have. The source has its own memory.
     unsafe {
         copy_row::launch_unchecked(
             &client,
@@ -127,8 +127,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind, Distribution};
 
-    /// Copies the first `count` of 7 slots to row 2 of 4 rows of 9 slots. Returns the expected target, the target, and the target
-    /// of a copy of integers.
+    /// Copies the first `count` of 7 slots to row 2 of 4 rows of 9 slots. Returns the expected target, the target, and the
+    /// target of a copy of integers.
     fn copied(width: usize, count: usize) -> [Vec<f32>; 3] {
         let device = Device::wgpu(DeviceKind::DefaultDevice);
         let distribution = Distribution::Uniform(-99.0, 99.0);

@@ -1,4 +1,4 @@
-//! The weights by which activations are multiplied, in floats or quantized.
+//! The weights that multiply activations, in floats or quantized.
 
 use crate::op::dequantize::dequantize;
 use crate::quant::layout::Layout;
@@ -114,8 +114,8 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Dequantizes all rows to `dtype`. Autodiff does not track the result. The result is on an autodiff device if the
-    /// packed words are on such a device.
+    /// Dequantizes all rows to `dtype`. Autodiff does not track the result. The result is on an autodiff device if the packed
+    /// words are on an autodiff device.
     pub fn dequantized(&self, dtype: DType) -> Tensor<2> {
         let strategy = self.words.gradient_checkpointing_strategy();
         let numbers = dequantize(self.words.clone().without_autodiff(), self.layout, dtype);

@@ -5,8 +5,8 @@ use super::whole::{product, whole_rows};
 use crate::op::quantized_matmul;
 use burn::tensor::Tensor;
 
-/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is `[rows, columns
-/// out]`.
+/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is
+/// `[rows, columns out]`.
 pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
     match weight.into() {
         Matrix::Whole(weight) => whole_rows(input, weight),

@@ -3,7 +3,7 @@
 //! - Burn rounds f32 matrices to tf32, which has 11 of the 24 bits of a significand. No setting disables the rounding.
 //! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes minutes.
 //!
-//! The GEMMs are separate operators, so that the backward also uses them.
+//! Each GEMM is an operator with its own backward, so that the gradients are also computed by these GEMMs.
 
 use burn::{
     backend::{
@@ -210,8 +210,8 @@ mod tests {
 
     type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
 
-    /// Returns the output of `product`, and the gradients with respect to both leaves. The matrices are computed from the
-    /// leaves, so that gradients pass through further operators.
+    /// Returns the output of `product`, and the gradients with respect to both leaves. The matrices are not the leaves
+    /// themselves, but are computed from the leaves, so the gradients also pass through other operators.
     fn outcome(product: Product, matrices: &[Tensor<2>; 2], device: &Device) -> Vec<Vec<f32>> {
         let leaves = matrices.each_ref().map(|matrix| {
             Tensor::<2>::from_data(matrix.clone().into_data(), device).require_grad()

@@ -10,8 +10,8 @@ use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
 
-/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is `[rows, columns
-/// out]`.
+/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is
+/// `[rows, columns out]`.
 pub(crate) fn whole_rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cuda")]
     if input.dims()[0] == 1 && input.dtype() == DType::F32 && operator(&input).is_some() {

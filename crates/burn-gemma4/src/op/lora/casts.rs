@@ -1,5 +1,5 @@
 //! Casts both matrices of a LoRA adapter, or both gradients, to another dtype in one launch. A model has hundreds of small
-//! adapters, so the number of launches decides the time.
+//! adapters, so launch overhead would take most of the time.
 //!
 //! Budget: one element per unit in registers. Bound: launch latency.
 

@@ -59,7 +59,8 @@ pub enum Base<B: Backend> {
     Quantized(IntTensor<B>),
 }
 
-/// A base matrix and its adapter. The adapter's factors are `reads`, `[rank, columns in]`, and `writes`, `[columns out, rank]`.
+/// A base matrix and its adapter. The adapter's factors are `reads`, `[rank, columns in]`, and `writes`,
+/// `[columns out, rank]`.
 #[derive(ExtensionType, Debug, Clone)]
 #[extension_type(fusion)]
 pub struct AdaptedMatrix<B: Backend> {
@@ -72,7 +73,7 @@ pub struct AdaptedMatrix<B: Backend> {
 /// The options of an adapted matrix. The options are on the host, separate from the device tensors of [`AdaptedMatrix`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedOptions {
-    /// The scale by which the adapter's output is multiplied.
+    /// The scale that multiplies the adapter's output.
     pub scale: f64,
     /// The layout of a quantized base matrix.
     pub layout: Option<Layout>,

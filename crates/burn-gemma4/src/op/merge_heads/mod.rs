@@ -1,5 +1,5 @@
-//! Concatenates the attention outputs of all heads for the output projection, in one launch. Used for inference on CubeCL
-//! devices.
+//! Concatenates the attention outputs of all heads for the output projection, in one launch. Inference on CubeCL
+//! devices uses this operator.
 
 mod kernel;
 #[cfg(test)]

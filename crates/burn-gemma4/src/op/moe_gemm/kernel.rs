@@ -1,13 +1,13 @@
-//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. `order` lists the
-//! (row, chosen expert) pairs, sorted by expert.
+//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. `order` lists the (row,
+//! chosen expert) pairs, sorted by expert.
 //!
-//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to
-//! shared memory. Each unit computes 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory
-//! and executes 64 multiply-adds.
+//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to shared
+//! memory. Each unit computes 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and
+//! executes 64 multiply-adds.
 //!
 //! All tiles of a cube cover the same 64 output columns. The row tiles of an expert are divided among `of_rows` cubes.
 //!
-//! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 factors per unit.
+//! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 values from shared memory per unit.
 //!
 //! Bound: the units' arithmetic. The matrices of unused experts are never read. Results are deterministic.
 

@@ -24,8 +24,8 @@ use burn::{
 };
 
 /// True if the kernels of this module should multiply the rows of `input`. In f16 and bf16 on CUDA, inference uses one
-/// tensor-core GEMM per expert instead, which is faster. Training does not: the gradient of each separate GEMM would have
-/// the size of all experts' weights.
+/// tensor-core GEMM per expert instead, which is faster. Training uses the kernels of this module. With separate GEMMs, each
+/// GEMM's gradient of the weights would have the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let device = input.device();
     let on_matrix_units = super::linear::has_matrix_units(input) && !device.is_autodiff();

@@ -80,8 +80,8 @@ pub(super) fn route<E: Float, N: Size>(
                 * Vector::<f32, N>::cast_from(scale[vector as usize]);
             #[unroll]
             for o in 0..plan.at_once {
-                // If the group of units has no expert left, load the matrix row of the last expert instead, so that the load
-                // stays in bounds. The result is not written.
+                // If the group of units has no expert left, load the matrix row of the last expert, so that the load stays in
+                // bounds. The result is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;
                 let products = x * Vector::<f32, N>::cast_from(proj[at]);

@@ -54,7 +54,7 @@ pub(crate) struct RouterWeights {
     pub proj: Tensor<2>,
     /// The scale of each channel of the normalized rows, `[hidden]`.
     pub scale: Tensor<1>,
-    /// The factor by which the weight of each expert's output is multiplied, `[experts]`.
+    /// The factor that multiplies the weight of each expert's output, `[experts]`.
     pub per_expert_scale: Tensor<1>,
 }
 

@@ -16,7 +16,7 @@ pub(in crate::op) struct NormScalars {
     pub rows: u32,
     /// The number of vectors per row. The norm averages over all elements of a row.
     pub vectors: u32,
-    /// The number of columns per row, by which the norm divides the sum of squares.
+    /// The number of columns per row. The norm divides the sum of squares by this number.
     pub columns: f32,
     pub epsilon: f32,
 }

@@ -31,7 +31,7 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
         pdl: supports_pdl(&client),
     };
     // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `input` and writes row `r` of `output`.
-    // Each row has `vectors` vectors, and so has `weight`.
+    // Each row and `weight` have `vectors` vectors.
     unsafe {
         norm_pdl::launch_unchecked(
             &client,
@@ -74,8 +74,8 @@ fn launch_norm_gradient(
     let element = dtype_to_storage_type(input.dtype);
     let weight_element = dtype_to_storage_type(weight.dtype);
     // SAFETY: each cube reads rows below `rows` of `input` and `gradient`, and writes rows below `rows` of `of_input`. Each
-    // row has `vectors` vectors, and so has `weight`. Each of the `parts` cubes writes its own row of `of_weight`, which has
-    // `parts` rows.
+    // row and `weight` have `vectors` vectors. Each of the `parts` cubes writes its own row of `of_weight`, which has `parts`
+    // rows.
     unsafe {
         norm_gradient::launch_unchecked(
             &client,

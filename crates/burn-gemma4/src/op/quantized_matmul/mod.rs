@@ -31,8 +31,8 @@ use burn::{
 };
 use std::ops::Range;
 
-/// The largest number of weights in a slice: 64 MB in f16 or bf16. In models with up to 5 billion parameters each matrix of
-/// a layer is one slice.
+/// The largest number of weights in a slice. A slice then takes 64 MB in f16 or bf16. In models with up to 5 billion
+/// parameters each matrix of a layer is one slice.
 const SLICE_NUMBERS: usize = 1 << 25;
 /// The number of matrix rows in a GEMM tile. Every slice except the last has a multiple of this number of rows.
 const TILE: usize = 256;

@@ -84,8 +84,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // Use more outputs than a cube has units on any device. The number is also not a multiple of the outputs that a
-            // team of units computes.
+            // Use more outputs than a cube has units on any device. The number of outputs is also not a multiple of the
+            // number that a team of units computes.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -124,7 +124,7 @@ fn rows_are_as_exact_as_with_float_matrices() {
     }
 }
 
-/// Returns the test cases: numbers of input rows, and the dtype of these rows. Half precision is tested only for GGUF
+/// Returns the test cases: numbers of input rows, each with the dtype of the rows. Half precision is tested only for GGUF
 /// blocks, if the device supports half precision.
 fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
@@ -136,8 +136,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up have equal or different
-/// formats, or one is a float matrix. The last case has no up matrix: the gate multiplies a tensor's columns from 130 on.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up projection have equal or
+/// different formats, or one of them is a float matrix. The last case has no up projection: the gate multiplies a tensor's
+/// columns from column 130 on.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

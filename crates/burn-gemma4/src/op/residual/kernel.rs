@@ -1,11 +1,11 @@
 //! The residual addition and the next norm: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
 //! Budget: shared memory holds one partial sum per plane for each of the two norms. Registers hold a unit's vectors of each
-//! input, one to three for the supported models. Without plane operations each unit has its own partial sum, and up to
-//! twenty vectors.
+//! input, one to three vectors for the supported models. Without plane operations, shared memory holds one partial sum per
+//! unit, and a unit has up to twenty vectors.
 //!
 //! Schedule: one cube per row, with one barrier per norm. The kernel rounds intermediate results to the stream's dtype
-//! wherever the model's training rounded them.
+//! wherever the model rounded them in training.
 //!
 //! Bound: latency. A row has a few KB, and one cube reads it once.
 

@@ -37,7 +37,7 @@ pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
             last -= 1i32;
         }
         let slots = i32::cast_from(slots);
-        // The distance in the ring from this slot forward to the slot of the newest key.
+        // The number of slots from this slot forward to the slot of the newest key, modulo the ring buffer's size.
         let behind = (last + slots - slot) % slots;
         let column = last - behind;
         let before = position - column;

@@ -1,5 +1,5 @@
 //! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of the
-//! ring buffer holds one token's key. The tokens may lie in any order.
+//! ring buffer holds one token's key. The slots need not be in the order of the tokens.
 
 mod kernel;
 #[cfg(test)]
@@ -40,9 +40,9 @@ impl RingMask {
     }
 }
 
-/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key in a slot. A visible key
-/// exists, is not after the query, and lies in the query's window. `positions` lists the queries' positions, sequence by
-/// sequence.
+/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key in a slot. A query sees keys
+/// that are already written, are not after the query, and lie in the query's window. `positions` lists the queries'
+/// positions, sequence by sequence.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
     let all = options.shape().iter().product::<usize>();
     // Allocate the mask with one dimension, because rows of a tensor with several dimensions would be padded.
@@ -88,8 +88,9 @@ impl RingBackend for CubeBackend {
         );
         let element = dtype_to_storage_type(mask.dtype);
         let integer = dtype_to_storage_type(positions.dtype);
-        // SAFETY: unit `i` works only if `i` is below `all`, the length of `mask`. The unit writes element `i` of `mask`. It
-        // reads the positions of its query and of its sequence's last query. `positions` has one element per query.
+        // SAFETY: unit `i` works only if `i` is below `all`, the length of `mask`. The unit writes element `i` of `mask`. The
+        // unit reads the position of its query, and the position of the last query of its sequence. `positions` has one
+        // element per query.
         unsafe {
             ring_mask_pdl::launch_unchecked(
                 &client,

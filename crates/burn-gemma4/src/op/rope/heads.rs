@@ -18,9 +18,9 @@ pub struct HeadOptions {
     pub start: usize,
     /// The number of columns of all heads together.
     pub count: usize,
-    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. A compact slot holds the whole
-    /// value, then only the rotated channels of the key. The channels that are not rotated are stored once, for value and
-    /// key.
+    /// The number of rotated channel pairs if the KV cache stores compact keys, or `None` otherwise. A slot with compact keys
+    /// holds the whole value, then only the rotated channels of the key. In a channel without rotation, the key is the value
+    /// times a weight, so the slot stores only the value.
     pub compact: Option<usize>,
     /// The epsilon of the norm.
     pub epsilon: f64,
@@ -29,10 +29,10 @@ pub struct HeadOptions {
 /// The columns of a layer's queries, keys and values in the output of one projection.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerColumns {
-    /// The first column of the queries (`queries`), and the number of the columns of all queries (`count`).
+    /// The first column of the queries.
     pub queries: usize,
     pub count: usize,
-    /// The first column of the keys, and the first column of the values.
+    /// The first column of the keys.
     pub keys: usize,
     pub values: usize,
     /// The epsilon of the norms.

@@ -22,7 +22,7 @@ pub(super) struct HeadWeights {
     pub sin: CubeTensor,
 }
 
-/// The tensor to which heads are written, and the columns of the projection's output from which the heads are computed.
+/// The target tensor of the heads, and the columns of the projection's output that hold the heads before the norm.
 pub(super) struct RopeTarget {
     tensor: CubeTensor,
     start: usize,
@@ -106,8 +106,8 @@ pub(super) struct HeadsLaunch {
 }
 
 impl HeadsLaunch {
-    /// Creates the arguments of a launch. `columns` is the channel order for a KV cache that stores only the rotated
-    /// channels of keys. For other KV caches, heads keep their channel order.
+    /// Creates the arguments of a launch. `columns` is the channel order if the KV cache stores only the rotated channels of
+    /// keys. For other KV caches, the function ignores `columns`, and the heads keep their channel order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,

@@ -26,8 +26,8 @@ pub(super) enum RopeColumns {
     /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come first. The
     /// other channels then lie next to the key's rotated channels.
     CompactValues,
-    /// The order of keys in a KV cache that stores only the rotated channels of keys. These channels are written after the
-    /// value.
+    /// The order of keys in a KV cache that stores only the rotated channels of keys. The rotated channels are written after
+    /// the value.
     CompactKeys,
     /// The order of queries for a KV cache that stores only the rotated channels of keys. The rotated channels come last.
     CompactQueries,
@@ -154,8 +154,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // A cube without a row returns at once, and does not wait for the previous launch. The other cubes do wait, so the grid
-    // cannot end before the previous launch.
+    // A cube without a row returns at once, without a wait for the previous launch. All other cubes wait, so this launch as a
+    // whole cannot end before the previous launch.
     if row >= rows {
         terminate!();
     }

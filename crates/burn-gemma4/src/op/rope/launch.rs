@@ -27,7 +27,7 @@ impl HeadsBackend for CubeBackend {
         HeadsLaunch {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
-            // An earlier launch computes the weight if the KV cache stores only the rotated channels of keys. The kernel
+            // If the KV cache stores only the rotated channels of keys, an earlier launch computes the weight. The kernel
             // must wait for that launch.
             reads_ahead: options.compact.is_none(),
             ..HeadsLaunch::new(projected, &target, RopeColumns::CompactQueries, options)

@@ -40,7 +40,7 @@ pub(super) const VALUES: u32 = 2;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CubeHead {
-    /// [`FIRST`], [`KEYS`] or [`VALUES`].
+    /// The kind of the head: [`FIRST`], [`KEYS`] or [`VALUES`].
     pub kind: u32,
     /// The index of the head among the heads of its kind.
     pub index: u32,

@@ -96,7 +96,7 @@ impl Rotation {
         }
     }
 
-    /// Computes the heads of values, which are normalized without a weight and not rotated. The shapes are those of
+    /// Computes the heads of values, which are normalized without a weight and not rotated. The shapes equal those of
     /// [`heads`](Self::heads).
     pub fn value_heads(&self, projected: Tensor<2>, batch: usize, epsilon: f64) -> Tensor<4> {
         let shape = self.shape(&projected, batch);

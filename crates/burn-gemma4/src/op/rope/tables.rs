@@ -7,7 +7,7 @@ use crate::config::{Gemma4Config, LayerType};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The tables of cosines and sines, computed on the CPU and cached for every device that uses them.
+/// The tables of cosines and sines, computed on the CPU and cached for every device.
 ///
 /// The GPU does not compute the tables, because its sine may be wrong in the third digit for large angles.
 #[derive(Clone, Debug)]
@@ -131,7 +131,7 @@ impl Tables {
     /// proportional to the table's length.
     fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
         const SMALLEST: usize = 256;
-        // Ignore a poisoned lock. A thread that panicked while it held the lock left only complete tables in the list.
+        // Ignore a poisoned lock. Even if a thread panicked while it held the lock, the list contains only complete tables.
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let index = made
             .iter()

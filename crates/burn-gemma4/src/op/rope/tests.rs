@@ -187,7 +187,8 @@ fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
         let shape = [SEQUENCES, ROWS, count, head_dim];
         heads.reshape(shape).swap_dims(1, 2)
     };
-    // Compute the expected heads with the kernels that write to a cache, as if each row were a sequence with a cache of one slot.
+    // Compute the expected heads with the kernels that write to a KV cache. Each row is treated as a sequence with a cache of
+    // one slot.
     let slots = || Tensor::<4>::full([all, own_heads, 1, head_dim], f32::NAN, device).cast(dtype);
     let expected = [
         query_heads(

@@ -13,7 +13,7 @@ fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
 }
 
-/// Applies the repetition penalty to the logits of tokens that the text contains: multiplies negative logits by the penalty,
+/// Applies the repetition penalty to the logits of tokens that the text contains. Multiplies negative logits by the penalty,
 /// and divides all other logits by the penalty. The logits of suppressed tokens become −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn change_logits<E: Float>(

@@ -18,13 +18,13 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section. A sort key is an integer that compares as its logit does. The threshold is
-/// the smallest sort key that is kept.
+/// The number of words in the summary of a section. A sort key is an integer that compares as its logit does. The threshold
+/// is the smallest sort key that is kept.
 ///
-/// - words 0 and 1: the summed weight of the tokens above the threshold
-/// - word 2: the number of tokens at the threshold
+/// - words 0 and 1: the summed weight of the tokens with a sort key above the threshold
+/// - word 2: the number of tokens whose sort key equals the threshold
 /// - word 3: the threshold
-/// - words 4 and 5: the weight that tokens at the threshold must contribute to reach the target of top-p
+/// - words 4 and 5: the least summed weight that top-p keeps of the tokens whose sort key equals the threshold
 pub(super) const SUMMARY: usize = 6;
 /// The number of bits of a column index.
 pub(super) const COLUMN_BITS: u32 = 22;
@@ -36,14 +36,14 @@ struct Kept {
     largest: u32,
     /// The smallest sort key that is kept. A sort key is an integer that compares as its logit does.
     threshold: u32,
-    /// True if top-p is active. Of the tokens whose sort key equals `threshold`, only some are then kept.
+    /// True if top-p is active. Top-p may keep only some of the tokens whose sort key equals `threshold`.
     #[cube(comptime)]
     top_p: bool,
 }
 
 #[cube]
 impl Kept {
-    /// Returns the weight of a logit whose sort key is above `threshold`, the smallest kept sort key, and 0 for any other
+    /// Returns the weight of a logit whose sort key is above `threshold`, the smallest kept sort key. Returns 0 for any other
     /// logit. Without top-p, a sort key equal to `threshold` counts as above.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;

@@ -317,8 +317,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 rows with the same `logits`. `weights` are the summed weights of the row's sections
-    /// of columns, in units of 2³². The first kernel of a draw computes such sums.
+    /// Draws one token from each of 64 rows with the same `logits`. `weights` holds the summed weight of each section of
+    /// columns, in units of 2³². The test passes these sums to the second kernel in place of the first kernel's results.
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);

@@ -23,8 +23,8 @@ use cubecl::prelude::*;
 pub(super) const BINS: usize = 256;
 /// The number of words that a cube writes for its range of columns: two words per bin, then the four words of [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// The number of histograms among which a cube's units are divided. Most logits fall into few bins, so several histograms
-/// reduce contention between atomics.
+/// The number of histograms in shared memory. Each of a cube's units adds to one of them. Most logits fall into few bins, so
+/// several histograms reduce contention between atomics.
 const COPIES: usize = 4;
 
 /// The state of the search for a threshold, the smallest sort key that is kept.
@@ -33,20 +33,21 @@ const COPIES: usize = 4;
 pub(super) struct Found {
     /// The smallest sort key that the search counts. Top-p counts only sort keys that top-k keeps.
     pub floor: u32,
-    /// The upper bits of the smallest kept sort key that earlier launches have found.
+    /// The upper bits of the smallest kept sort key. Earlier launches have determined these bits.
     pub prefix: u32,
-    /// The number of tokens, or the weight, that sort keys with the upper bits `prefix` must contribute to reach the target.
+    /// The number of tokens, or the summed weight, that is still missing to reach the target. Tokens whose sort keys have the
+    /// upper bits `prefix` must contribute it.
     pub need: Wide,
 }
 
-/// The target of a search: the number of tokens or the weight that the kept tokens must reach.
+/// The target of a search. The kept tokens must reach this number of tokens, or this summed weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum SearchTarget {
     /// The number of tokens that top-k keeps.
     Count,
     /// The fraction of the sum of all weights that top-p keeps, in units of 2⁻³².
     Share,
-    /// The part of the target that the previous launch of the search has left.
+    /// The rest of the target, as computed by the previous launch of the search.
     Rest,
 }
 
@@ -57,8 +58,8 @@ pub(super) struct Cuts {
     pub top_p: bool,
 }
 
-/// One launch of the search, which determines eight bits of the sort key. `digit` counts these groups of eight bits from the
-/// uppermost. `weighed` is true if the bins sum weights, and false if the bins count tokens.
+/// One launch of the search, which determines eight bits of the sort key. `digit` is the index of these eight bits, where 0
+/// stands for the uppermost eight bits. `weighed` is true if the bins sum weights, and false if the bins count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
     pub digit: u32,
@@ -247,7 +248,7 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
 }
 
 /// Returns the initial state of the search of top-p, limited to the sort keys that top-k keeps. Without top-k, the search is
-/// limited to sort keys above that of −∞.
+/// limited to sort keys above the sort key of −∞.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,

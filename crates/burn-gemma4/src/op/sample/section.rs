@@ -7,10 +7,10 @@ use cubecl::prelude::*;
 /// The largest number of sections per row. Every cube reads the results of all sections of its row, so more sections mean
 /// more reads.
 pub(super) const MOST_STRETCHES: usize = 32;
-/// The number of loads that a unit issues before it uses the first loaded value.
+/// The number of loads that a unit issues before it uses any loaded value.
 pub(super) const AHEAD: usize = 8;
 
-/// The shape of the logits, and the number of sections into which each row is divided.
+/// The shape of the logits, and the number of sections per row.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct LogitsSizes {
@@ -72,8 +72,8 @@ pub(super) fn next_keys<E: Float>(
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. If the row has fewer sections, repeat the load of the last section's sort key, so that all
-    // loads are in bounds.
+    // Issue all loads at once. If the row has fewer sections than loads, repeat the load of the last section's sort key, so
+    // that all loads are in bounds.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

@@ -7,21 +7,19 @@
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The
-/// function `key` returns 0 for −∞ and for every NaN.
+/// The integer that −∞ has in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The function
+/// `key` returns 0 for −∞ and for every NaN.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The sort key of ∞. In the order of `f32::total_cmp`, NaN without a sign bit maps to a larger integer.
+/// The sort key of ∞. Larger integers belong to NaN.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
-/// The sort key of 0, that is, the integer that compares with other sort keys as a logit of 0 does. The sort key of −0 is
-/// smaller by 1.
+/// The sort key of a logit of 0. The sort key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
 /// The smallest natural logarithm of a weight that does not count as zero. Smaller logarithms give weights below 2⁻⁴¹.
 const LEAST_RATIO: f32 = -28.5;
-/// The factor 2⁸. The upper 32-bit word of a weight is the integer part of 2⁸ times the weight, where the largest weight is
-/// 1.
+/// The factor 2⁸. A weight is at most 1. The upper 32-bit word of a weight is the integer part of 2⁸ times the weight.
 const UPPER: f32 = 256.0;
-/// The factor 2³². The lower 32-bit word of a weight is the integer part of 2³² times the fraction that the upper word
-/// leaves.
+/// The factor 2³². The lower 32-bit word of a weight is the integer part of 2³² times the fraction that remains after the
+/// upper word.
 const LOWER: f32 = 4_294_967_296.0;
 
 /// Maps a logit to its sort key, an integer that compares with other sort keys as in the order of `f32::total_cmp`. NaN and

@@ -41,7 +41,7 @@ impl Wide {
         self.high < other.high || (self.high == other.high && self.low < other.low)
     }
 
-    /// Multiplies by `factor`. The result must fit in 64 bits.
+    /// Multiplies the integer by `factor`. The result must fit in 64 bits.
     pub fn times(&self, factor: u32) -> Wide {
         Wide {
             low: self.low * factor,
@@ -49,7 +49,7 @@ impl Wide {
         }
     }
 
-    /// Multiplies by `fraction / 2⁶⁴` and rounds down. The result is the upper 64 bits of the 128-bit product.
+    /// Multiplies the integer by `fraction / 2⁶⁴` and rounds down. The result is the upper 64 bits of the 128-bit product.
     pub fn share(&self, fraction: Wide) -> Wide {
         let lowest = Wide::of(self.low.mul_hi(fraction.low));
         let one = Wide {
@@ -70,7 +70,7 @@ impl Wide {
     }
 }
 
-/// Sums of the units' values.
+/// A unit's running sum, and the sum over all units.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Sums {

@@ -14,15 +14,15 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The number of forward passes after which the weight of a pass in the running counts has fallen to 1/e.
+/// The weight of a forward pass in the running counts falls to 1/e after this number of further passes.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of `FIRST_DRAFTS`
 /// draft tokens.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The maximum number of tokens of all sequences in a forward pass. This limit applies if the caller has not fixed the
-/// number of draft tokens. The decode kernels support up to 8 tokens.
+/// The maximum number of tokens in a forward pass, summed over all sequences. The decode kernels support up to 8 tokens. The
+/// limit does not apply if the caller has fixed the number of draft tokens.
 const ROWS: usize = 8;
 
 /// The adaptive number of draft tokens per forward pass, for one sequence.
@@ -33,8 +33,8 @@ pub(super) struct DraftLength {
     /// divided equally among the sequences. Each sequence uses one row for the last token of its text.
     most: usize,
     cost: Cost,
-    /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller
-    /// weights.
+    /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older forward passes have
+    /// smaller weights.
     seen: f64,
     right: f64,
 }

@@ -102,8 +102,8 @@ impl DraftSources {
         self.of_sequences.is_empty()
     }
 
-    /// Proposes draft tokens, and evaluates each sequence's last token and the draft tokens in one pass. The last token is
-    /// not in the cache yet. Returns the draft tokens, and the logits after each evaluated token.
+    /// Proposes draft tokens, and evaluates each sequence's last token and the draft tokens in one forward pass. The last
+    /// token is not in the cache yet. Returns the draft tokens, and the logits after each evaluated token.
     fn guess_and_read<'a>(
         &mut self,
         sequences: &[Sequence<'_>],

@@ -2,7 +2,7 @@
 //! hidden state, keys and values. The drafter computes no keys or values of its own.
 //!
 //! A run of the drafter consists of several drafting steps, and each step proposes one draft token. All steps use the same
-//! position: that of the token after which the target model continues.
+//! position, which is the position of the text's last token.
 //!
 //! The inputs of a step are the previous token and a hidden state. This hidden state comes from the target model in the
 //! first step, and from the previous step afterwards.

@@ -278,8 +278,8 @@ fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
     }
 }
 
-/// Calls a method of Python. Most methods are those of minijinja-contrib. This function implements the remaining methods of
-/// strings.
+/// Calls a Python method of a template value. minijinja-contrib implements most methods. This function implements the
+/// remaining methods of strings.
 fn call_method(
     state: &State<'_, '_>,
     value: &Value,

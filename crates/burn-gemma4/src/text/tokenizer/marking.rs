@@ -46,8 +46,8 @@ impl Tokenizer {
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        // Exclude characters of special tokens. Such a mark, inserted into a special token, could create another special
-        // token.
+        // Do not choose a character of a special token as the mark. Inserted into a special token, this mark could create
+        // another special token.
         let mut taken = HashSet::new();
         let mut take = |text: &str| taken.extend(text.chars().filter(|char| MARKS.contains(char)));
         texts.into_iter().for_each(&mut take);

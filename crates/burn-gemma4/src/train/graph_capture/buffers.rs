@@ -30,7 +30,8 @@ impl Sources {
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,
-    /// The shapes of the sources. The shapes of all float tensors come first, and the shapes of all integer tensors follow.
+    /// The shapes of the sources, which are the tensors that are copied into the buffers. The shapes of all float tensors
+    /// come first, and the shapes of all integer tensors follow.
     shapes: Vec<Vec<usize>>,
 }
 
@@ -93,7 +94,7 @@ pub(super) struct Reader<'a> {
 
 type Shaped<'a, T> = std::iter::Zip<std::slice::Iter<'a, T>, std::slice::Iter<'a, Vec<usize>>>;
 
-/// The panic text for a step that takes more tensors from the reader than there are sources.
+/// The panic text for a step that takes more tensors from the reader than there are buffers.
 const AS_MANY: &str = "a step reads as many tensors as it has sources";
 
 impl Reader<'_> {

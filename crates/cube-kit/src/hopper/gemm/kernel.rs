@@ -25,7 +25,7 @@ use crate::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The number of bytes in 64 rows of a subtile.
+/// The number of bytes in 64 rows of a subtile. A row of a subtile has 64 half-precision elements.
 const SUBTILE_BYTES: usize = MatrixTiles::DEPTH * ROW_BYTES;
 
 /// The grid of tiles of a GEMM.
@@ -49,8 +49,8 @@ struct Corner {
     column: u32,
 }
 
-/// Returns the corner of the tile with index `item`. Tile rows are divided into groups of `together` rows. Within a group,
-/// tiles are numbered column by column.
+/// Returns the first row and the first column of the tile with index `item`. Tile rows are divided into groups of `together`
+/// rows. Within a group, tiles are numbered column by column.
 #[cube]
 fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corner {
     let of_group = grid.together * grid.columns;

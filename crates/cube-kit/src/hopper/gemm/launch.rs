@@ -51,7 +51,7 @@ pub enum MatrixError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The name of the left operand, on whose device the right operand must be.
+        /// The name of the left operand. The right operand must be on the same device.
         whose: &'static str,
         /// The device of the left operand.
         expected: String,

@@ -8,7 +8,7 @@ use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
 /// The dimension along which an operand is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Major {
-    /// The inner dimension, over which the GEMM sums.
+    /// The inner dimension. The GEMM sums over the inner dimension.
     Inner,
     /// The outer dimension: the rows of the left operand, or the columns of the right operand.
     Outer,
@@ -37,8 +37,8 @@ const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 /// column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// Tiles with fewer columns than this number take as long to multiply as tiles with this number. A wgmma reads the 64 rows
-/// of its left operand from shared memory, and this read takes the same time for every width.
+/// The smallest tile width at which the multiplication limits the time of a wgmma. A wgmma of fewer columns takes the same
+/// time, because it reads 64 rows of its left operand from shared memory for every width.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows that are in flight at the same time. Neighboring tiles in flight share their reads in the L2 cache.
@@ -53,7 +53,7 @@ impl MatrixTiles {
     /// The number of columns of the narrowest tile.
     pub const NARROWEST: usize = SUBTILE;
     pub(crate) const WARPGROUPS: usize = 2;
-    /// The number of threads per cube, in the consumer warpgroups and one producer warpgroup.
+    /// The number of threads per cube: two consumer warpgroups and one producer warpgroup.
     #[cfg(feature = "cuda")]
     pub(crate) const UNITS: usize = (Self::WARPGROUPS + 1) * WARPGROUP;
     pub(crate) const LHS_BYTES: usize = Self::ROWS * ROW_BYTES;

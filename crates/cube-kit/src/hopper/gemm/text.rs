@@ -11,11 +11,11 @@ use cubecl::prelude::*;
 
 /// Returns the PTX of [`multiply_matrices()`]. Outputs: the accumulator registers. Inputs, in this order:
 ///
-/// - the descriptors of both operands in the first stage
+/// - the descriptors of both operands in the first stage of the ring buffer
 /// - the first full barrier and the first empty barrier
 /// - the elected flag, nonzero in threads that arrive at empty barriers
 /// - the number of chunks
-/// - the stage and the parity of the first chunk
+/// - the ring buffer stage and the parity of the first chunk
 ///
 /// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's
 /// stage.
@@ -68,8 +68,8 @@ fn product_text(tiles: &MatrixTiles) -> String {
     )
 }
 
-/// Multiplies a tile over all inner chunks, from stage `stage` on. Waits for each chunk, and releases the chunk's stage
-/// after use.
+/// Multiplies a tile over all inner chunks. The first chunk is in the ring buffer's stage `stage`. The function waits for
+/// each chunk, and releases the chunk's stage after use.
 #[cube]
 pub(crate) fn multiply_matrices<N: Size>(
     lhs: u32,

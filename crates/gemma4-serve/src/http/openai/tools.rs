@@ -23,7 +23,7 @@ pub(crate) struct SelectedTools {
 }
 
 impl SelectedTools {
-    /// Checks the number and the names of the tools, and that the choice fits the tools.
+    /// Checks the number and the names of the tools, and that `tool_choice` fits the tools.
     pub fn new(
         tools: Vec<Tool>,
         choice: ToolChoice,

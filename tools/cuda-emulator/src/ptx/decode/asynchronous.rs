@@ -127,8 +127,8 @@ impl Decoder<'_> {
     }
 
     fn mbarrier(&mut self) -> Result<Operation> {
-        // The modifiers have no effect: in the emulator, every arrival orders earlier accesses, and every wait orders later
-        // accesses.
+        // The memory-order and scope modifiers have no effect: in the emulator, every arrival orders earlier accesses, and
+        // every wait orders later accesses.
         self.ignores(&["shared", "shared::cta", "b64", "cta", "acquire", "release"]);
         if self.takes("init") {
             return Ok(Operation::MbarrierInit {

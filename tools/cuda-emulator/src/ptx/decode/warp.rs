@@ -29,8 +29,8 @@ impl Decoder<'_> {
                     _ => Err(self.unsupported("the results")),
                 }
             }
-            // The remaining instructions set a warp's register count or start a dependent kernel. The emulator ignores these
-            // instructions, because they do not affect results.
+            // All other instructions set a warp's register count (`setmaxnreg`) or start a dependent kernel
+            // (`griddepcontrol`). The emulator ignores these instructions, because they do not affect results.
             _ => Ok(self.nothing()),
         }
     }

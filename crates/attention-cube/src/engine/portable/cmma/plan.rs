@@ -25,10 +25,10 @@ use crate::types::refusal::{Feature, Refusal};
 use crate::types::request::{Layouts, Pass};
 use burn::tensor::DType;
 
-/// The fragment shapes `[m, n, k]` for which the tile tables have entries, in order of preference.
+/// The fragment shapes `[m, n, k]` that the tile tables support, in order of preference.
 const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
 
-/// The plane sizes (units per plane) for which the tile tables have entries.
+/// The plane sizes (units per plane) that the tile tables support.
 const PLANES: [usize; 2] = [32, 64];
 
 /// The operands that stay in shared memory while the kernel streams blocks.
@@ -36,19 +36,20 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs that stay in shared memory. These operands are P (the probabilities)
-    /// or dS (the gradient of the scores). If the number is above 0, both streamed operands also stay in shared memory. If
-    /// the number is 0, the left operands and the streamed operands overwrite each other in one region of shared memory.
+    /// The number of left operands of the second GEMMs that stay in shared memory. The second GEMMs compute the output or
+    /// the gradients. Their left operands are P (the probabilities) or dS (the gradient of the scores). If the number is
+    /// above 0, both streamed operands also stay in shared memory. If the number is 0, the left operands and the streamed
+    /// operands overwrite each other in one region of shared memory.
     resident: usize,
 }
 
-/// The setting with which no operand stays in shared memory: each operand overwrites the previous one.
+/// With this setting, no operand stays in shared memory: each operand overwrites the previous one.
 const NOTHING: Kept = Kept {
     held: 0,
     resident: 0,
 };
 
-/// The device and the sizes from which the plan chooses tiles.
+/// The device and the sizes that the plan uses to choose tiles.
 #[derive(Clone, Copy)]
 struct Choice<'a> {
     device: &'a DeviceProfile,
@@ -63,8 +64,8 @@ struct Choice<'a> {
     vector: usize,
 }
 
-/// Collects the device and the sizes from which the plan chooses tiles. Returns a refusal if the engine cannot serve the
-/// problem.
+/// Collects the device and the sizes that the plan uses to choose tiles. Returns a refusal if the engine does not support
+/// the problem.
 fn choice<'a>(
     problem: &AttentionProblem,
     device: &'a DeviceProfile,
@@ -127,9 +128,9 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if there is enough room left for the second GEMM's
-                // streamed operand (such as V). With less room, the kernel would copy that operand in more pieces, and each
-                // piece costs a barrier.
+                // Keep the stationary operands in shared memory only if there is enough room left for the streamed operand
+                // of the second GEMM (such as V in P V). With less room, the kernel would copy that operand in more pieces,
+                // and each piece costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -142,8 +143,7 @@ impl Choice<'_> {
             })
     }
 
-    /// Returns the setting in which all stationary operands stay in shared memory, and the streamed operands overwrite each
-    /// other.
+    /// Returns the setting that keeps all stationary operands in shared memory. The streamed operands overwrite each other.
     fn all_resident(&self) -> Kept {
         Kept {
             held: self.stationary,
@@ -178,7 +178,8 @@ impl Choice<'_> {
     /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
     ///
     /// Each operand in `kept` has its own region of shared memory. All other operands share one region, which is as large as
-    /// the operands of the first GEMM. The streamed rows of the second GEMM are copied to this region piece by piece.
+    /// the operands of the first GEMM (such as Q Kᵀ). The kernel copies the streamed rows of the second GEMM (such as V in P
+    /// V) to this region piece by piece.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -191,7 +192,8 @@ impl Choice<'_> {
         let Kept { held, resident } = kept;
         let planes = units / self.plane;
         let above = rows / m;
-        // The streamed operand of the second GEMM (such as V) may be wider than the operands of the first GEMM.
+        // The streamed operand of the second GEMM (such as V in P V) may be wider than the operands of the first GEMM (such
+        // as Q Kᵀ).
         let all_columns = self.depth.max(width);
         // Refuse cubes of a single plane, because of a bug in Metal's compiler:
         // <https://github.com/tracel-ai/cubecl/issues/1636>.
@@ -364,8 +366,8 @@ mod tests {
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
-                        // Each operand that stays in shared memory is copied with all its columns at once. All areas of
-                        // shared memory have addresses from which fragments may be loaded.
+                        // Each operand that stays in shared memory is copied with all its columns at once. All operands
+                        // start at multiples of the alignment that fragment loads require.
                         assert!(held == 0 || tiles.depth >= width, "{context}");
                         let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
                         for at in [

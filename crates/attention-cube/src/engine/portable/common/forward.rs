@@ -11,17 +11,17 @@
 //!
 //! Budget: [`UnitTiles::shared_memory`] of shared memory. A unit's registers hold `4 · rows_per_unit` elements of S,
 //! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A unit has `rows_per_unit` rows
-//! of S, and `output_rows` rows of O with `output_vectors` vectors of 4 columns each. A block of `columns` keys costs a tile
-//! of `rows` queries `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
+//! of S, and `output_rows` rows of O with `output_vectors` vectors of 4 columns each. A tile of `rows` queries and a block
+//! of `columns` keys take `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
 //! `tile_ops/product.rs`. The kernel writes the output, and two f32 values of the logsumexp per query.
 //!
 //! Decoding uses this kernel too. `packed` puts the query heads of a GQA group into the rows of one tile, so each key is
-//! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalised partial
+//! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalized partial
 //! output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
 //!
 //! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. The
-//! scores of a key are multiplied by the key's scale. The probabilities are multiplied by the scales of the values before
-//! the second GEMM, but not in the row sums.
+//! kernel multiplies the scores of a key by the key's scale. Before the second GEMM, the kernel multiplies the probabilities
+//! by the scales of the values. The row sums do not include the scales of the values.
 //!
 //! Keys and values may lie in pages. The kernel looks up the page of each block in a page table.
 

@@ -1,4 +1,4 @@
-//! The forward and backward kernels of the portable engines, over the tiles of `tile_ops`.
+//! The forward and backward kernels of the portable engines. The module `tile_ops` multiplies their tiles.
 
 #[cfg(feature = "cube")]
 pub(crate) mod backward;

@@ -32,7 +32,7 @@ pub struct PortableBackwardPlan {
     /// The tiles of the kernel that computes the gradients of keys and values.
     pub key_value: UnitTiles,
     /// The number of partial gradients of the query, if one kernel computes all three gradients with the tiles `key_value`.
-    /// `None` if the query's gradient has a kernel of its own.
+    /// `None` if a separate kernel computes the query's gradient.
     pub parts: Option<usize>,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
@@ -171,8 +171,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // The kernel that computes all three gradients cannot exceed the limit, because its launches cover only as many pairs of
-    // tiles as the limit allows.
+    // The kernel that computes all three gradients cannot exceed a software driver's iteration limit, because its launches
+    // cover only as many pairs of tiles as the limit allows.
     let separate = match parts {
         Some(_) => 0,
         None => {
@@ -187,8 +187,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     bias.max(separate)
 }
 
-/// Returns the number of key splits for tiles that the heads of a group share: enough to fill the device, but at most one
-/// per key block.
+/// Returns the number of key splits for a forward whose tiles pack the query heads of a GQA group. The splits fill the
+/// device, and each split has at least one key block.
 fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> usize {
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;

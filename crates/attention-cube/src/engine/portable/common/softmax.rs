@@ -31,9 +31,9 @@ pub(crate) struct RowStatistics {
     /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if a row's factor is not
     /// 1, so that the output needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the output in
-    /// fragments use the flag. The running maximum does not tell, because its initial value, the lowest f32, is also a valid
-    /// score.
+    /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the output
+    /// in fragments use the flag. The running maximum cannot replace the flag, because its initial value, the lowest f32, is
+    /// also a valid score.
     pub seen: Array<u32>,
 }
 

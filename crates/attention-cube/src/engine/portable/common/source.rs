@@ -112,7 +112,8 @@ enum Kernel {
     KeyValueGradient(UnitTiles),
 }
 
-/// Plans the kernels of a forward, a backward or a decode step with split keys and eight query heads per KV head.
+/// Plans the kernels of a forward, a backward or a decode step. A decode step has split keys and eight query heads per KV
+/// head.
 fn kernels<E>(
     wanted: &Wanted,
     pass: &str,
@@ -156,7 +157,7 @@ const HEAD_SIZES: HeadSizesCompilationArg = HeadSizesCompilationArg {
     value_dim: (),
 };
 
-/// Returns the scoring argument of a kernel with the optional inputs that `wanted` lists.
+/// Returns the kernel argument that turns `q·k` into scores and hides keys, with the optional inputs that `wanted` lists.
 fn scoring<M: Numeric, F: Float>(wanted: &Wanted) -> ScoringCompilationArg<M, F> {
     ScoringCompilationArg {
         seq_lens: SEQ_LENS,

@@ -22,7 +22,8 @@ use cubecl::prelude::*;
 /// The way in which a kernel loads the bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum BiasReads {
-    /// The bias of a score is loaded at the moment the score is computed. The bias may have any precision and any strides.
+    /// The kernel loads the bias of a score at the moment when the kernel computes that score. The bias may have any
+    /// precision and any strides.
     There,
     /// The biases of a block are loaded before the dot products `q·k` (S) are ready. Each 32-bit word holds the
     /// half-precision biases of two adjacent columns. If the kernel reserves shared memory for biases, TMA copies the biases
@@ -35,8 +36,8 @@ pub(crate) enum BiasReads {
 /// A thread's biases for a block of up to 128 columns. Each word holds two biases, in the order of the register pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
-/// If the kernel loads biases before the dot products `q·k` (S) are ready, loads a thread's biases for `columns` columns
-/// from `first_column` on. A row or column past the end gets the last row's or column's bias.
+/// Loads a thread's biases for `columns` columns from `first_column` on, if the kernel loads biases before the dot products
+/// `q·k` (S) are ready. A row or column past the end gets the last row's or column's bias.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -116,7 +117,8 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(32 * vector)) {
                 let index = (lane + comptime!(32 * part as u32)) * comptime!(vector as u32);
-                // A lane past `columns` checks the last columns again, so that its load stays inside the row.
+                // A lane whose columns lie past `columns` checks the last columns again, so that its load stays inside the
+                // row.
                 let index = min(index, comptime!((columns - vector) as u32));
                 let column = first_column as usize + index as usize;
                 let values = bias[(row + column * bias.stride(3)) / vector];

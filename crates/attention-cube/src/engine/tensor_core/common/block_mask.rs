@@ -1,5 +1,5 @@
-//! The visibility of a block of keys (or queries) to a tile. Mask bits tell which columns of a partially visible block each
-//! row sees.
+//! Computes whether all rows of a tile see all columns of a block. The columns are keys for a tile of queries, and queries
+//! for a tile of keys. For a partly visible block, mask bits tell which columns each row sees.
 
 use super::RowPair;
 use super::block_range::{TilePosition, block_pair, mask_summary};
@@ -11,7 +11,7 @@ use crate::math::score::is_hidden;
 use crate::math::visibility::{documents_of, is_inside, is_within_intervals};
 use cubecl::prelude::*;
 
-/// The visibility of a block to a tile, and the mask bits of a thread's two rows.
+/// Tells whether a tile sees all columns of a block, and holds the mask bits of a thread's two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BlockMask {
@@ -24,7 +24,8 @@ pub(crate) struct BlockMask {
 }
 
 /// Computes the visibility of a block of `size` columns. Also loads the mask bits of the thread's two rows, for `columns`
-/// columns of the block from column `32 · first_word` on. A call before S is ready overlaps the loads with the GEMM.
+/// columns of the block from column `32 · first_word` on. If the GEMM that computes S is in flight during the call, the GEMM
+/// hides the latency of the loads.
 #[cube]
 pub(crate) fn block_mask(
     tile_position: &TilePosition,
@@ -41,8 +42,8 @@ pub(crate) fn block_mask(
     let size = comptime!(size as i32);
     let inside = is_inside(&tile_position.run, block * size, size);
     let mut whole = inside;
-    // The mask may hide a column from some rows, while the visible ranges of all other rows exclude the column. With a mask,
-    // a block that is not `inside` all visible ranges may have columns that no row sees.
+    // If `inside`, the visible range of every row contains the block. Otherwise, a column can be hidden from all rows: the
+    // mask hides the column from some rows, and the visible ranges of the remaining rows exclude the column.
     let mut may_have_masked = false;
     let side = comptime!(kind.fragment.side);
     let own = documents_of(
@@ -68,9 +69,8 @@ pub(crate) fn block_mask(
         whole = whole && shared;
         may_have_masked = !shared;
         if comptime!(!structure.mask) {
-            // At least one row of the tile belongs to the tile's first segment, and at least one row to its last segment. If
-            // the whole block belongs to one of these segments and lies `inside` all visible ranges, some row sees all
-            // columns.
+            // Some row of the tile belongs to the tile's first segment, and some row to its last segment. If the whole block
+            // belongs to one of these two segments and is `inside` every row's visible range, that row sees all columns.
             let may_intersect = is_one && (other.first == own.first || other.first == own.last);
             may_have_masked = !(shared || (inside && may_intersect));
         }

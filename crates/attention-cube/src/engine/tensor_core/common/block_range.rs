@@ -16,8 +16,8 @@ use cubecl::prelude::*;
 pub(crate) struct TilePosition {
     pub batch: u32,
     pub head: u32,
-    /// The tile's index in the table of segment bounds. The table has the bounds of each query block and of each key block,
-    /// and a tile is one such block.
+    /// The tile's index in the table of segment bounds. The table has one entry for each block of queries and for each block
+    /// of keys.
     pub row_block: u32,
     pub run: Run,
 }

@@ -21,14 +21,14 @@ pub(crate) struct KeepBits {
     pub minus_inverse_kept: f32,
 }
 
-/// Selectors for [`permuted_bytes`]: join the low halves of two words, join their high halves, and exchange the two bytes
-/// within each half of the first word.
+/// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` their high halves.
+/// `EXCHANGED` exchanges the two bytes in each half of the first word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
 const EXCHANGED: u32 = 0x2301;
 
-/// Returns the keep mask of two scores: all bits of a half are 1 if dropout keeps the score's probability. See
-/// [`random_bits_of_pair`] for the arguments.
+/// Returns the keep masks of two scores in one word. All bits of a 16-bit half are 1 if dropout keeps the score's
+/// probability. See [`random_bits_of_pair`] for the arguments.
 #[cube]
 fn keep_mask(own: u32, other: u32, dropout: &DropoutArguments) -> u32 {
     above_as_f16(random_bits_of_pair(own, other), dropout.thresholds) ^ dropout.drops_hits
@@ -306,8 +306,9 @@ pub(crate) fn dropped_pair(
     }
 }
 
-/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `words` are the random words of
-/// [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The output is later multiplied by `kept_scale`.
+/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `words` are the random words
+/// of [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The kernel later multiplies the output by
+/// `kept_scale`.
 #[cube]
 pub(crate) fn packed_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,

@@ -26,8 +26,8 @@ use cube_kit::nvidia::ptx::{load_shared_pair, uniform};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// True if one of a warp's queries is far. For a tile of queries, the warp's queries are its rows. For a tile of keys, they
-/// are the `columns` columns of the block, with their LSE in shared memory.
+/// True if one of a warp's queries is far (its LSE needs two f32). For a tile of queries, the warp's queries are its rows.
+/// For a tile of keys, they are the `columns` columns of the block, with their LSE in shared memory.
 #[cube]
 pub(crate) fn has_far(
     lse_delta: &LseDelta<'_>,
@@ -44,7 +44,8 @@ pub(crate) fn has_far(
             let mut far = false.runtime();
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(64)) {
-                // A lane past `columns` checks the last two columns again, so that its load stays inside the block.
+                // A lane whose columns lie past `columns` checks the last two columns again, so that its load stays inside
+                // the block.
                 let column = UNIT_POS % 32u32 * 2u32 + comptime!(64 * part as u32);
                 let column = min(column, comptime!(columns as u32 - 2));
                 let own = load_shared_pair(lse_delta.references_at + 4u32 * column);
@@ -57,12 +58,12 @@ pub(crate) fn has_far(
 }
 
 /// The number of flags that a lane loads for the first head before it waits for any of them. Each flag covers 32 queries, so
-/// the 32 lanes of a warp cover 4,096 queries.
+/// four flags in each of a warp's 32 lanes cover 4,096 queries.
 const LOADS: usize = 4;
 
-/// Returns the sum of the flags of far queries that this lane loads. The lanes of a warp divide the flags of the query heads
-/// `first_head` to `first_head + heads − 1` and of the range `queries`. If the sum is not 0 in a lane of the warp, one of
-/// these queries may be far. Each flag covers `ROWS` queries.
+/// A query is *far* if its LSE needs two f32. Returns the sum of the flags that this lane loads. The lanes of a warp divide
+/// the flags of the query heads `first_head` to `first_head + heads − 1` and of the queries in the range `queries`. If the
+/// sum is not 0 in some lane of the warp, one of these queries may be far. Each flag covers `ROWS` queries.
 ///
 /// The lane loads the first flags of the first head without a branch, so that the caller's next work overlaps the loads.
 ///
@@ -88,7 +89,7 @@ pub(crate) fn sum_of_flags(
         #[unroll]
         for load in 0..LOADS {
             // A lane past the end of the range still reads a flag of the head, so that no branch is needed. If this flag is
-            // set, the tile takes the slower path of far queries.
+            // set, the tile takes the slower path of far queries (queries whose LSE needs two f32).
             sum += lse_delta[at + min(first + 32usize * load, last)];
         }
         let mut flag = first + 32usize * LOADS;
@@ -104,7 +105,8 @@ pub(crate) fn sum_of_flags(
     sum
 }
 
-/// Returns a copy of `lse_delta` in which `may_have_far` is true if `far` is not 0 in a lane of the warp.
+/// Returns a copy of `lse_delta` with the vote of the warp: `may_have_far` is true if `far` is not 0 in some lane of the
+/// warp.
 #[cube]
 pub(crate) fn voted<'a>(lse_delta: &LseDelta<'a>, #[comptime] kind: FragmentKind) -> LseDelta<'a> {
     LseDelta::<'a> {

@@ -45,7 +45,7 @@ pub(crate) struct LseDelta<'a> {
     /// Not 0 if this lane found a [`far`](super::far) query. The lane tests its own rows if the rows are queries, or else
     /// the flags of far queries.
     pub far: f32,
-    /// True if `far` is not 0 in a lane of the warp. The value is set by [`voted`](super::far::voted), and false before.
+    /// True if `far` is not 0 in some lane of the warp. [`voted`](super::far::voted) sets this field, which is false before.
     pub may_have_far: bool,
 }
 
@@ -167,7 +167,8 @@ fn logarithms_of(
     }
 }
 
-/// True if a block takes the path without masks: the block is fully visible, and the tile has no far query.
+/// True if a block takes the code path without masks: every row sees the whole block, and the tile has no far query (a query
+/// whose LSE needs two f32).
 #[cube]
 fn is_plain(block_mask: &BlockMask, lse_delta: &LseDelta<'_>) -> bool {
     block_mask.whole && !lse_delta.may_have_far
@@ -267,7 +268,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     PAndDs::<NS, NP> { w, p }
 }
 
-/// Computes [`weights`] of a block that is not fully visible, or whose tile may have far queries (`far`).
+/// Computes [`weights`] of a block that is not fully visible. With `far`, the block may also be fully visible, and the tile
+/// may have far queries (queries whose LSE needs two f32).
 #[cube]
 fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -303,7 +305,7 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
             bits_0 = bits.first;
             bits_1 = bits.second;
             if comptime!(far) {
-                // The mask words of a fully visible block are not loaded, so all bits are set here.
+                // The kernel loads no mask words for a fully visible block, so set all bits here.
                 bits_0 = select(block_mask.whole, 0xffff_ffffu32, bits_0);
                 bits_1 = select(block_mask.whole, 0xffff_ffffu32, bits_1);
             }
@@ -476,8 +478,8 @@ fn probability(
     }
 }
 
-/// The factor by which P is multiplied before the rounding to half precision, since small probabilities would lose bits in
-/// f16. dV is later divided by the factor.
+/// The kernel multiplies P by this factor before it rounds P to half precision, since small probabilities would lose bits in
+/// f16. The kernel later divides dV by the factor.
 pub(crate) const fn p_scale(half: Half) -> f32 {
     match half {
         Half::F16 => F16_P_SCALE,
@@ -532,8 +534,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel needs no slopes. If the kernel loads biases before the GEMM of `q·k` has finished, `s` already holds
-    // scores, and no slopes are needed. In both cases, each slope is 1.
+    // A `raw` kernel (unscaled dot products, no softcap) needs no slopes. If the kernel has loaded the biases early, `s`
+    // already holds scores, and no slopes are needed. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,

@@ -31,7 +31,7 @@ use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Size};
 use std::fmt::Debug;
 
-/// Returns the compile-time settings of a kernel whose fragment rows belong to `side`.
+/// Returns the compile-time settings of a kernel. `side` tells whether the rows of its fragments are queries or keys.
 pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentKind {
     let score = score_kind(problem);
     FragmentKind {
@@ -51,12 +51,13 @@ pub(crate) struct ForwardTiling {
     pub rows: usize,
     /// The number of keys in a block.
     pub keys: usize,
-    /// The number of query heads whose rows share a tile. It is 1 if a tile has rows of one head only.
+    /// The number of query heads that share a tile. The number is 1 if a tile has rows of one head only.
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
-    /// The number of heads, over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
-    /// operands of these heads fit the L2 cache.
+    /// The number of heads whose tiles the launch order interleaves. Heads of different sequences count separately. Without a
+    /// causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// operands of these heads stay in the L2 cache.
     pub together: usize,
 }
 
@@ -87,8 +88,8 @@ pub(crate) struct ForwardPass {
     pub sink_element: ElemType,
     pub bias_vector: usize,
     pub output_vector: usize,
-    /// The factor that converts the kernel's scores to log2 units. For unscaled scores, the factor includes the problem's
-    /// scale.
+    /// The factor that converts the kernel's scores to log2 units. If the kernel keeps unscaled dot products, the factor
+    /// includes the problem's scale.
     pub scale_log2: f32,
     offsets: BoundsOffsets,
     sinks: Option<CubeTensor>,
@@ -329,8 +330,9 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 pub(crate) struct GradientDivision {
     /// The number of splits. CTAs of different splits process different blocks of a tile.
     pub splits: usize,
-    /// The number of heads, over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
-    /// operands of these heads fit the L2 cache.
+    /// The number of heads whose tiles the launch order interleaves. Heads of different sequences count separately. Without a
+    /// causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// operands of these heads stay in the L2 cache.
     pub together: usize,
 }
 
@@ -364,7 +366,7 @@ impl GradientDivision {
 /// Computes the requested gradients with respect to `inputs`.
 ///
 /// The closure `launch` runs one kernel of the plan, and returns the gradient of Q or K, and the gradient of V. A gradient
-/// that the kernel does not compute is `None`. The gradients of the bias and of the sinks follow.
+/// that the kernel does not compute is `None`. The function then computes the gradients of the bias and of the sinks.
 pub(crate) fn gradients<T: BackwardTiles + Debug>(
     inputs: AttentionInputs<CubeBackend>,
     saved: AttentionSaved<CubeBackend>,

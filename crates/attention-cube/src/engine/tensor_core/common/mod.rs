@@ -145,8 +145,8 @@ pub(crate) fn known<F: Float, NB: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Known {
     let seq_lens = &scoring.masking.seq_lens;
-    // A row past the end reads the bias of the last row, which keeps the read inside the bias tensor. The scores of such a
-    // row are hidden later.
+    // A row past the end reads the bias of the last row, which keeps the read inside the bias tensor. The kernel later hides
+    // the scores of this row.
     let last_row = rows_end(seq_lens, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;
     let row_1 = min(rows.position_1, last_row) as u32;

@@ -29,7 +29,7 @@ pub(crate) struct OutputRow {
     pub exists: bool,
 }
 
-/// The indices of a thread's two rows.
+/// The indices of a thread's two rows in the output tensor or in a gradient tensor.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputRows {
@@ -56,7 +56,8 @@ pub(crate) fn output_rows(tile: &Tile, rows: &RowPair, row: i32) -> OutputRows {
     }
 }
 
-/// Elements of a thread's two output rows, and one factor per row, by which the store multiplies each element.
+/// Elements of a thread's two output rows, and one factor per row. The store multiplies each element by the factor of its
+/// row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputPart<NO: Size> {
@@ -155,7 +156,7 @@ struct Normalised {
     logarithm: f32,
 }
 
-/// Computes the normalizing factor and the LSE of a row. The sink of the row's head, if given, is added to row_sum.
+/// Computes the normalizing factor and the LSE of a row. If the row's head has a sink, the function adds the sink to row_sum.
 #[cube]
 fn normalise<K: Float>(
     reference: f32,

@@ -25,8 +25,8 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
-        // The path for fully visible blocks and the path for partly visible blocks each compute the scores. If both paths
-        // shared the computation, ptxas would copy every score to another register before the branch.
+        // The code computes the scores twice: in the path for fully visible blocks and in the path for partly visible blocks.
+        // If one computation served both paths, ptxas would copy every score to another register before the branch.
         if block_mask.whole {
             s = scored::<F, NB, NS>(
                 s,
@@ -115,7 +115,8 @@ fn masked<F: Float, NB: Size, NS: Size>(
     s
 }
 
-/// Turns the dot products `s` into scores, without the mask. In a `raw` kernel, the dot products stay unchanged.
+/// Turns the dot products `s` into scores, without the mask. A `raw` kernel keeps unscaled dot products, so it returns `s`
+/// unchanged.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

@@ -1,4 +1,5 @@
-//! The kernel arguments from which kernels compute scores, and the operands of kernels that load them through pointers.
+//! The kernel arguments from which kernels compute scores, and the operands of kernels that load these operands through
+//! pointers instead of TMA.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
 use crate::math::dropout::kernel::DropoutArguments;
@@ -13,8 +14,8 @@ use cubecl::prelude::*;
 pub(crate) struct Masking {
     pub seq_lens: SeqLens,
     /// The sequence lengths, the segment ids, the key intervals of the queries, and the bounds of each block, packed in one
-    /// tensor. The bounds of a block include its range of segment ids. They also include the range of opposite blocks (key
-    /// blocks for a query block) that segments and intervals may leave visible.
+    /// tensor. The bounds of a block include its range of segment ids. The bounds also include the range of opposite blocks
+    /// (key blocks for a query block) that segments and intervals may leave visible.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
     /// The mask bits, and one summary for each pair of a tile and a block. The summary tells whether the mask shows the
     /// block in full, in part or not at all.
@@ -33,7 +34,7 @@ pub(crate) struct Scoring<F: Float, NB: Size> {
     pub tables: KernelTables,
 }
 
-/// Q, K, V and the int8 scales of K and V, for a kernel that loads them through pointers instead of TMA.
+/// Q, K, V and the int8 scales of K and V, for a kernel that loads these tensors through pointers instead of TMA.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     /// The query, `[batch, q_heads, q_len, head_dim]`.
@@ -46,9 +47,9 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scale of each row of an int8 V, `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys
-    /// from `n · page_len` on. With a page table, the first dimension of K, V and their scales counts pages, and the third
-    /// counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
+    /// sequence's keys from `n · page_len` on. With a page table, the first dimension of K, V and their scales counts pages,
+    /// and the third counts the keys of a page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 

@@ -1,4 +1,4 @@
-//! Computes scores without the bias: dot products are scaled, and limited by the softcap.
+//! Computes scores without the bias: scales the dot products and applies the softcap.
 
 use crate::math::score::{ScoreArguments, ScoreKind, widely_capped};
 use cube_kit::nvidia::accumulator::Pair;
@@ -29,8 +29,8 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
     } else if comptime!(kind.bias && kind.score_mod.is_none()) {
-        // The compiler fuses the multiplication by the scale with the addition of the bias, in the forward and in the
-        // backward. Both passes therefore round the score alike.
+        // In the forward and in the backward, the compiler fuses this multiplication by the scale with the addition of the
+        // bias. Both passes therefore round the score in the same way.
         dot * arguments.scale
     } else {
         fma(dot, arguments.scale, 0.0f32)
@@ -49,14 +49,14 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
     max(min(scale_log2, LARGEST), -LARGEST)
 }
 
-/// The upper limit of an exponent, in log2 units, at which `tanh` is 1 in f32. The product of two such exponentials does not
-/// overflow f32.
+/// The upper limit of the exponent in the softcap's exponential, in log2 units. At this limit, `tanh` is already 1 in f32.
+/// The product of two exponentials at this limit is below the largest f32.
 const CAPPED: f32 = 60.0;
 
 /// Computes two capped scores with one reciprocal. A capped score needs `1 / a`, where `a` is 1 plus an exponential of the
-/// score. With `b` for the second score, `1 / a = b · r` and `1 / b = a · r`, where `r = 1 / (a · b)`. The MUFU unit, which
-/// computes reciprocals and exponentials, limits the speed of the softcap. If one of the scores is NaN, both scores become
-/// NaN.
+/// score. `b` is the same sum for the second score, and `r = 1 / (a · b)`. Then `1 / a = b · r` and `1 / b = a · r`. The MUFU
+/// unit, which computes reciprocals and exponentials, limits the speed of the softcap. If one of the scores is NaN, both
+/// scores become NaN.
 #[cube]
 pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);

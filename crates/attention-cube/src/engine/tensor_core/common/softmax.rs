@@ -50,8 +50,9 @@ pub(crate) fn quad_sum(sums: Pair) -> Pair {
     Pair { first, second }
 }
 
-/// The largest difference between a row's maximum so far and the reference, in log2 units. Beyond this difference, the row's
-/// maximum becomes the new reference.
+/// The softmax subtracts a *reference*, an earlier row maximum, from the scores. This constant is the largest difference
+/// between the row's maximum so far and the reference, in log2 units. Beyond this difference, the row's maximum becomes the
+/// new reference.
 const RESCALE_THRESHOLD: f32 = 8.0;
 
 /// The references of a thread's two rows, which the softmax subtracts from the scores.
@@ -62,8 +63,8 @@ pub(crate) struct RowMax {
     pub reference: Pair,
     /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is true.
     pub shift: Pair,
-    /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. The references are then subtracted from
-    /// the scores before the scale is applied.
+    /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. The softmax then subtracts the references
+    /// from the scores before it applies the scale.
     pub far: bool,
 }
 
@@ -74,16 +75,16 @@ pub(crate) struct RowMax {
 pub(crate) struct Rescaled<NS: Size> {
     pub s: Vector<f32, NS>,
     pub row_max: RowMax,
-    /// True if this block changed the references, the row maxima that the softmax subtracts from the scores of the warp's
-    /// rows.
+    /// True if this block changed the reference (the row maximum that the softmax subtracts) of one of the warp's rows.
     pub moved: bool,
     /// The factor that rescales row_sum and O of earlier blocks, or 1 if the reference is unchanged.
     pub factor: Pair,
 }
 
-/// If a score of the warp exceeds its row's reference by more than the threshold, sets the reference of each row to the row's
-/// maximum. If a reference exceeds [`FAR`] in magnitude, every block sets the references, and the softmax subtracts the
-/// references before it applies the scale.
+/// Updates the references, which are the row maxima that the softmax subtracts from the scores. If a score of the warp
+/// exceeds the reference of its row by more than [`RESCALE_THRESHOLD`], the reference of each row becomes the row's maximum.
+/// If a reference exceeds [`FAR`] in magnitude, every block updates the references, and the softmax subtracts the references
+/// before it applies the scale.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
 /// `agreed`, `largest` is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.
@@ -211,8 +212,9 @@ pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
 }
 
-/// The largest magnitude of a reference, in log2 units, for which the scale is applied before the subtraction. For a larger
-/// reference, f32 is too coarse: the exponential of the row's largest score would not be 1.
+/// A reference is the row maximum that the softmax subtracts from the scores. This constant is the largest magnitude of a
+/// reference, in log2 units, for which the softmax scales the scores before the subtraction. For a larger reference, f32 is
+/// too coarse: the exponential of the row's largest score would not be 1.
 const FAR: f32 = 2048.0;
 
 /// The exponentials of 8 scores of a thread, and the sum of these exponentials in each of its two rows.
@@ -280,8 +282,8 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// Multiplies each row of O by its rescale factor if `moved`, that is, if the references have changed. O has `columns`
-/// columns.
+/// Multiplies each row of O by its rescale factor if `moved`: the row maxima that the softmax subtracts have changed. O has
+/// `columns` columns.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,

@@ -32,13 +32,14 @@ pub(crate) struct Stationary {
     pub rows: i32,
     /// The index of the tile's rows in the table that holds the segment bounds of each block.
     pub row_block: u32,
-    /// The length and the window of the sequence to which the tile belongs.
+    /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
     /// The range of keys (or queries) that window and sequence length leave visible to at least one row of the tile.
     pub run: Run,
     pub first_block: i32,
     pub end_block: i32,
-    /// The first head whose blocks the tile visits: a KV head for a tile of queries, a query head for a tile of keys.
+    /// The tile streams the blocks of one or several heads. This field is the first of these heads: a KV head for a tile of
+    /// queries, a query head for a tile of keys.
     pub first_head: u32,
     pub heads: u32,
     /// The index in the gradient's first dimension: `batch + split · batches`, where `batches` is the number of sequences.

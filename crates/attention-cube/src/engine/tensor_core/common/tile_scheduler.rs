@@ -13,7 +13,8 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TileKind {
     pub fragment: FragmentKind,
-    /// The number of query heads whose rows share a tile, all from one GQA group. It is 1 if a tile has rows of one head only.
+    /// The number of query heads that share a tile, all from one GQA group. The number is 1 if a tile has rows of one head
+    /// only.
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
@@ -71,7 +72,7 @@ pub(crate) struct Tile {
     pub head_rows: i32,
     /// The tile's index in the table of segment bounds, which has the bounds of each block of queries.
     pub query_block: u32,
-    /// The length and the window of the sequence to which the tile belongs.
+    /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
     pub keys: Run,
     /// The index of the first block of keys in the tile's range.

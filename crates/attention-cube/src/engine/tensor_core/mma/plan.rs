@@ -67,13 +67,14 @@ pub(super) const FIRST_ROWS: usize = 32;
 pub struct MmaForwardPlan {
     /// The tiles of the kernel. Their type also says how the warps divide the tiles.
     pub tiles: MmaForwardTiles,
-    /// The number of query heads of a GQA group whose rows share a tile. In a shared tile, the rows of one head follow the
-    /// rows of another.
+    /// The number of query heads that share a tile, all from one GQA group. In a shared tile, the rows of one head precede
+    /// the rows of the next head.
     pub heads: usize,
     /// The number of key splits (split-KV). With 1 split, no second kernel combines partial outputs.
     pub splits: usize,
-    /// The number of heads, over all sequences, whose tiles are in flight together. Under a causal mask, the operands of
-    /// these heads fit the L2 cache.
+    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately. Without
+    /// a causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
     pub copies: Operands,
@@ -100,7 +101,7 @@ const FORWARD: &[Shape] = &[
     // output; 323 and 308 with chunks of half the columns.
     split_d([256, 256], [128, 64, 4], [256, 64, 1, 3, 2]),
     // At head size 256, the next tiles reach 327 TFLOP/s on an H200 without a mask and 312 causal. One buffer for P and five
-    // ring slots give 320 and 302 TFLOP/s.
+    // slots for chunks give 320 and 302 TFLOP/s.
     split_d([256, 256], [128, 64, 4], [128, 32, 1, 4, 2]),
     // At head size 256, the next tiles reach 282 TFLOP/s on an H200 without a mask and 280 causal. Other tiles that fit 163
     // KB of shared memory, without a mask and causal, in TFLOP/s: 243 and 238 with blocks of 64 keys; 217 and 219 for split-D
@@ -113,21 +114,21 @@ const FORWARD: &[Shape] = &[
     // mask and causal, in TFLOP/s: 319 and 304 with one buffer for P; 304 and 286 with eight slots of half the columns.
     split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
     // At head size 512, the next tiles reach 299 TFLOP/s on an H200 without a mask and 284 causal. One buffer for P and five
-    // ring slots give 286 and 272 TFLOP/s.
+    // slots for chunks give 286 and 272 TFLOP/s.
     split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
     // At head size 512, the next tiles reach 249 TFLOP/s on an H200 without a mask and 245 causal. Other tiles, without a
     // mask and causal, in TFLOP/s: 146 and 152 with two slots and two buffers for P; 209 and 171 with 32 rows and queries
-    // that stay in shared memory; 179 and 168 with blocks of 64 keys and two column parts of V.
+    // that stay in shared memory; 179 and 168 with blocks of 64 keys and chunks of half the columns of V.
     without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
-    // The next tiles were not measured. The queries pass through the ring, because queries that stay in shared memory would
-    // leave room for only two ring slots. At head size 512, tiles with two slots reached only 107 TFLOP/s on an H200 without
-    // a mask and 96 causal.
+    // The next tiles were not measured. The kernel copies the queries again with every block of keys, because queries that
+    // stay in shared memory would leave room for only two slots for chunks of K and V. At head size 512, tiles with two slots
+    // reached only 107 TFLOP/s on an H200 without a mask and 96 causal.
     without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
-/// The largest head size of Q and K that leaves room in shared memory for a ring of slots.
+/// The largest head size of Q and K that leaves room in shared memory for the slots of operand chunks.
 const WIDEST_DOTS: usize = 576;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in the
@@ -270,7 +271,7 @@ mod tests {
             "{context}"
         );
         // The number of output rows per warp must be a multiple of the number of score rows per warp. The scores of a warp's
-        // output rows are then computed inside its row group.
+        // output rows then come from the warps with the same output rows.
         assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
         assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
         assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
@@ -278,11 +279,12 @@ mod tests {
             tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
             "{context}"
         );
-        // A lane has four bits of used keys for each group of 16 keys. One 32-bit word therefore covers at most 128 keys.
+        // A lane keeps one bit for each key that it multiplies, which marks a nonzero probability: four bits per group of 16
+        // keys. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
         // After chunk `i` of a pass (main loop iteration), a warp starts to copy chunk `i + slots − 1`. This chunk must
-        // belong to this pass or the next, so the ring can use at most `chunks + 1` slots.
+        // belong to this pass or the next, so the ring buffer can use at most `chunks + 1` slots.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"

@@ -10,8 +10,8 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::mbarrier::{arrive_as_warp, arrive_with_copies, await_phase};
 use cubecl::prelude::*;
 
-/// Initializes the ring's barriers. One thread calls this function, and the CTA must synchronize before other threads use the
-/// barriers.
+/// Initializes the full and empty barriers of all slots. One thread calls this function, and the CTA must synchronize before
+/// other threads use the barriers.
 #[cube]
 pub(super) fn make_ring(
     start: u32,
@@ -28,7 +28,8 @@ pub(super) fn make_ring(
     }
 }
 
-/// A slot of the ring, and the mbarrier parity of the chunk in that slot. The parity flips each time the ring wraps around.
+/// A slot of the ring buffer in shared memory, and the mbarrier parity of the chunk in that slot. The parity flips each time
+/// the ring buffer wraps around.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingTurn {
@@ -36,7 +37,7 @@ pub(super) struct RingTurn {
     pub parity: u32,
 }
 
-/// Returns the slot and parity of the chunk that comes `count` chunks after `first`.
+/// Returns the slot and parity of the chunk that comes `count` chunks after the chunk in slot `first`.
 #[cube]
 pub(super) fn turn_after(
     first: &RingTurn,
@@ -73,8 +74,8 @@ pub(super) struct RingSlot {
     parity: u32,
 }
 
-/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration) whose first chunk has the slot `first`. An index
-/// past the last chunk means a chunk of the next pass.
+/// A pass is one main loop iteration, and its first chunk has the slot `first`. Returns the slot of the pass's `chunk`-th
+/// chunk. An index past the last chunk means a chunk of the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,
@@ -96,7 +97,7 @@ pub(super) fn ring_slot_of(
     }
 }
 
-/// Waits until all warps have read the previous chunk of the slot. The slot may then be filled.
+/// Waits until all warps have read the previous chunk of the slot. The CTA may then refill the slot.
 #[cube]
 pub(super) fn await_empty(place: &RingSlot) {
     await_phase(place.empty, place.parity ^ 1u32);
@@ -109,7 +110,7 @@ pub(super) fn signal_full(place: &RingSlot) {
     arrive_with_copies(place.full);
 }
 
-/// Waits until all threads have completed their copy operations into the slot.
+/// Waits until all threads have completed their copy operations into the slot of the ring buffer.
 #[cube]
 pub(super) fn await_full(place: &RingSlot) {
     await_phase(place.full, place.parity);

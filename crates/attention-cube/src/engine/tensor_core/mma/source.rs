@@ -57,8 +57,8 @@ fn write() {
 /// The bytes of shared memory that a CTA may take on an H200.
 const MOST_SHARED_MEMORY: usize = 232_448;
 
-/// Returns the bytes of shared memory per CTA of the GPU for which the sources are written: the environment variable
-/// `SHARED_MEMORY`, or an H200's bytes.
+/// Returns the bytes of shared memory per CTA of the target GPU: the environment variable `SHARED_MEMORY`, or an H200's
+/// bytes.
 fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY")
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))

@@ -1,4 +1,5 @@
-//! GEMMs whose right operand comes in chunks through one ring of shared memory. A *chunk* fills one stage of the ring.
+//! GEMMs whose right operand streams through a ring of shared-memory buffers (*stages*). A *chunk* is the rows or columns of
+//! the operand that fill one stage.
 //!
 //! The functions `*_text` emit PTX.
 
@@ -16,22 +17,23 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of keys whose scores a split-D warpgroup computes, for 64 queries.
+/// A split-D warpgroup computes the scores of 64 queries and this number of keys.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
-/// Emits PTX that steps through the chunks of the ring, and computes the addresses of each chunk's barriers and data.
+/// Emits PTX that steps through the chunks in a ring of shared-memory buffers (stages), and computes the addresses of each
+/// chunk's barriers and data.
 ///
 /// If the chunks of every operand fill the ring a whole number of times, these addresses are constant offsets. Otherwise the
 /// PTX computes the stage of each chunk.
 struct Walk {
     ring: RingShape,
-    /// The PTX register with the address of the first full barrier.
+    /// The PTX register with the address of the first stage's full barrier.
     full: String,
-    /// The PTX register with the address of the first empty barrier.
+    /// The PTX register with the address of the first stage's empty barrier.
     empty: String,
     /// The PTX register with the shared memory descriptor of the ring's first stage.
     data: String,
-    /// The number of stages from one chunk to the next chunk that the warpgroup uses.
+    /// The warpgroup uses every `step`-th chunk.
     step: usize,
     /// The distance in stages from the stage in the PTX register `stage` to the stage of the current chunk.
     offset: usize,
@@ -70,7 +72,7 @@ impl Walk {
         );
     }
 
-    /// Emits PTX that waits until the current chunk is full.
+    /// Emits PTX that waits until the copy of the current chunk to shared memory is complete.
     fn wait(&mut self, label: usize) {
         self.text += &wait_text(&label.to_string(), "is_full", 8 * self.offset, "parity");
         self.text += "wgmma.fence.sync.aligned;\n";
@@ -101,10 +103,10 @@ impl Walk {
     }
 }
 
-/// Emits the GEMM `S = Q Kᵀ` of a block of K whose chunks come through the ring.
+/// Emits the GEMM `S = Q Kᵀ` of a block of K. The chunks of K stream through a ring of shared-memory buffers (stages).
 ///
 /// The outputs are the registers of S. The inputs are, in this order:
-/// 1. The registers of the query chunks that stay in registers, which are the first chunks.
+/// 1. The registers of the first query chunks, which stay in registers.
 /// 2. The descriptors of the queries and of the ring.
 /// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the first chunk.
@@ -178,8 +180,9 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
     }
 }
 
-/// Emits the GEMM `sum += P V` over `chunks` chunks of V, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. In the backward, P may be dS, and V may be Q, K or dO.
+/// Emits the GEMM `sum += P V` over `chunks` chunks of V in a ring of shared-memory buffers (stages), beginning with chunk
+/// number `first`. Both numbers count only the chunks that belong to the warpgroup. In the backward, P may be dS, and V may
+/// be Q, K or dO.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
@@ -248,7 +251,7 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
     format!("{{\n{}}}\n", walk.text)
 }
 
-/// Emits the GEMM `O += P V` of a block of V whose chunks come through the ring.
+/// Emits the GEMM `O += P V` of a block of V. The chunks of V stream through a ring of shared-memory buffers (stages).
 ///
 /// The outputs are the registers of O. The inputs are, in this order:
 /// 1. The registers of O.
@@ -305,7 +308,8 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     format!("{{\n{}}}\n", walk.text)
 }
 
-/// The addresses of the ring's barriers, and the lane that arrives at them.
+/// The addresses of the full and empty barriers of the ring's stages (shared-memory buffers), and the lane that arrives at
+/// the barriers.
 ///
 /// `elected` is 1 in the lane that arrives for its warp, else 0.
 #[derive(CubeType, Clone, Copy)]
@@ -316,7 +320,8 @@ pub(crate) struct Ring {
     pub elected: u32,
 }
 
-/// Starts the GEMM `S = Q Kᵀ` of a block whose first chunk is at `at`. The returned registers are valid only after a wait.
+/// Starts the GEMM `S = Q Kᵀ` of a block. `at` is the ring stage and the parity of the block's first chunk of K. The returned
+/// registers are valid only after a wait.
 #[cube]
 pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     first_queries: Vector<u32, NQ>,
@@ -345,8 +350,8 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
 
 /// Starts the GEMM `S = left · rightᵀ` of a block. All chunks of `left` are in shared memory.
 ///
-/// If `product.frees_before` is true, this call also frees the last chunk of the preceding GEMM, whose empty barrier is
-/// `before`.
+/// If `product.frees_before` is true, this call also frees the shared-memory buffer of the preceding GEMM's last chunk.
+/// `before` is the empty barrier of that buffer.
 #[cube]
 pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,

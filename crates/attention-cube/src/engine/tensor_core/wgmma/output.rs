@@ -85,8 +85,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The staging buffer held an operand,
-/// so all warps must have read that operand before the call.
+/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The staging buffer in shared memory
+/// held an operand, so all warps must have read that operand before the call.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,

@@ -30,12 +30,13 @@ pub use tiles::{
 pub struct WgmmaForwardPlan {
     /// The tiles of the kernel.
     pub tiles: WgmmaForwardTiles,
-    /// The number of query heads of a GQA group whose rows share a tile.
+    /// The number of query heads that share a tile, all from one GQA group.
     pub heads: usize,
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
-    /// The number of heads, over all sequences, whose tiles are in flight together. Under a causal mask, the operands of
-    /// these heads fit the L2 cache.
+    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately. Without
+    /// a causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
@@ -63,16 +64,17 @@ pub enum Scheduler {
 /// The bytes of the scheduler's mailbox in shared memory: two messages, each with one word and two barriers.
 pub(crate) const MAILBOX_BYTES: usize = 48;
 
-/// One entry of the split-M table: the parameters from which [`WgmmaSplitMTiles`] is built.
+/// One entry of the split-M table: the parameters of one [`WgmmaSplitMTiles`].
 struct SplitMShape {
-    /// The largest head size for which this entry is chosen.
+    /// The largest head size of Q and K that this entry serves.
     head_dim: usize,
     value_dim: usize,
     warpgroups: usize,
     keys: usize,
     stages: usize,
     ordering: Ordering,
-    /// If TMA copies biases to shared memory: the number of keys in a block, and the number of stages in the ring of biases.
+    /// Two numbers for problems whose biases TMA copies to shared memory: the keys in a block, and the stages in the ring of
+    /// biases.
     biased: [usize; 2],
 }
 
@@ -80,9 +82,9 @@ struct SplitMShape {
 #[derive(Clone, Copy)]
 enum Ordering {
     Always,
-    /// Ping-pong, except under a causal mask, where it would be slower.
+    /// Ping-pong, except under a causal mask, because ping-pong is slower there.
     UnlessCausal,
-    /// Ping-pong, except with a mask or a bias, where it would be slower.
+    /// Ping-pong, except with a mask or a bias, because ping-pong is slower there.
     UnlessMasked,
 }
 

@@ -1,8 +1,9 @@
 //! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and
 //! `0 · NaN` is NaN.
 //!
-//! The *used* bits in shared memory have one bit for each row of a block. A warp sets the bit if one of the warp's own rows
-//! sees that row. Each block has four *used words*. Three sets of four words serve consecutive blocks in rotation.
+//! The *used bits* in shared memory have one bit for each row of a block. A warp sets the bit if one of the tile rows that
+//! the warp computes sees the block row. Each block has four 32-bit *used words*. Three sets of four words serve consecutive
+//! blocks in rotation.
 
 use crate::math::visibility::Run;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -39,8 +40,9 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
     used
 }
 
-/// Sets the used bits of the `count`-th block for the columns of S that the warp's rows see. `used` holds the bits of this
-/// thread. Bit 0 of `used` becomes bit `shift` of the stored word.
+/// A used bit tells whether some row of the tile sees a certain row of a block. Sets the used bits of the `count`-th block
+/// for the columns of S that the warp's rows see. `used` holds the bits of this thread. Bit 0 of `used` becomes bit `shift`
+/// of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -53,8 +55,8 @@ pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) 
     }
 }
 
-/// Clears the used words of block `count + 2`. All warps must have passed a barrier since they last read these words, for
-/// block `count − 1`.
+/// Clears the *used words* of block `count + 2`: bits that mark the block's rows that the tile sees. Block `count − 1` used
+/// the same words. All warps must have passed a barrier since they read the words for block `count − 1`.
 #[cube]
 pub(crate) fn forget_used(used_at: u32, count: u32) {
     if UNIT_POS < 4u32 {
@@ -62,13 +64,14 @@ pub(crate) fn forget_used(used_at: u32, count: u32) {
     }
 }
 
-/// Returns the address of the used words for the `turn`-th block. Consecutive blocks use three sets of words in turn.
+/// Returns the address of the *used words* of the `turn`-th block: bits that mark the block's rows that the tile sees.
+/// Consecutive blocks use three sets of words in rotation.
 #[cube]
 pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
     used_at + turn % 3u32 * 16u32
 }
 
-/// True if the block has a column that no row of the tile sees, according to the used words at `words`.
+/// True if the block has a column that no row of the tile sees, according to the bits at `words` in shared memory.
 #[cube]
 pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     let all = comptime!(match block / 4 {
@@ -79,8 +82,9 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// True if the block has rows that no row of the tile sees. If `masked`, the used words of the `count`-th block decide, and
-/// the function also clears the used words of a later block. Otherwise the tile's visible range `run` decides.
+/// True if the block has rows that no row of the tile sees. If `masked`, the *used words* of the `count`-th block decide:
+/// bits that mark the block's rows that the tile sees. The function then also clears the used words of a later block.
+/// Otherwise the tile's visible range `run` decides.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,
@@ -104,8 +108,8 @@ pub(crate) fn has_unseen(
 /// The block starts at position `first`. The call covers `count` rows from row `first_row` on, at `address` in shared
 /// memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group.
 ///
-/// If `masked`, the used words at `words` tell which rows the tile sees. Otherwise the tile's visible range `run` tells
-/// which rows the tile sees.
+/// If `masked`, the bits at `words` in shared memory tell which rows the tile sees. Otherwise the tile's visible range `run`
+/// tells which rows the tile sees.
 #[cube]
 pub(crate) fn zero_fill_unseen(
     address: u32,

@@ -1,16 +1,16 @@
 //! GEMV with quantized weights: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a
-//! vector belong to one quantization group of columns.
+//! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a vector
+//! belong to one quantization group of columns.
 //!
-//! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by
-//! unscaled codes. It then scales the sum over each vector. Otherwise the kernel scales each weight, which is cheaper for
-//! several rows.
+//! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by unscaled
+//! codes. It then multiplies the sum over each vector by the group's scale. Otherwise the kernel scales each weight, which is
+//! cheaper for several rows.
 //!
-//! Budget: shared memory is the same as in the float GEMV. A group of units handles `weights` weight rows. For each row, a
-//! unit keeps `unroll` vectors of `vector` words in flight. Registers hold `rows · weights` sums,
-//! `vector · unroll · weights` words, and the dequantized weights of one word per weight row. Each of the three takes at
-//! most 32 registers.
+//! Budget: shared memory holds the planes' partial sums, as in the float GEMV. A group of units handles `weights` weight
+//! rows. For each row, a unit keeps `unroll` vectors of `vector` words in flight. Registers hold `rows · weights` sums,
+//! `vector · unroll · weights` words, and the dequantized weights of one word per weight row. The sums, the words and the
+//! dequantized weights take at most 32 registers each.
 //!
 //! Bound: memory bandwidth.
 
@@ -103,8 +103,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             plan,
         );
     }
-    // Wait after the loads above, which the compiler may still move below the wait. Forcing the loads before the wait was
-    // slower: 524 tokens/s against 549 for a small model in 4 bits.
+    // Wait for the previous launch. The compiler may move the loads above behind this wait. A variant that forced the loads
+    // before the wait was slower: 524 tokens/s against 549 for a small model in 4 bits.
     wait_prior_launch(plan.reads_ahead);
     mark_volatile(input, plan.pdl);
     mark_owned_volatile_if_present(&experts.shares, plan.pdl);
@@ -179,8 +179,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             }
         }
         vector = next;
-        // Load the next vectors here, because a load at the start of the loop was slower: 487 tokens/s against 509 for a
-        // small model in 4 bits.
+        // Load the next vectors here, at the end of the loop body. Loads at its start were slower: 487 tokens/s against 509
+        // for a small model in 4 bits.
         if vector < vectors {
             load(
                 &matrices,
@@ -239,9 +239,9 @@ impl WordsFormat {
     /// True if the kernel lets the next launch start (the PDL trigger) only after the last words have been multiplied.
     /// Otherwise the trigger follows the loads of the last words.
     ///
-    /// Decoding on an H200 with 16 words in flight, E2B and 12B, in tokens/s:
-    /// - later trigger: 656 and 209 in Q4_0, 588 and 187 in Q8_0;
-    /// - earlier trigger: 677 and 211 in Q4_0, 565 and 177 in Q8_0.
+    /// Decode speeds on an H200 with 16 words in flight, in tokens/s:
+    /// - The later trigger gives 656 for E2B and 209 for 12B in Q4_0, and 588 and 187 in Q8_0.
+    /// - The earlier trigger gives 677 for E2B and 211 for 12B in Q4_0, and 565 and 177 in Q8_0.
     fn ends_first(self) -> bool {
         self.format.bits == 8
     }

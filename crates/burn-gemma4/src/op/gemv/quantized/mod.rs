@@ -17,19 +17,20 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes. Adjacent units read inputs that are this many columns apart. With
-/// twice as many columns, the loads of inputs would touch twice as many cache lines, and the cache would be the
-/// bottleneck.
+/// The largest number of columns in a vector of codes. Adjacent units read inputs that are one vector of codes apart. With
+/// twice as many columns, the loads of inputs would touch twice as many cache lines, and the cache would be the bottleneck.
 const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight.
 const VECTORS_IN_FLIGHT: usize = 16;
 
 /// Returns the number of words that a unit should keep in flight.
 ///
-/// Decoding of one row on an H200, in tokens/s:
-/// - With 8, 16 and 32 words: 622, 677 and 676 for E2B in Q4_0.
-/// - With 16 and 32 words: 376 and 413 for E4B in Q4_0, 588 and 576 for E2B in Q8_0, 187 and 189 for 12B in Q8_0.
-/// - For 12B in Q4_0: 211 with 16 words, and 193 with 32 vectors of one word.
+/// Decode speeds of one row on an H200, in tokens/s:
+/// - E2B in Q4_0: 622 with 8 words, 677 with 16 and 676 with 32.
+/// - E4B in Q4_0: 376 with 16 words, and 413 with 32.
+/// - E2B in Q8_0: 588 with 16 words, and 576 with 32.
+/// - 12B in Q8_0: 187 with 16 words, and 189 with 32.
+/// - 12B in Q4_0: 211 with 16 words, and 193 with 32 vectors of one word.
 ///
 /// The other formats were not measured.
 fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
@@ -59,7 +60,7 @@ pub(super) fn launch(
     let format = layout.format;
     let stride = words.meta.strides()[0];
     let codes_of_word = format.codes_of_word();
-    // Take the widest vector for which all units of a plane load equally many vectors of a row.
+    // Choose the widest vector for which all units of a plane load the same number of vectors per row.
     let width = plane_width(&client);
     let columns = [VECTOR_COLUMNS, layout.group()].map(|columns| columns / codes_of_word);
     let multiples = [columns[0], columns[1], stride, layout.top()];

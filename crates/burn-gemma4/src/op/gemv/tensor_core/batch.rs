@@ -2,17 +2,18 @@
 //! accumulated in f32. Decoding of several sequences uses this kernel.
 //!
 //! Algorithm: a team of warps computes up to 32 outputs, and the warps divide the inner dimension. Each weight is read once,
-//! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same
-//! algorithm for at most 8 rows.
+//! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same algorithm
+//! for at most 8 rows.
 //!
-//! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. A step is 32 columns. With 64 rows, registers
-//! per thread hold 64 sums, 32 words of weights, and 64 words of input for two steps.
+//! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. A step is the 32 columns that a warp
+//! multiplies at once. With 64 rows, registers per thread hold 64 sums, 32 words of weights, and 64 words of input for two
+//! steps.
 //!
 //! Schedule: each thread keeps the weights of `unroll` steps in flight. While a thread multiplies one step, it loads the
 //! input of the next step.
 //!
-//! Bound: memory bandwidth, up to about 32 rows. With more rows, the input rows that each warp reads from the caches cost as
-//! much as the weights.
+//! Bound: memory bandwidth, up to about 32 rows. With more rows, the warps' reads of the input rows from the caches take as
+//! long as the reads of the weights.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
@@ -134,8 +135,8 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     );
 }
 
-/// Adds up the warps' sums, applies the epilogue, and writes the outputs, for one row tile after the other. All row tiles
-/// use the same shared memory. `first` is the team's first output. Synchronizes the cube.
+/// Adds up the warps' sums, applies the epilogue, and writes the outputs. The function handles one row tile after the other,
+/// because all row tiles use the same shared memory. `first` is the team's first output. Synchronizes the cube.
 #[cube]
 pub(super) fn finish_tiles<E: Float>(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -216,8 +217,9 @@ fn leave_tile_parts(
     );
 }
 
-/// Loads the thread's pieces of one step of the input, for all row tiles. Missing rows are loaded as zeros. `rows_address`
-/// is the address of the thread's piece of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
+/// Loads the thread's input for one step, which is 32 columns, in all row tiles. The thread loads 16 bytes of each of its
+/// rows. Missing rows are loaded as zeros. `rows_address` is the address of the thread's bytes of step 0 in its first row.
+/// `piece_distance` is the size of 8 rows in bytes.
 #[cube]
 fn read_rows(
     rows: &mut Array<Vector<u32, Const<4>>>,
@@ -234,8 +236,8 @@ fn read_rows(
     }
 }
 
-/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the lane. The bytes begin `offset` bytes after the
-/// thread's address in this row. If the input has no such row, the result is zeros.
+/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the thread's lane. The bytes begin `offset` bytes after
+/// the thread's address in this row. If the input has no such row, the result is zeros.
 #[cube]
 pub(super) fn read_input_piece(
     rows_address: u64,

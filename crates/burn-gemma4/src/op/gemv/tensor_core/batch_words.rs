@@ -1,11 +1,12 @@
-//! GEMM of 9 to 64 input rows with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] ·
-//! code[o, i]`, accumulated in f32. Decoding of several sequences uses this kernel.
+//! GEMM of 9 to 64 input rows with quantized weights on NVIDIA's tensor cores:
+//! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding of several sequences uses this kernel.
 //!
-//! Algorithm: each group of codes is converted to half precision once, and multiplies all input rows. The input rows form
-//! row tiles of 16 rows. [`quantized`](super::quantized) uses the same algorithm for at most 8 rows.
+//! Algorithm: each group of codes is converted to half precision once, and multiplies all input rows. The input rows form row
+//! tiles of 16 rows. [`quantized`](super::quantized) uses the same algorithm for at most 8 rows.
 //!
-//! Budget: shared memory holds the warps' sums of one row tile, at most 16 KB. A step is 64 columns. With 64 rows, registers
-//! per thread hold 32 sums and at most 32 words of codes. Further 16 words hold the input of one row tile and one step.
+//! Budget: shared memory holds the warps' sums of one row tile, at most 16 KB. A step is the 64 columns that a warp
+//! multiplies at once. With 64 rows, registers per thread hold 32 sums and at most 32 words of codes. Another 16 words hold
+//! the input of one row tile and one step.
 //!
 //! Bound: memory bandwidth, unless the conversion of codes or the reads of the input take longer.
 
@@ -165,8 +166,8 @@ fn multiply<N: Size>(
     let tiles = comptime!(plan.row_tiles());
     let fragments = comptime!(plan.fragments());
     let half_words = comptime!(codes.words() / 2);
-    // The converted codes of both quantization groups in the step: four words with two 16-bit floats each, per group and
-    // fragment.
+    // The converted codes of both quantization groups in the step. Per group and fragment there are four words, with two
+    // 16-bit floats each.
     let mut weights = Array::<u32>::new(comptime!(8 * fragments));
     // The scales of the thread's two outputs, for both quantization groups in the step.
     let mut factors = Array::<f32>::new(comptime!(4 * fragments));

@@ -84,8 +84,8 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so the top bit of an
-        // 8-bit code, with the value 128, is missing in `bits`. If the top bit is 1, subtract only 128.
+        // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the top
+        // bit of an 8-bit code, with the value 128. If the top bit is 1, subtract only 128, which adds the missing 128.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {

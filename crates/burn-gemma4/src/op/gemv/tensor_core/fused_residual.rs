@@ -1,15 +1,15 @@
-//! GEMV of one row of the residual stream, fused with the preceding residual addition of
-//! [`residual`](crate::op::residual).
+//! GEMV of one row of the residual stream, fused with the preceding residual addition of [`residual`](crate::op::residual).
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the whole row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, the row has the same bits as that
-//! of `residual`.
+//! [`kernel`](super::kernel) does. The row has the same bits as in `residual` if a CTA has at least one thread per vector of
+//! the row.
 //!
-//! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers
-//! also hold a vector of the stream, of the added output, and of each norm's weight.
+//! Budget: shared memory holds the warps' sums as in [`kernel`](super::kernel), the row, and two floats for each warp.
+//! Registers hold the weights and sums of [`kernel`](super::kernel), and a vector each of the stream, the added output and
+//! the norms' weights.
 //!
-//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three
-//! times before the products.
+//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three times
+//! before the products.
 //!
 //! Bound: latency. The fusion saves a launch.
 

@@ -1,16 +1,16 @@
 //! GEMV on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: `n` warps together compute 8 or 16 outputs of a matrix. In a gated GEMV they compute 8 outputs of the gate,
-//! and 8 outputs of the other matrix. Each warp takes every `n`-th block of the inner dimension. A block is the run of
+//! Algorithm: `n` warps together compute 8 or 16 outputs of a matrix. In a gated GEMV they compute 8 outputs of the gate
+//! projection and 8 of the up projection. Each warp multiplies every `n`-th block of the inner dimension. A block is the
 //! columns that a warp keeps in flight. The warps' partial sums are added up in a fixed order, so every run gives the same
 //! bits.
 //!
-//! Budget: shared memory holds the warps' sums, at most 8 KB. For each fragment of 8 weight rows, registers hold
-//! `4 · unroll` words of weights and 4 sums. The weights of all fragments take at most 64 registers. The input takes at most
-//! 64 more.
+//! Budget: shared memory holds the warps' sums, at most 8 KB. For each fragment of 8 weight rows, registers hold `4 · unroll`
+//! words of weights and 4 sums. The weights of all fragments take at most 64 registers. The input takes at most 64 more.
 //!
 //! Schedule: each thread loads 16 bytes of weights at once, directly into its fragment, and has `unroll` such loads per
-//! fragment in flight. Right after the product, the loop loads the next block's weights into these registers.
+//! fragment in flight. Right after the product of a step, the loop reloads the step's registers with weights of the next
+//! block.
 //!
 //! Bound: memory bandwidth. Every warp reads the input rows from the cache.
 

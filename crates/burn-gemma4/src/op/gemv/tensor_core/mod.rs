@@ -1,5 +1,5 @@
-//! GEMVs on NVIDIA's tensor cores, mainly of several rows, which would be compute-bound on CUDA cores. The portable
-//! kernels compute all other GEMVs: other dtypes, MoE experts, and unsupported inner dimensions.
+//! GEMVs on NVIDIA's tensor cores, mainly of several rows, which would be compute-bound on CUDA cores. The portable kernels
+//! compute GEMVs that tensor cores do not support: other dtypes, MoE experts, and some inner dimensions.
 
 mod batch;
 mod batch_words;
@@ -75,7 +75,7 @@ pub(super) fn plan_after_residual(
         row.scalar.as_ref(),
         row.next_weight.as_ref(),
     ];
-    // Require contiguous parameters of the stream's dtype, which need no launch for a conversion.
+    // Require contiguous parameters of the stream's dtype. Other parameters would need an extra launch for a copy or a cast.
     let stay = |parameter: &CubeTensor| {
         parameter.dtype == row.stream.dtype
             && !parameter.meta.is_tiled()
@@ -189,9 +189,9 @@ pub(super) fn multiply(
     macro_rules! launch {
         ($kernel:ident) => {{
             let matrices = product.matrices(weight, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte
-            // loads lie within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread
-            // writes only elements of `output` that belong to its own matrix.
+            // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once. A thread's 16-byte
+            // loads therefore lie within the rows of `input` and of the matrices. The index of a row is limited to the last
+            // row. A thread writes only elements of `output` that belong to its own matrix.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,
@@ -333,9 +333,9 @@ pub(super) fn multiply_words(
     macro_rules! launch {
         ($kernel:ident) => {{
             let matrices = product.matrices(words, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that
-            // a thread reads lie within the rows of `words`. The index of a row is limited to the last row. A thread writes only
-            // elements of `output` that belong to its own matrix.
+            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight. The codes and scales that
+            // a thread reads therefore lie within the rows of `words`. The index of a row is limited to the last row. A
+            // thread writes only elements of `output` that belong to its own matrix.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

@@ -40,7 +40,8 @@ pub(super) fn weight_row(
     min(first + comptime!(fragment as u32) + row, outputs - 1u32)
 }
 
-/// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds them up.
+/// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds them
+/// up.
 #[cube]
 pub(super) fn leave_parts(
     partial: &mut Shared<[f32]>,

@@ -1,7 +1,7 @@
 //! Selects the GEMVs that run on tensor cores, and divides them among warps.
 //!
-//! A fragment is 8 weight rows. A step is the number of columns that a warp multiplies at once. A block is the
-//! consecutive steps that a warp keeps in flight.
+//! A fragment is 8 weight rows. A step is the columns that a warp multiplies at once. A block is the consecutive steps that a
+//! warp keeps in flight.
 
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
@@ -48,11 +48,12 @@ pub(super) enum AtOnce {
 }
 
 /// Tuning for float weights. A thread keeps 16 vectors in flight, and the target is 1,024 threads per multiprocessor.
-/// Decoding of E2B in bf16 on an H200, in tokens/s (for newer numbers see `docs/decode.md`):
-/// - One sequence with 128 tokens of context: 504 with these settings, 483 with a target of 512 threads, 490 with 8 vectors,
-///   and 489 on CUDA cores.
-/// - 8 sequences with 8,192 tokens of context: 2,947 with these settings, 3,080 with a target of 512 threads, and 1,460 on
-///   CUDA cores.
+///
+/// Decode speeds of E2B in bf16 on an H200, in tokens/s (for newer numbers see `docs/decode.md`):
+/// - One sequence with 128 tokens of context: 504 with this tuning, 483 with a target of 512 threads, 490 with 8 vectors, and
+///   489 on CUDA cores.
+/// - 8 sequences with 8,192 tokens of context: 2,947 with this tuning, 3,080 with a target of 512 threads, and 1,460 on CUDA
+///   cores.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
     last_rows: GEMV_MAX_ROWS,
@@ -63,8 +64,8 @@ pub(super) const WHOLE: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tuning for quantized weights. One row stays on CUDA cores. Decoding of one sequence of E2B on an H200, tensor cores
-/// against CUDA cores: 512 against 616 tokens/s in Q4_0, 477 against 539 in Q8_0.
+/// Tuning for quantized weights. GEMVs of one row run on CUDA cores, which are faster. Decoding of one sequence of E2B on an
+/// H200, in tokens/s: 512 on tensor cores and 616 on CUDA cores in Q4_0, 477 and 539 in Q8_0.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
     last_rows: GEMV_MAX_ROWS,
@@ -75,12 +76,12 @@ pub(super) const WORDS: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose
-/// range contains the number of input rows.
+/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose range
+/// contains the number of input rows.
 ///
 /// The table lists decode speeds in tokens/s for 16, 32 and 64 sequences, measured on 2026-11-28 for E2B in bf16 on an H200
-/// with 1,024 tokens of context. The first three columns are fragments per warp, weight vectors in flight per thread, and
-/// the target number of threads per multiprocessor.
+/// with 1,024 tokens of context. An empty cell has no measurement. The first three columns are fragments per warp, weight
+/// vectors in flight per thread, and the target number of threads per multiprocessor.
 ///
 /// | fragments | vectors | threads | 16 | 32 | 64 |
 /// |---|---|---|---|---|---|
@@ -124,8 +125,8 @@ pub(super) const WORDS_BATCH: Tuning = Tuning {
 /// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
 /// recomputes the row of the residual stream, so large GEMVs are not fused.
 ///
-/// Decode speeds of E2B in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with limit
-/// 1, 523.3 with limit 2, and 522.7 if all GEMVs are fused. With 8,192 tokens of context, limit 1 is also the fastest.
+/// Decode speeds of E2B in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with a limit
+/// of 1, 523.3 with a limit of 2, and 522.7 without a limit. With 8,192 tokens of context, a limit of 1 is also the fastest.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -179,8 +180,8 @@ pub(super) fn plan(
     {
         return None;
     }
-    // Give each warp several fragments, which share each read of the input. Use fewer fragments if half of the
-    // multiprocessors would be idle.
+    // Give each warp several fragments, so that one read of the input serves several fragments. Use fewer fragments if
+    // otherwise more than half of the multiprocessors would be idle.
     let matrices = if shape.gated { 2 } else { 1 };
     let is_busy = |outputs: usize| 2 * shape.outputs.div_ceil(outputs) >= multiprocessors;
     let mut outputs = tuning.fragments / matrices * PRODUCT_ROWS;
@@ -261,7 +262,7 @@ mod tests {
 
     #[test]
     fn plan_with_few_outputs_uses_many_warps() {
-        // These shapes are those of a small model: the down projection, the gate of per-layer embeddings, the gate and up
+        // The shapes are the GEMVs of a small model: the down projection, the gate of per-layer embeddings, the gate and up
         // projections, and the LM head.
         for (shape, outputs, warps) in [
             (shape(1536, 12_288, false), 16, 16),

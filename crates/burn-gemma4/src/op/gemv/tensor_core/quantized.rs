@@ -1,16 +1,17 @@
-//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`,
-//! accumulated in f32.
+//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated
+//! in f32.
 //!
 //! Algorithm: a step is 64 columns, which are two quantization groups. Each of the four threads of a weight row reads 16
 //! adjacent codes, half of a group. The threads then exchange codes, so that each thread has a quarter of each group. Two
-//! tensor-core instructions sum over one group, and the sum is multiplied by the group's scale in f32. Each of the four
-//! threads reads the scales of one of 4 steps, and passes the scales on by shuffles.
+//! tensor-core instructions sum over one group, and the sum is multiplied by the group's scale in f32. Four steps form a
+//! block. Each of the four threads reads the scales of one step of the block, and sends them to the other threads by
+//! shuffles.
 //!
-//! Budget: shared memory is the same as in the float kernel. Registers hold the codes of 4 steps (at most 32 words), the
-//! 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows, registers also hold
-//! 2 sums and two words of scales.
+//! Budget: shared memory holds the warps' sums, as in the float kernel. Registers hold the codes of 4 steps (at most 32
+//! words), the 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows, registers
+//! also hold 2 sums and two words of scales.
 //!
-//! Bound: memory bandwidth, unless unpacking takes longer.
+//! Bound: memory bandwidth, unless the unpacking of codes takes longer.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
@@ -23,7 +24,8 @@ use cube_kit::nvidia::ptx::{unpack, word_address};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The number of steps in a block. Each of the four threads of a weight row reads the scales of one step.
+/// The number of steps in a block. A step is 64 columns. Four threads share a weight row, and each thread reads the scales of
+/// one step.
 pub(super) const BLOCK: usize = 4;
 /// The number of bytes of an input row that a step of 64 columns covers.
 pub(super) const INPUT_BYTES: usize = 2 * STEP;
@@ -299,8 +301,8 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the sums of input times code over one group, before the multiplication by the scale. This thread holds a quarter
-/// of the group's columns. The last two sums are 0, because they belong to padding rows of the input.
+/// Returns the sums of input times code over one group, before the multiplication by the scale. The thread's arguments hold a
+/// quarter of the group's columns. The last two sums are 0, because they belong to padding rows of the input.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

@@ -8,7 +8,8 @@ const BEHIND: usize = 512;
 /// The number of padding rows below the last row.
 const BELOW: usize = 16;
 
-/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns its elements and shape.
+/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns the larger matrix's elements
+/// and shape.
 fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) {
     let width = columns + BEHIND;
     let count = rows.len() / columns + BELOW;
@@ -35,8 +36,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks that no error exceeds twice the largest error of rounding the exact output to the dtype, plus 1e-5 of the
-/// largest output for the rounding of the f32 sums.
+/// Checks the error of each output. The error may be twice the largest rounding error of the exact output in the dtype. For
+/// the rounding of the f32 sums, another 1e-5 of the largest exact output is allowed.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -57,7 +58,7 @@ fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(
     let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
     let columns = first.whole(DType::F32).dims()[1];
     for &rows in numbers {
-        // Use small inputs. A gated GEMV multiplies two outputs, and the product must stay within f16's range.
+        // Use small inputs. A gated GEMV multiplies two outputs, and the product must not exceed f16's range.
         let input = drawn.tensor([rows, columns]) * 0.0625;
         let row = values(&input);
         let input = surrounded(&input);

@@ -1,11 +1,11 @@
 //! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on
 //! the few cores of a CPU, so few cubes are enough.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see
-//! any of the tile's keys. For each pair of a key tile and a query block, the cube adds to dK and dV in memory, and to its
-//! own partial dQ. A second kernel adds the partial gradients in a fixed order, without atomics. S (the scores) and dP (the
-//! gradient of the probabilities) are computed once, so there are 5 GEMMs. With a separate kernel for the query's gradient
-//! there would be 7.
+//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that
+//! see any of the tile's keys. For each pair of a key tile and a query block, the cube adds to dK and dV in memory, and to
+//! its own partial dQ. A second kernel adds the partial dQ of all cubes in a fixed order, without atomics. S (the scores)
+//! and dP (the gradient of the probabilities) are computed once, so there are 5 GEMMs. With a separate kernel for the
+//! query's gradient there would be 7.
 //!
 //! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps the
 //! kernel small. A software driver's compile time grows with the square of the number of loads and stores.
@@ -14,7 +14,8 @@
 //! [`Window`] of the pairs, and the host launches the kernel until all pairs are done.
 //!
 //! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any
-//! head size. Global memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
+//! head size. Global memory holds the operands and `splits + 2` gradients in f32: the partial dQ of each split, dK and dV.
+//! Bound: loads, see `tile_ops/direct.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::BackwardKind;

@@ -10,10 +10,10 @@
 //!
 //! Budget: [`UnitTiles::shared_memory`](crate::tile_ops::tiles::UnitTiles::shared_memory). A unit's registers hold
 //! `8 · rows_per_unit` elements of Sᵀ and dPᵀ, and `8 · output_rows · output_vectors` elements of dK and dV. A unit has
-//! `rows_per_unit` rows of Sᵀ. Of dK and dV, the unit has `output_rows` rows with `output_vectors` vectors of 4 columns each.
-//! Because of these registers, tiles of wide heads have fewer rows than in the forward. A block of `columns` queries costs a
-//! tile of `rows` keys `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
-//! `tile_ops/product.rs`.
+//! `rows_per_unit` rows of Sᵀ. The unit also has `output_rows` rows of dK and dV, with `output_vectors` vectors of 4 columns
+//! each. Because dK and dV both stay in registers, tiles of wide heads have fewer rows than in the forward. A tile of `rows`
+//! keys and a block of `columns` queries take `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and
+//! shared-memory loads, see `tile_ops/product.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};

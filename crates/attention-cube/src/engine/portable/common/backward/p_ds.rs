@@ -27,7 +27,7 @@ pub(super) struct Pair {
     pub whole: bool,
 }
 
-/// The operands from which the kernel computes P and dS of a pair.
+/// The operands that determine P and dS for a pair of a key tile and a query block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PairOperands<'a, E: Float, N: Size> {
@@ -37,7 +37,6 @@ pub(super) struct PairOperands<'a, E: Float, N: Size> {
     pub output_gradient: Operand<'a, E, N>,
 }
 
-/// Groups the operands of a pair.
 #[cube]
 pub(super) fn pair_operands<'a, E: Float, N: Size>(
     query: Operand<'a, E, N>,
@@ -56,8 +55,8 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 /// Processes a pair of a key tile and a query block. Writes the probabilities P to `s`, and the gradient of the dot
 /// products, `d loss / d (q·k)`, to `dp`.
 ///
-/// On matrix units, planes later round both results to half precision. To avoid underflow, the function then multiplies P by
-/// `p_scale`, and leaves out the gradient's factor, the scale of the scores.
+/// With matrix units, planes later round both results to half precision. To avoid underflow in this case, the function
+/// multiplies P by `p_scale`. It also omits the factor `scale` (the scale of the scores) from the gradient.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,

@@ -10,8 +10,8 @@
 //!
 //! Budget: [`UnitTiles::shared_memory`](crate::tile_ops::tiles::UnitTiles::shared_memory). A unit's registers hold
 //! `8 · rows_per_unit` elements of S and dP, and `4 · output_rows · output_vectors` elements of dQ. A unit has
-//! `rows_per_unit` rows of S, and `output_rows` rows of dQ with `output_vectors` vectors of 4 columns each. A block of
-//! `columns` keys costs a tile of `rows` queries `2 · rows · columns · (2 head_dim + value_dim)` FLOP. Bound: FMA and
+//! `rows_per_unit` rows of S, and `output_rows` rows of dQ with `output_vectors` vectors of 4 columns each. A tile of `rows`
+//! queries and a block of `columns` keys take `2 · rows · columns · (2 head_dim + value_dim)` FLOP. Bound: FMA and
 //! shared-memory loads, see `tile_ops/product.rs`.
 
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
@@ -78,8 +78,9 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut stage = new_stage::<C>(tiles);
     let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    // The factors by which the rows of the gradient are multiplied at the end. The factor of a query that sees no key is 0,
-    // and the final store writes 0 even if the row contains NaN. The factors are visible to all units after the next sync.
+    // At the end, the kernel multiplies each row of the gradient by one of these factors. The factor of a query that sees no
+    // key is 0, and the final store writes 0 even if the row contains NaN. The factors are visible to all units after the
+    // next sync.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     let scale = late_scale(&scoring.arguments, tiles);
     #[unroll]
@@ -229,8 +230,8 @@ struct RowsLseDelta {
 /// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query and the first key of the pair of a
 /// query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// On matrix units, planes later round the gradients to half precision. To avoid underflow, the function then leaves out the
-/// factor of the gradients, the scale of the scores.
+/// With matrix units, planes later round the gradients to half precision. To avoid underflow in this case, the function
+/// omits the factor `scale` (the scale of the scores) from the gradients.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,

@@ -1,8 +1,10 @@
-//! The tile tables that only the unit engine uses. `tile_ops/table.rs` explains the groups of tiles and the rates.
+//! The tile tables that only the unit engine uses. `tile_ops/table.rs` explains the order of the tiles, and the TFLOP/s and
+//! GFLOP/s in their comments.
 
 use crate::tile_ops::table::{Shape, direct, shape};
 
-/// The tiles of the kernel for the gradients of keys and values. The rates, in TFLOP/s, are the rates of the whole backward.
+/// The tiles of the kernel for the gradients of keys and values. The number beside a tile is the TFLOP/s of the whole
+/// backward, and parentheses hold the TFLOP/s of rejected tiles.
 pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)

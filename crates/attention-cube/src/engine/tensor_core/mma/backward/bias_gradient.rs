@@ -1,10 +1,11 @@
 //! The bias gradient on tensor cores: dBias = Σ P ∘ (dP − Δ). The sum runs over the dimensions along which the bias is
 //! broadcast.
 //!
-//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over the query tiles of all heads and sequences to
-//! whose scores the bias tile is added. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and
-//! adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and
-//! there are no atomics, so results are bitwise equal in every run. Half-precision biases are read once, before the loop.
+//! Algorithm. A CTA has a bias tile of queries × keys. If the bias is broadcast, the forward adds this bias tile to the
+//! scores of several query tiles. The CTA loops over these query tiles. Each iteration computes S = Q·Kᵀ, P from the saved
+//! logsumexp, and dP = dO·Vᵀ, and adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of
+//! the iterations is fixed and there are no atomics, so results are bitwise equal in every run. Half-precision biases are
+//! read once, before the loop.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
@@ -188,8 +189,8 @@ pub(crate) fn bias_gradient_split_m<
     }
 }
 
-/// Sums dS over the CTA's visits from `first` on. A visit is one query tile of one head and sequence to whose scores the
-/// CTA's bias tile is added.
+/// Sums dS over the query tiles of the CTA, from visit number `first` on. If the bias is broadcast, several query tiles use
+/// the CTA's bias tile, and each of these query tiles is one visit.
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -215,8 +216,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the next stage to multiply. After the next barrier, all warps have read the stage before
-    // `stage`, so the CTA may refill it.
+    // `stage` is the address of the shared-memory buffer that the warps multiply next. After the next barrier, all warps have
+    // read the preceding buffer, so the CTA may refill that buffer.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -232,8 +233,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all query tiles of the CTA have the same biases. If `first` is past the last visit, use the
-    // address of the last visit, so that the loads stay inside the bias tensor.
+    // Load the biases once, since all query tiles of the CTA have the same biases. If the CTA has no query tile, load the
+    // biases of the last query tile, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),
@@ -261,7 +262,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         #[unroll]
         for chunk in 0..comptime!(tiles.chunks()) {
             await_copies(1usize);
-            // After this barrier, all copies of this chunk have completed, and all warps have read the previous stage.
+            // After this barrier, all copies of this chunk have completed, and all warps have read the shared-memory buffer
+            // of the previous chunk.
             sync_cube();
             let before = select(stage == start, end - stage_bytes, stage - stage_bytes);
             if comptime!(chunk + 2 < tiles.chunks()) {

@@ -19,7 +19,7 @@ use cubecl::prelude::*;
 pub(super) struct Part {
     /// The number of 16-row fragments: 1 or 2.
     pub fragments: usize,
-    /// The number of the block's columns for which the warp computes scores.
+    /// The number of score columns that the warp computes for a block.
     pub columns: usize,
     /// The number of columns in the whole block.
     pub block: usize,

@@ -1,5 +1,5 @@
-//! The split-D backward, for head sizes up to 512. Warps divide a block's scores by rows and columns. They divide the tile's
-//! gradient by columns.
+//! The split-D backward, for head sizes up to 512. Each warp computes some rows and columns of a block's scores, and some
+//! rows and columns of the tile's gradient.
 //!
 //! Tensors. For dQ, the kernel keeps a tile of Q and dO, and streams blocks of K and V. For dK and dV, the kernel keeps a
 //! tile of K and V, and streams blocks of Q and dO.
@@ -25,7 +25,7 @@
 //! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
-//! If an operand of the tile does not stay in shared memory, the kernel copies its 64 KB for each block.
+//! If an operand of the tile does not stay in shared memory, the kernel copies the operand's 64 KB again for each block.
 //!
 //! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP
 //! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each
@@ -169,7 +169,7 @@ pub(crate) fn backward_split_d<
     }
 }
 
-/// Writes a warp's part of the gradient of Q or K to global memory.
+/// Writes the elements of dQ or dK that a warp has computed to global memory.
 #[cube]
 fn write_dots<G: Float, N: Size, AG: Size>(
     sums: Vector<f32, AG>,
@@ -207,7 +207,7 @@ fn write_dots<G: Float, N: Size, AG: Size>(
     }
 }
 
-/// Writes a warp's part of the gradient of V to global memory.
+/// Writes the elements of dV that a warp has computed to global memory.
 #[cube]
 fn write_values<G: Float, N: Size, AG: Size>(
     sums: Vector<f32, AG>,

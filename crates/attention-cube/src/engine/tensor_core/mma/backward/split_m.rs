@@ -13,9 +13,10 @@
 //!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
-//! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the opposite
-//! side with LSE and delta. The register counts are for head size 128, 16 keys per warp and blocks of 64 queries. A thread
-//! uses 128 registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers each.
+//! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the streamed
+//! operands with LSE and delta. The register counts are for head size 128, 16 keys per warp and blocks of 64 queries. A
+//! thread uses 128 registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers
+//! each.
 //!
 //! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. For S, a warp
 //! of 16 rows reads 4 KB of the tile and 16 KB of a block. dP takes as many bytes, and each gradient takes 16 KB. If the

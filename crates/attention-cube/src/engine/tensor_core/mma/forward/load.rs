@@ -72,8 +72,9 @@ pub(crate) fn copy_rows<E: Float>(
 ) {
     let pieces = comptime!(pieces(columns));
     let total = comptime!(rows * pieces);
-    // If `units` is a multiple of `pieces`, all pieces of a thread have the same index in their rows. The thread's row
-    // advances by `stride_rows` rows per iteration.
+    // `units` is the number of threads, and `pieces` the number of 16-byte pieces per row. If `units` is a multiple of
+    // `pieces`, all pieces of a thread have the same index in their rows. The thread's row advances by `stride_rows` rows per
+    // iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
     // If `stride_rows` is also a multiple of 8, all pieces of a thread have the same swizzled offset in their rows. The
@@ -235,18 +236,19 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
 /// columns form whole subtiles of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Section {
-    /// The number of rows in the section, and in each of its subtiles in shared memory.
+    /// The number of operand rows that one call copies. Each 64-column subtile in shared memory has the same number of rows.
     pub rows: usize,
-    /// The first operand column of the section.
+    /// The first operand column that one call copies.
     pub first_column: usize,
-    /// The number of subtiles (64 columns each) in the section. Columns past the operand's last column become zeros.
+    /// The number of 64-column subtiles that one call copies. Columns past the operand's last column become zeros.
     pub subtiles: usize,
     /// The number of columns in the operand.
     pub width: usize,
 }
 
 impl Section {
-    /// True if the operand has all columns of the section's first `end` subtiles, so that no column needs zeros.
+    /// True if the operand has all columns of the first `end` subtiles (64 columns each) that a call copies, so that no
+    /// column needs zeros.
     const fn is_whole(&self, end: usize) -> bool {
         self.first_column + end * SUBTILE <= self.width
     }
@@ -255,8 +257,9 @@ impl Section {
 /// The number of 16-byte pieces per subtile row.
 const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
-/// Starts the copy of a section whose first row is `first_row`. Rows that do not exist in the head are zeros. All pieces of
-/// a thread have the same index in their rows, so most of its addresses differ by compile-time constants.
+/// Starts the copy of a section (some rows and columns of an operand) from row `first_row` on. Rows that do not exist in the
+/// head are zeros. All 16-byte pieces of a thread have the same index in their rows, so most addresses of the thread differ
+/// by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,
@@ -316,21 +319,22 @@ pub(crate) fn copy_section(
 /// codes count as one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
-    /// The number of rows in the section, and in each of its subtiles in shared memory.
+    /// The number of operand rows that a warp copies. Each 64-column subtile in shared memory has the same number of rows.
     pub rows: usize,
-    /// The number of columns in the section, a multiple of 16.
+    /// The number of operand columns that a warp copies, a multiple of 16.
     pub columns: usize,
     /// The number of columns in the operand.
     pub width: usize,
-    /// True if the sections of all warps lie inside the operand's columns, so that the copies need no zeros.
+    /// True if the columns of all warps lie inside the operand, so that the copies need no zeros.
     pub is_whole: bool,
 }
 
 /// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
-/// Starts the copy of a warp's section of an operand, from row `first_row` and column `first_column` on. All lanes of the
-/// warp take part. Rows that do not exist in the head and columns past the operand's last column are zeros.
+/// Starts a warp's copy of a section (some rows and columns) of an operand, from row `first_row` and column `first_column`
+/// on. All lanes of the warp take part. Rows that do not exist in the head and columns past the operand's last column are
+/// zeros.
 #[cube]
 pub(crate) fn copy_warp_section(
     source: HeadSource,

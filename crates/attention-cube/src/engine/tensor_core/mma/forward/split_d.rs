@@ -189,8 +189,8 @@ pub(crate) fn forward_split_d<
     }
 }
 
-/// Initializes the barriers of the ring and of each row group. A row group is the `column_groups` warps that share output
-/// rows.
+/// Initializes the barriers of the ring buffer in shared memory and of each row group. A row group is the `column_groups`
+/// warps that share output rows.
 #[cube]
 fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     make_ring(
@@ -210,8 +210,8 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores the row maxima (as the softmax subtracted them) and the partial row sums of a warp's rows in shared memory. The
-/// stores overwrite the rescale factors and the row maxima of the last block.
+/// Stores the row maxima that the softmax subtracted, and the partial row sums of a warp's rows, in shared memory. The stores
+/// overwrite the rescale factors and the row maxima of the last block.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -236,8 +236,8 @@ fn store_results<AO: Size>(
     }
 }
 
-/// Returns a fragment of the output, with the row maxima (as the softmax subtracted them) and row sums of its rows. A row
-/// sum adds the partial sums of all key groups, in the order of the keys.
+/// Returns a fragment of the output, with the row maxima that the softmax subtracted, and with the row sums. A row sum adds
+/// the partial sums of all key groups (32 keys each), in the order of the keys.
 #[cube]
 fn finished<AO: Size, NO: Size>(
     all: Vector<f32, AO>,

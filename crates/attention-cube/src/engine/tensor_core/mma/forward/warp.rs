@@ -27,7 +27,7 @@ pub(crate) struct WarpRows {
     pub second: RowPair,
 }
 
-/// Returns the tile rows whose elements the thread holds. The first of these rows is row `row` of the tile.
+/// Returns the tile rows that the thread holds in its fragments. The first of these rows is row `row` of the tile.
 #[cube]
 pub(crate) fn warp_rows<F: Float, NB: Size>(
     tile: &Tile,
@@ -50,7 +50,8 @@ pub(crate) struct WarpViews {
     pub second: BlockMask,
 }
 
-/// Loads the block masks of a warp's fragments. A call before the GEMM Q·Kᵀ hides the latency of the loads.
+/// Loads the block masks of a warp's fragments. If the call comes before the GEMM Q·Kᵀ, the GEMM hides the latency of the
+/// loads.
 #[cube]
 pub(crate) fn warp_views(
     position: &TilePosition,
@@ -309,8 +310,8 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// Adds P·V of a block to O. Rows of V that are masked for all rows may be NaN, so the GEMM reads them as zeros. Int8 codes
-/// are never NaN.
+/// Adds P·V of a block to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads them as zeros.
+/// Int8 codes are never NaN.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -82,8 +82,8 @@ impl BackwardPass<'_> {
             .chain(optional_inputs.beside_mask()),
         );
         // SAFETY: the kernel reads the operands only inside their shapes: at rows below `q_len` or `kv_len` and at columns
-        // below the head size. It writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has room for
-        // `parts` partial gradients.
+        // below the head size. The kernel writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has
+        // room for `parts` partial gradients.
         unsafe {
             bias_gradient_split_m::launch_unchecked(
                 &client,

@@ -28,8 +28,8 @@ pub struct BiasGradientTiles {
 }
 
 impl BiasGradientTiles {
-    /// The number of stages in shared memory, with one chunk each. The warps multiply one stage while the two other stages
-    /// are copied.
+    /// The number of stages in shared memory, with one chunk each. The warps multiply one stage while the copies to the two
+    /// other stages are in flight.
     pub const STAGES: usize = 3;
 
     /// Returns the tiles for head size `head_dim` of Q and K, and head size `value_dim` of V.
@@ -63,7 +63,7 @@ impl BiasGradientTiles {
         32 * self.warps
     }
 
-    /// The number of chunks of 64 columns into which Q and K are divided.
+    /// The number of 64-column chunks of Q. K has the same number of chunks.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
@@ -84,12 +84,12 @@ impl BiasGradientTiles {
         }
     }
 
-    /// The byte offset of the rows of K or V in a stage. They lie behind the rows of Q or dO.
+    /// The byte offset of the rows of K or V in a stage (shared-memory buffer), behind the rows of Q or dO.
     pub const fn key_rows_at(&self) -> usize {
         self.rows() * ROW_BYTES
     }
 
-    /// The bytes of a stage.
+    /// The bytes of a stage, which is the shared-memory buffer of one chunk.
     pub const fn stage_bytes(&self) -> usize {
         (self.rows() + self.columns) * ROW_BYTES
     }

@@ -158,7 +158,8 @@ pub(super) mod tests {
         assert!(tiles.stages >= 2, "{context}");
         // Each key group of two warps has its own named barrier, from number 1 on. The hardware has barriers 0 to 15.
         assert!(tiles.key_groups < 16, "{context}");
-        // The key groups exchange their outputs through the memory of the stages, so a warp's output must fit that memory.
+        // The key groups (warps that process different keys) exchange their outputs through the shared memory of the K and V
+        // buffers, so a warp's output must fit that memory.
         assert!(tiles.output_bytes() <= tiles.warp_bytes(), "{context}");
         for place in [tiles.stages_at(), tiles.warp_bytes(), tiles.key_bytes()] {
             assert_eq!(place % 128, 0, "{context}");
@@ -195,8 +196,8 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks the rows of a tile, the query heads per tile, and the key splits. A GQA group gets the smallest tile that
-    /// holds all its rows. Keys are split if the tiles alone do not fill the GPU. Prompts use the table `FORWARD`.
+    /// Checks the rows of a tile, the query heads per tile, and the key splits. A GQA group gets the smallest tile that holds
+    /// all its rows. Keys are split if the tiles alone do not fill the GPU. For prompts, the plan uses the table `FORWARD`.
     #[test]
     fn forward_few_rows_takes_the_smallest_tile() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [
@@ -221,8 +222,9 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks the table for few rows beyond 32 rows. At head sizes 64, 128 and 256, 33 rows get tiles of 64 rows, and 65
-    /// rows get no tiles. At head size 512, 33 rows get no tiles, because the table `FORWARD` has tiles of 64 rows.
+    /// Checks the table for more than 32 rows. At head sizes 64, 128 and 256, the table has tiles of 64 rows for 33 rows, and
+    /// no tiles for 65 rows. At head size 512, the table has no tiles for 33 rows, because the table `FORWARD` already has
+    /// tiles of 64 rows.
     #[test]
     fn few_rows_tiles_33_rows_get_64_rows() {
         for width in [64, 128, 256] {
@@ -239,8 +241,8 @@ pub(super) mod tests {
     }
 
     /// Checks that enough bytes are in flight while a warp multiplies a block. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. All stages of a warp are in flight, except the one that the
-    /// warp multiplies.
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies to all of a warp's buffers are in flight, except to the
+    /// buffer that the warp multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

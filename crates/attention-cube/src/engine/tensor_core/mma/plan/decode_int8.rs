@@ -96,8 +96,8 @@ mod tests {
     }
 
     /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. All stages of a warp are in flight, except the one that the
-    /// warp multiplies.
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies to all of a warp's buffers are in flight, except to the
+    /// buffer that the warp multiplies.
     #[test]
     fn decode_int8_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -112,7 +112,8 @@ mod tests {
                     };
                     let cubes =
                         MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
-                    // Count only the bytes of int8 codes, because narrow rows leave some bytes of each stage empty.
+                    // Count only the bytes of int8 codes, because narrow rows leave some bytes of each shared-memory buffer
+                    // empty.
                     let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
                     assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
                 }

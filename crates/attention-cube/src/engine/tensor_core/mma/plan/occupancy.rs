@@ -16,8 +16,8 @@ const REGISTERS_PER_THREAD: usize = 256;
 /// The bytes of shared memory that the driver reserves per CTA.
 const DRIVERS_BYTES: usize = 1024;
 
-/// Returns the number of CTAs of `bytes` bytes whose shared memory fits a multiprocessor. A CTA of `shared_memory` bytes,
-/// the device's limit, is assumed to fill the multiprocessor.
+/// Returns the number of CTAs whose shared memory (`bytes` bytes each) fits a multiprocessor. The function assumes that a CTA
+/// of `shared_memory` bytes, the device's limit, fills the multiprocessor.
 pub(super) const fn cubes_that_fit(bytes: usize, shared_memory: usize) -> usize {
     (shared_memory + DRIVERS_BYTES) / (bytes + DRIVERS_BYTES)
 }

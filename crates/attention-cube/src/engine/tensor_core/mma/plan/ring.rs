@@ -1,15 +1,15 @@
-//! The sizes of a ring of slots in shared memory, through which chunks of operands pass.
+//! The sizes of the ring buffer in shared memory. Chunks of operands pass through the ring buffer.
 
 use cube_kit::ampere::BARRIER_BYTES;
 
-/// The sizes of a ring, and its byte offsets from the start of shared memory.
+/// The sizes of a ring buffer for operand chunks, and its byte offsets from the start of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ring {
     /// The number of chunks per pass. A pass is one iteration of the main loop.
     pub chunks: usize,
-    /// The number of slots: at least 2, and at most one more than the number of chunks per pass.
+    /// The number of slots: at least 2, and at most one more than the number of chunks per main loop iteration.
     pub slots: usize,
-    /// The bytes of a slot.
+    /// The bytes of a slot, which holds one chunk.
     pub slot_bytes: usize,
     /// The byte offset of the first slot.
     pub slots_at: usize,
@@ -21,7 +21,7 @@ impl Ring {
     /// The bytes of a slot's two barriers.
     pub const SLOT_BARRIERS: usize = 2 * BARRIER_BYTES;
 
-    /// The byte offset of the ring's end. The barriers are the last data of the ring.
+    /// The byte offset of the first byte after the ring buffer. The barriers are the last data of the ring buffer.
     pub const fn end(&self) -> usize {
         self.barriers_at + self.slots * Self::SLOT_BARRIERS
     }

@@ -65,7 +65,7 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns a copy of the shape in which the queries pass through the ring of slots with every block of keys.
+/// Returns a copy of the shape in which the kernel copies the queries to shared memory again for every block of keys.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {
@@ -204,8 +204,8 @@ impl SplitDShape {
             shares: self.shares,
             holds_queries: self.holds_queries,
         };
-        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. Slots beyond
-        // `chunks + 1` would stay unused.
+        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. Slots of the ring
+        // buffer beyond `chunks + 1` would stay unused.
         MmaSplitDTiles {
             slots: tiles.slots.min(tiles.chunks() + 1),
             ..tiles

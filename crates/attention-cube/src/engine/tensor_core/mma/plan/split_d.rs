@@ -27,14 +27,14 @@ pub struct MmaSplitDTiles {
     pub key_columns: usize,
     /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The number of column parts into which `value_keys` rows of V are divided. Each column part is a chunk in the ring.
+    /// The kernel copies `value_keys` rows of V in this number of chunks, and each chunk has some of the columns.
     pub value_parts: usize,
-    /// The number of ring slots, at least 2.
+    /// The number of slots in the ring buffer for chunks of K and V, at least 2.
     pub slots: usize,
-    /// True if the queries stay in shared memory. Otherwise the queries pass through the ring with every block of keys.
+    /// True if the queries stay in shared memory. Otherwise the kernel copies the queries again with every block of keys.
     pub holds_queries: bool,
-    /// The number of buffers for P of a block: 1 or 2. With two buffers, a row group needs one barrier fewer before P is
-    /// written.
+    /// The number of buffers for P of a block: 1 or 2. With two buffers, the warps that share output rows need one barrier
+    /// fewer before they store P.
     pub shares: usize,
 }
 
@@ -113,8 +113,8 @@ impl MmaSplitDTiles {
         self.head_dim.div_ceil(self.key_columns)
     }
 
-    /// The number of chunks in a block of V. All column parts of the first `value_keys` rows precede the column parts of the
-    /// next rows.
+    /// The number of chunks in a block of V. A chunk has `value_keys` rows and some of the columns. All chunks of the first
+    /// rows precede the chunks of the next rows.
     pub const fn value_chunks(&self) -> usize {
         self.keys / self.value_keys * self.value_parts
     }
@@ -124,12 +124,13 @@ impl MmaSplitDTiles {
         self.key_chunks() + self.value_chunks()
     }
 
-    /// The byte offset of the queries in a chunk of K, if the queries pass through the ring.
+    /// The byte offset of the queries in a shared-memory slot, behind a chunk of K. Only kernels that do not keep the queries
+    /// in shared memory use the offset.
     pub const fn chunk_queries_at(&self) -> usize {
         self.keys * self.key_columns / SUBTILE * ROW_BYTES
     }
 
-    /// The bytes of a ring slot. The largest chunk fits a slot.
+    /// The bytes of a slot of the ring buffer in shared memory. The largest chunk of K or V fits a slot.
     pub const fn slot_bytes(&self) -> usize {
         let mut keys = self.chunk_queries_at();
         if !self.holds_queries {
@@ -152,7 +153,8 @@ impl MmaSplitDTiles {
         self.rows * self.keys / SUBTILE * ROW_BYTES
     }
 
-    /// The sizes and offsets of the ring. Its slots lie behind P, and its barriers behind the data that warps exchange.
+    /// The sizes and offsets of the ring buffer for chunks of K and V. Its slots lie behind P, and its barriers behind the
+    /// data that warps exchange.
     pub const fn ring(&self) -> Ring {
         Ring {
             chunks: self.chunks(),
@@ -163,7 +165,7 @@ impl MmaSplitDTiles {
         }
     }
 
-    /// The byte offset in shared memory of the row maxima of all key groups.
+    /// The byte offset in shared memory of the row maxima of all key groups. A key group is 32 keys of a block.
     pub const fn maxima_at(&self) -> usize {
         self.probabilities_at()
             + self.shares * self.probability_bytes()
@@ -181,7 +183,7 @@ impl MmaSplitDTiles {
     }
 
     /// The byte offset in shared memory of the bits of used keys, for each buffer of P. A key is used if some row has a
-    /// nonzero probability for it.
+    /// nonzero probability for the key.
     pub const fn used_at(&self) -> usize {
         (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }

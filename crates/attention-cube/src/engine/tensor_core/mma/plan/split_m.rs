@@ -14,16 +14,16 @@ pub struct MmaSplitMTiles {
     pub half: Half,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each row of K or V that the warp loads serves
-    /// both.
+    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, the warp uses each row of K or V that it loads
+    /// for both fragments.
     pub fragments: usize,
     /// The number of keys per block: 32, 64 or 128.
     pub keys: usize,
 }
 
 impl MmaSplitMTiles {
-    /// The number of blocks of K, and of V, in shared memory. One block is multiplied while the next is copied (double
-    /// buffer).
+    /// The number of blocks of K, and of V, in shared memory. The warps multiply one block while the copies of the next block
+    /// are in flight (double buffer).
     const STAGES: usize = 2;
 
     /// The number of queries per tile.

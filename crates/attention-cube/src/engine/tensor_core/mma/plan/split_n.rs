@@ -26,8 +26,8 @@ pub struct MmaSplitNTiles {
     pub column_groups: usize,
     /// The number of keys per block: 16 or 32.
     pub keys: usize,
-    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. One stage is multiplied while
-    /// all other stages are being copied.
+    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. The warp multiplies one stage
+    /// while the copies to all other stages are in flight.
     pub stages: usize,
 }
 
@@ -102,19 +102,21 @@ impl MmaSplitNTiles {
         self.key_bytes() + self.value_bytes()
     }
 
-    /// The bytes of a warp's output in f32. At the end, the output overwrites the warp's stages.
+    /// The bytes of a warp's output in f32. At the end, the output overwrites the warp's buffers for K and V.
     pub const fn output_bytes(&self) -> usize {
         self.rows() * self.value_columns() * FLOAT
     }
 
-    /// The bytes of shared memory per warp. They hold the warp's stages or its output, whichever is larger.
+    /// The bytes of shared memory per warp. This memory first holds the warp's blocks of K and V, and at the end the warp's
+    /// output.
     pub const fn warp_bytes(&self) -> usize {
         let stages = self.stages * self.stage_bytes();
         let output = self.output_bytes();
         if stages < output { output } else { stages }
     }
 
-    /// The bytes of the partial scores that a warp passes to the other warp of its key group; 0 if the group has one warp.
+    /// The two warps of a key group sum `q·k` over different columns and exchange their partial scores. This function returns
+    /// the bytes that one warp passes to the second warp, or 0 if a key group has one warp.
     pub const fn exchange_bytes(&self) -> usize {
         match self.column_groups {
             1 => 0,
@@ -122,7 +124,7 @@ impl MmaSplitNTiles {
         }
     }
 
-    /// The byte offset of the warps' stages in shared memory. They lie behind the queries.
+    /// The byte offset of the warps' stages (buffers for K and V) in shared memory. The stages lie behind the queries.
     pub const fn stages_at(&self) -> usize {
         self.column_groups * self.query_bytes()
     }
@@ -132,12 +134,12 @@ impl MmaSplitNTiles {
         self.stages_at() + self.warps() * self.warp_bytes()
     }
 
-    /// The byte offset in shared memory of the row maxima of all key groups.
+    /// The byte offset in shared memory of the row maxima of all key groups (warps that process different keys).
     pub const fn references_at(&self) -> usize {
         self.exchange_at() + 2 * self.warps() * self.exchange_bytes()
     }
 
-    /// The byte offset in shared memory of the row sums of all key groups.
+    /// The byte offset in shared memory of the row sums of all key groups (warps that process different keys).
     pub const fn sums_at(&self) -> usize {
         self.references_at() + FLOAT * self.key_groups * self.rows()
     }
@@ -147,7 +149,8 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of steps of 16 output columns for which one warp combines the outputs of all key groups.
+    /// A warp combines the outputs of all key groups for some output columns. This function returns the number of these
+    /// columns, in steps of 16.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }

@@ -10,7 +10,8 @@ pub(super) const STEP: usize = 16;
 /// The sizes of a warp's scores and of its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WarpTiles {
-    /// The number of 16-row fragments: 1 or 2. With two fragments, each row of K or V that the warp loads serves both.
+    /// The number of 16-row fragments: 1 or 2. With two fragments, the warp uses each row of K or V that it loads for both
+    /// fragments.
     pub fragments: usize,
     /// The number of keys per block.
     pub keys: usize,

@@ -7,8 +7,8 @@ use cube_kit::nvidia::{ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// For each tensor, the factors from the batch index and the head index to TMA coordinates. A factor is 0 along a broadcast
-/// dimension, else 1.
+/// For each tensor, the factors that turn the batch index and the head index into TMA coordinates. A factor is 0 along a
+/// broadcast dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GradientSteps {
@@ -24,8 +24,8 @@ pub(crate) struct GradientSteps {
     pub bias_head: u32,
 }
 
-/// The TMA tensor maps of a gradient kernel, and the factors from batch and head indices to TMA coordinates. Each field's
-/// comment names the tensor for a tile of queries and for a tile of keys.
+/// The TMA tensor maps of a gradient kernel, and the factors that turn batch and head indices into TMA coordinates. Each
+/// field's comment names the tensor for a tile of queries and for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientMaps<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
@@ -49,7 +49,8 @@ pub(crate) struct GradientMaps<E: Float> {
 }
 
 /// Copies the stationary tile's rows of Q or K to the address `q_or_k`. The barrier `full` waits for `bytes` bytes. If
-/// `bytes` exceeds the bytes of these rows, the tile's rows of dO or V are copied to the address `v_or_do`.
+/// `bytes` is more than the bytes of these rows, the function also copies the tile's rows of dO or V to the address
+/// `v_or_do`.
 #[cube]
 pub(crate) fn fetch_stationary<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,

@@ -78,7 +78,8 @@ const HALF_COLUMNS: usize = WgmmaGradientSplitDTiles::COLUMNS / 2;
 /// The number of threads in the consumer warpgroups.
 const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 
-/// The number of chunks of `summed` per block that one warpgroup uses.
+/// The gradient GEMM reads its right operand `summed` in chunks of 32 rows. Each warpgroup uses this number of chunks per
+/// block.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
 /// The named barrier at which the two consumer warpgroups wait for each other, twice per block. First, both must have read
@@ -115,7 +116,8 @@ pub(crate) fn backward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // Each of the 8 consumer warps arrives for every chunk, even for a chunk that the warp does not read.
+            // Each of the 8 consumer warps arrives at the empty barrier for every chunk, even for a chunk that the warp does
+            // not read.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.stationary_full, 1usize);
@@ -234,7 +236,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
 
     let mut sums = Vector::<f32, NG>::zeroed();
     let mut count = u32::new(0);
-    // `passed` counts the chunks that have passed through the ring.
+    // `passed` counts the chunks that have passed through the ring so far. The count gives the next chunk's stage
+    // (shared-memory buffer).
     let mut passed = u32::new(0);
     let first = first_visit(tile, masking, kind);
     let mut head = first.head;
@@ -393,8 +396,8 @@ fn hand_over<NP: Size>(
     named_barrier(CONSUMER_BARRIER, CONSUMERS);
 }
 
-/// Multiplies P or dS of the `count`-th block by `summed`, and adds the result to the gradient. `passed` chunks precede the
-/// first chunk of `summed` in the ring.
+/// Multiplies P or dS of the `count`-th block by the streamed operand (K, Q or dO), and adds the result to the gradient.
+/// `passed` counts the chunks that pass through the ring of shared-memory buffers before this operand's first chunk.
 ///
 /// Before the GEMM, the function writes zeros over block rows that no row of the tile sees. A NaN in such a row would give
 /// `0 · NaN = NaN`.
@@ -488,7 +491,7 @@ fn settled<NG: Size>(
     )
 }
 
-/// Frees a chunk after all GEMMs that read it are complete.
+/// Waits until all GEMMs are complete, then frees the shared-memory buffer of ring stage `stage` for the producer.
 #[cube]
 fn free_own(offsets: &SharedOffsets, ring: Ring, stage: u32) {
     free_chunk(offsets.empty + 8u32 * stage, ring.elected, 0usize, 1usize);

@@ -245,8 +245,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     let first = first_visit(tile, masking, kind);
     if first.head < tile.heads {
         barrier_wait(offsets.stationary_full, 0u32);
-        // The warpgroups take turns to issue GEMMs. The last warpgroup passes the turn on at the start, so that the first
-        // warpgroup begins.
+        // The warpgroups take turns to issue GEMMs. At the start, the last warpgroup signals that its turn is over, so that
+        // the first warpgroup begins.
         if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
             ordering_barrier_arrive(warpgroup, tiles.warpgroups);
         }

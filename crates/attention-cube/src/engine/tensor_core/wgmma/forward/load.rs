@@ -55,8 +55,8 @@ pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind
     }
 }
 
-/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in these rows
-/// could raise row maxima, and O would be rescaled without need.
+/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in these rows could
+/// raise row maxima, and the kernel would rescale O without need.
 ///
 /// The caller must synchronize all threads of the CTA before the first TMA copy.
 #[cube]

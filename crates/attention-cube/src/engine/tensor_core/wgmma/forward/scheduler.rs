@@ -36,7 +36,7 @@ pub(super) const fn mailbox_bytes(kind: TileKind) -> usize {
     if takes_items(kind) { MAILBOX_BYTES } else { 0 }
 }
 
-/// Initializes the barriers of the mailbox, from which `warps` consumer warps read.
+/// Initializes the barriers of the mailbox. `warps` consumer warps read messages from the mailbox.
 #[cube]
 pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] kind: TileKind) {
     if comptime!(takes_items(kind)) {

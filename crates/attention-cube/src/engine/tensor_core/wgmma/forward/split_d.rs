@@ -142,8 +142,8 @@ pub(crate) fn forward_split_d<
             empty: offsets.empty,
             elected: u32::cast_from(lane == 0u32),
         };
-        // The output is staged in the buffer of the queries. Both warpgroups have finished reading the queries before they
-        // exchange row_sum.
+        // The staging buffer of the output is the buffer of the queries. Both warpgroups have finished reading the queries
+        // before they exchange row_sum.
         let staging = offsets.queries
             + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
         let first_column = warpgroup * comptime!(tiles.value_columns() as u32);

@@ -206,7 +206,7 @@ pub(crate) fn forward_split_m<
                 );
                 visited = attended.visited.blocks;
                 masked = attended.visited.masked;
-                // If TMA stores the output from the buffer of the queries, the buffer is freed only after the store.
+                // If TMA stores the output from the buffer of the queries, free the buffer only after the store.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(offsets.queries_empty, elected);
                 }

@@ -101,8 +101,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         bias_step(0),
         bias_step(1),
     );
-    // If TMA does not store a gradient, the kernel ignores its tensor map, and the launch passes a map of `stationary_qk`. A
-    // map of the gradient itself may be impossible, because its rows may violate TMA's alignment.
+    // If TMA does not store a gradient, the kernel ignores the gradient's tensor map, and the launch passes a map of
+    // `stationary_qk` instead. A map of the gradient itself may be impossible, because the gradient's rows may violate TMA's
+    // alignment.
     let boxes = |boxed: bool, target: &CubeTensor| {
         map(
             if boxed && splits == 1 {

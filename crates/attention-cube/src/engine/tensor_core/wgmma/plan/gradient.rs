@@ -109,8 +109,8 @@ struct Row {
     width: usize,
     query: Shape,
     key: Shape,
-    /// The kernel that computes dV alone, or `None` if the key kernel computes dK and dV. A separate kernel is used where
-    /// one kernel has too few registers for two gradients.
+    /// The kernel that computes dV alone, or `None` if the key kernel computes dK and dV. dV has a separate kernel if one
+    /// kernel has too few registers for two gradients.
     value: Option<Shape>,
 }
 
@@ -121,7 +121,8 @@ const ROWS: &[Row] = &[
     Row {
         width: 64,
         query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48: 310; three, 80: 319 to 332)
-        // If the key kernel has no spare warpgroup and uses blocks of 48 queries, the backward reaches 332 TFLOP/s.
+        // If the key kernel has no spare warpgroup (fifth number 0) and blocks of 48 queries (second number), the backward
+        // reaches 332 TFLOP/s.
         key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
         value: None,
     },
@@ -162,8 +163,8 @@ pub(crate) fn backward(
         value_dim,
         half,
         LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
-        // With a softcap, TMA copies no biases. The kernel would add such biases to the score too early, because the slope
-        // of the softcap depends on the score without bias.
+        // With a softcap, TMA copies no biases. The kernel adds biases from TMA before it computes the slope of the softcap,
+        // but the slope depends on the score without the bias.
         layouts.tma_bias && has_box_of_biases(problem) && problem.softcap.is_none(),
     );
     let (Some(query), Some(key)) = (query, key) else {

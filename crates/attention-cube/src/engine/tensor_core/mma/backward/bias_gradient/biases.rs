@@ -1,5 +1,5 @@
-//! The biases of a warp's scores. A CTA has one tile of the bias, which is added to the scores of several query tiles (see
-//! `block_range.rs`).
+//! The biases of a warp's scores. A CTA has one tile of the bias. The forward adds this bias tile to the scores of one or
+//! several query tiles (see `block_range.rs`).
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::{BiasWords, bias_words};

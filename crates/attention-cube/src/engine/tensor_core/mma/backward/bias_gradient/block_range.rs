@@ -1,5 +1,5 @@
-//! The visits of a CTA, which computes the gradient of one bias tile. A visit is one query tile of one head and sequence to
-//! whose scores the forward adds the bias tile. A CTA has several visits if the bias is broadcast.
+//! The query tiles of a CTA, which computes the gradient of one bias tile. If the bias is broadcast, several query tiles (of
+//! several heads or sequences) use the bias tile. The work on one query tile is called a *visit*.
 
 use crate::engine::tensor_core::common::block_range::may_intersect;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -12,8 +12,8 @@ use crate::math::schedule::WorkTile;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The visits of the CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence to
-/// whose scores the bias tile is added.
+/// The visits of the CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence that
+/// uses the bias tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Visits {
@@ -21,9 +21,10 @@ pub(super) struct Visits {
     pub key_tile: i32,
     pub head: u32,
     pub batch: u32,
-    /// The number of query tiles that add the bias tile to their scores. It is 1 if the bias is not broadcast along queries.
+    /// The number of query tiles of one head that use the bias tile. The number is 1 if the bias is not broadcast along
+    /// queries.
     pub query_tiles: u32,
-    /// The number of query heads that add the bias tile to their scores. It is 1 if the bias is not broadcast along heads.
+    /// The number of query heads that use the bias tile. The number is 1 if the bias is not broadcast along heads.
     pub heads: u32,
     /// The number of query heads per KV head.
     pub group: u32,
@@ -34,8 +35,8 @@ pub(super) struct Visits {
     pub step: u32,
 }
 
-/// Returns the query tile of a visit (a query tile of one head and sequence). In the returned `Stationary`, the blocks are
-/// the key tiles.
+/// Returns the query tile of visit number `visit`. A visit is one query tile of one head and sequence. In the returned
+/// `Stationary`, the blocks are the key tiles.
 #[cube]
 pub(super) fn tile_of(
     visits: &Visits,
@@ -60,9 +61,9 @@ pub(super) fn tile_of(
     )
 }
 
-/// A visit is one query tile of one head and sequence. Returns the first of the visits `visit`, `visit + step`,
-/// `visit + 2 · step`, … in which a query may see a key of the CTA's key tile. If no visit is left, the result is at least
-/// `visits.count`.
+/// Returns the CTA's first visit from number `visit` on in which a query may see a key of the CTA's key tile. A visit is one
+/// query tile of one head and sequence. The CTA's visits are `visit`, `visit + step`, `visit + 2 · step`, …. If no visit is
+/// left, the result is at least `visits.count`.
 #[cube]
 pub(super) fn next_visit(
     visits: &Visits,

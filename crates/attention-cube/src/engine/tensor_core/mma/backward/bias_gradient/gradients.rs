@@ -55,8 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The kernel uses only the field `w` of the result, which holds probabilities before dropout. `w` needs no keep bits,
-        // so the bits cover 0 columns.
+        // The kernel uses only the field `w` of the result, which holds probabilities before dropout. No keep bits are needed
+        // for `w`, so this call computes keep bits of 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,
@@ -143,7 +143,7 @@ pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums
 }
 
-/// Returns delta of the row to which the fragment's `register`-th element belongs.
+/// Returns delta of the row that holds the fragment's `register`-th element.
 #[cube]
 fn delta_of(lse_delta: &LseDelta<'_>, #[comptime] register: usize) -> f32 {
     if comptime!(register / 2 % 2 == 1) {

@@ -54,8 +54,8 @@ pub(super) fn sum_of_queries<AS: Size>(
     sum
 }
 
-/// Writes one of the thread's two rows of the fragment `sums` to the gradient, from element `row` on: the first row if
-/// `second` is 0, else the second row. Keys that do not exist are skipped.
+/// Writes one of the thread's two rows of the fragment `sums` to the gradient: the first row if `second` is 0, else the
+/// second row. The row starts at element `row` of the gradient. The function skips keys that do not exist.
 #[cube]
 pub(super) fn write_row_of_keys<G: Float, NG: Size, NS: Size>(
     sums: Vector<f32, NS>,

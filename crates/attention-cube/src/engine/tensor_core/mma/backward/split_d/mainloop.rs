@@ -96,9 +96,9 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             tiles,
             kind.fragment,
         );
-        // No barrier is needed before this warp overwrites P and dS of the previous block. The warp has refilled the slot of
-        // the previous block's last chunk. All warps must have multiplied that chunk before the refill, so they have also
-        // read P and dS.
+        // No barrier is needed before this warp overwrites P and dS of the previous block. This warp has already refilled the
+        // shared-memory slot of the previous block's last chunk. The refill waits until all warps have multiplied P or dS by
+        // that chunk, so all warps have read P and dS.
         if comptime!(tiles.sums.has_values()) {
             share::<AP>(
                 weighed.p,
@@ -168,16 +168,18 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
     sums
 }
 
-/// The addresses from which a lane loads operands of the GEMMs. Addresses of chunks are relative to the chunk's ring slot.
-/// Addresses of the tile's resident operands are relative to `start`, the start of shared memory.
+/// The addresses from which a lane loads operands of the GEMMs. A ring slot is the shared-memory buffer of one chunk, and
+/// addresses in a chunk are relative to its slot. Addresses of the operands that stay in shared memory are relative to
+/// `start`, the start of shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address of the tile's rows for S and dP. The address is relative to `start` if the rows stay in shared memory,
-    /// else relative to a slot.
+    /// The address of the tile's rows for the GEMMs of S and dP. The address is relative to `start` if the rows stay in
+    /// shared memory, else relative to the shared-memory slot of a chunk.
     score_left: u32,
-    /// The address from which the lane loads the block's rows for S and dP, relative to a slot.
+    /// The address from which the lane loads the block's rows for the GEMMs of S and dP, relative to the shared-memory slot
+    /// of a chunk.
     score_right: u32,
     /// The address in shared memory of P or dS, the left operand of the gradient GEMM.
     sum_left: u32,
@@ -202,7 +204,7 @@ fn lanes(roles: &Roles, start: u32, #[comptime] tiles: MmaGradientSplitDTiles) -
     }
 }
 
-/// Waits until the copies of the `chunk`-th chunk have completed, and returns its slot.
+/// Waits until the copies of the `chunk`-th chunk have completed, and returns the shared-memory slot that holds the chunk.
 #[cube]
 fn await_chunk(
     operands: &Operands,
@@ -215,8 +217,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of the `chunk`-th chunk as read by this warp, and refills the slot of the preceding chunk. All warps have
-/// probably read the preceding slot, so the refill seldom waits.
+/// Signals that this warp has read the `chunk`-th chunk. Then refills the shared-memory slot of the preceding chunk. By now,
+/// all warps have probably read the preceding chunk, so the refill seldom waits.
 #[cube]
 fn leave_chunk(
     operands: &Operands,
@@ -276,7 +278,8 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// The byte offset of the tile's resident columns that are multiplied with the `chunk`-th chunk of a block.
+/// The byte offset of the resident tile columns that the kernel multiplies by the `chunk`-th chunk of a block. Resident
+/// columns stay in shared memory.
 const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usize) -> usize {
     let first = match v_or_do {
         true => tiles.stationary_values_at(),

@@ -13,7 +13,7 @@ use cube_kit::ampere::cp_async::half_address;
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// An operand whose blocks are streamed. `address` is the global address of the first head that the tile visits.
+/// An operand whose blocks the kernel streams. `address` is the global address of the first head that the tile visits.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Passed {
@@ -34,7 +34,7 @@ pub(super) fn passed<E: Float>(source: &Tensor<E>, tile: &Stationary) -> Passed 
     }
 }
 
-/// Returns the address and the strides of an operand's rows, in the head to which the tile belongs.
+/// Returns the address and the strides of an operand's rows in the tile's head.
 #[cube]
 pub(super) fn stationary_rows<E: Float>(
     source: &Tensor<E>,
@@ -56,7 +56,7 @@ pub(super) struct Operands {
     pub start: u32,
 }
 
-/// One iteration of the main loop: its block, the next block, and the ring slot of the iteration's first chunk.
+/// One iteration of the main loop: its block, the next block, and the shared-memory slot of the iteration's first chunk.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GradientStep {
@@ -107,9 +107,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read a ring slot. Then starts the copy of the `chunk`-th chunk of an iteration (`pass`) to
-/// this slot. A `chunk` past the iteration's last chunk belongs to the next iteration. If there is no next iteration,
-/// nothing is copied.
+/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th chunk
+/// of an iteration (`pass`) to this slot. A `chunk` past the iteration's last chunk belongs to the next iteration. If there
+/// is no next iteration, the function copies nothing.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -218,7 +218,8 @@ fn rows_of(
     }
 }
 
-/// Starts the copy of the `chunk`-th chunk of columns of a block's rows, and of the tile's rows if these are not resident.
+/// Starts the copy of the `chunk`-th chunk of columns of a block's rows. If the tile's rows do not stay in shared memory, the
+/// function also copies the same columns of the tile's rows.
 #[cube]
 fn copy_scored(
     rows: HeadSource,

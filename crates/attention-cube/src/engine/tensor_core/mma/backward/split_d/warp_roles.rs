@@ -11,7 +11,7 @@ pub(super) struct Roles {
     pub warp: u32,
     /// The tile row where the warp's scores begin.
     pub score_row: u32,
-    /// The index of the block's 32-column group for which the warp computes scores.
+    /// The index of a 32-column group of the block. The warp computes the scores of this group.
     pub part_group: u32,
     /// The index of the gradient that the warp computes. If the kernel computes dK and dV, the index is 0 for dK and 1 for
     /// dV.

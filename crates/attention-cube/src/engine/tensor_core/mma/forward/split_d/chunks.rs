@@ -12,7 +12,7 @@ use crate::engine::tensor_core::mma::ring::{RingTurn, await_empty, ring_slot_of,
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// The operands that pass through the ring, and the start of shared memory.
+/// K and V of the tile's head in global memory, the start of the CTA's shared memory, and the end of the tile's blocks.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -28,19 +28,19 @@ pub(super) struct Operands {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopStep {
-    /// The block whose values this pass multiplies.
+    /// The block whose values this main loop iteration multiplies.
     pub values: i32,
-    /// The block whose keys this pass multiplies. The next pass multiplies the values of the same block.
+    /// The block whose keys this main loop iteration multiplies. The next iteration multiplies the values of the same block.
     pub keys: i32,
-    /// The block whose keys the next pass multiplies.
+    /// The block whose keys the next main loop iteration multiplies.
     pub after: i32,
-    /// The ring slot of the pass's first chunk, and its mbarrier parity.
+    /// The shared-memory slot of this main loop iteration's first chunk, and the parity of the slot's mbarriers.
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read a ring slot. Then starts the copy of the `chunk`-th chunk of a pass (main loop iteration)
-/// to this slot. A `chunk` past the last chunk belongs to the next pass. If the chunk's block does not exist, nothing is
-/// copied, and the slot counts as full.
+/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th chunk
+/// of a pass (main loop iteration) to this slot. A `chunk` past the last chunk belongs to the next pass. If the chunk's block
+/// does not exist, the function copies nothing, and the slot counts as full.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -98,8 +98,8 @@ pub(super) fn fill<E: Float>(
     signal_full(&place);
 }
 
-/// Starts the copy of the query columns that are multiplied with a chunk of keys. In the slot, the queries lie behind the
-/// keys.
+/// Starts the copy of the query columns that the kernel multiplies by a chunk of keys. In the chunk's shared-memory slot, the
+/// queries lie behind the keys.
 #[cube]
 fn copy_chunk_of_queries<E: Float>(
     query: &Tensor<E>,

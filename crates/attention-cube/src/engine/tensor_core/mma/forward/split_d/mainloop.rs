@@ -43,8 +43,7 @@ const TOLD: u32 = 0;
 const SHARED: u32 = BARRIER_BYTES as u32;
 const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
-/// The result of a warp's main loop: its rows and columns of O, and the softmax states of the rows whose scores the warp
-/// computes.
+/// The result of a warp's main loop: its rows and columns of O, and the softmax states of the rows of its scores.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<AO: Size> {
@@ -155,7 +154,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         let mut used = 0u32;
         if has_values {
-            // Wait until all warps of the row group have stored P of the previous block and the rescale factors.
+            // Wait until all warps with the same output rows have stored P of the previous block and the rescale factors.
             await_phase(offsets.meetings + SHARED, parity ^ 1u32);
             if comptime!(kind.leaves_masked()) {
                 used = load_used_keys(offsets, roles, parity ^ 1u32, tiles);
@@ -185,8 +184,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
                     tiles,
                 );
             }
-            // First wait until all lanes have read the previous rescale factors. After the signal that the warp has stored
-            // its row maxima, other warps may overwrite these factors.
+            // First wait until all lanes have read the previous rescale factors. Once this warp has signaled that its row
+            // maxima are stored, other warps may overwrite these factors.
             sync_plane();
             arrive_as_warp(offsets.meetings + TOLD);
         }
@@ -236,8 +235,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         if has_keys {
             if comptime!(tiles.shares == 1) {
                 // With one buffer for P, wait until all warps have finished the GEMM with the previous P. With two buffers,
-                // no barrier is needed. A warp signals its row maxima of this pass only after its reads of the buffer, and
-                // this warp has waited for these signals.
+                // no further barrier is needed. This warp has already waited until all warps have stored their row maxima.
+                // Each warp stores its row maxima only after its last read of the buffer.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }
@@ -264,7 +263,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
     }
 }
 
-/// Waits until the copies of the `chunk`-th chunk have completed, and returns its slot.
+/// Waits until the copies of the `chunk`-th chunk have completed, and returns the shared-memory slot that holds the chunk.
 #[cube]
 fn await_chunk(
     operands: &Operands,
@@ -277,8 +276,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of the `chunk`-th chunk as read by this warp, and refills the slot of the preceding chunk. All warps have
-/// probably read the preceding slot, so the refill seldom waits.
+/// Signals that this warp has read the `chunk`-th chunk. Then refills the shared-memory slot of the preceding chunk. By now,
+/// all warps have probably read the preceding chunk, so the refill seldom waits.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,
@@ -402,8 +401,8 @@ fn rescaled_output<AO: Size>(
     o
 }
 
-/// Adds P·V over one chunk of values to O. Rows of V that are masked for all rows may be NaN, so the GEMM reads them as
-/// zeros.
+/// Adds P·V over one chunk of values to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads
+/// them as zeros.
 #[cube]
 fn with_chunk<AO: Size>(
     o: Vector<f32, AO>,

@@ -4,7 +4,7 @@ use super::warp_roles::Roles;
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use cubecl::prelude::*;
 
-/// The shared-memory addresses of all areas except the ring's slots.
+/// The shared-memory addresses of the queries, of the data that the warps exchange, and of the barriers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct SharedOffsets {

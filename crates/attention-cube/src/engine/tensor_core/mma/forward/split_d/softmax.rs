@@ -176,8 +176,8 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     }
 }
 
-/// Returns the shared-memory address of P in main loop iterations with this parity. If there are two buffers for P, parity 1
-/// uses the second buffer.
+/// Returns the shared-memory address of P in main loop iterations of the given `parity`. If there are two buffers for P,
+/// parity 1 selects the second buffer.
 #[cube]
 pub(super) fn shared_probabilities(
     offsets: &SharedOffsets,
@@ -191,8 +191,8 @@ pub(super) fn shared_probabilities(
     }
 }
 
-/// Returns the shared-memory address of the bits of used keys in main loop iterations with this parity. A key is used if
-/// some row has a nonzero probability for it.
+/// Returns the shared-memory address of the bits of used keys in main loop iterations of the given `parity`. A key is used if
+/// some row has a nonzero probability for the key.
 #[cube]
 fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     if comptime!(tiles.shares == 1) {
@@ -202,7 +202,7 @@ fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplit
     }
 }
 
-/// Stores P of a warp's scores in shared memory, where all warps of its row group read P.
+/// Stores P of a warp's scores in shared memory, where all warps with the same output rows read P.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,
@@ -235,7 +235,7 @@ pub(super) fn share<AS: Size>(
     }
 }
 
-/// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a
+/// Returns one bit for each key of the probabilities that this lane holds. The bit is set if some row of the warp has a
 /// nonzero probability for the key. Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
 #[cube]
 fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {

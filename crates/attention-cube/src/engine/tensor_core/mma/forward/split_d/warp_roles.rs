@@ -11,7 +11,7 @@ pub(super) struct Roles {
     pub warp: u32,
     /// The tile row where the warp's scores begin.
     pub score_row: u32,
-    /// The index of the block's 32-key group for which the warp computes scores.
+    /// The index of a 32-key group of the block. The warp computes the scores of this group.
     pub key_group: u32,
     /// The tile row where the warp's output begins.
     pub output_row: u32,

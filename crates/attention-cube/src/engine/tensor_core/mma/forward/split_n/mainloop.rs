@@ -66,7 +66,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
     let mut stage = 0u32;
     let mut turn = 0u32;
     while block < end {
-        // Wait only for the keys of this block. The copies of the block's values and of later stages may still be in flight.
+        // Wait only for the keys of this block. The copies of the block's values and of later blocks may still be in flight.
         await_copies(comptime!(2 * tiles.stages - 3));
         sync_plane();
         let free = last_stage(stage, tiles);

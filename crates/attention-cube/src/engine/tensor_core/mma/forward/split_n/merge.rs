@@ -1,8 +1,9 @@
-//! The merge of the outputs of the key groups (see `split_n.rs`).
+//! The merge of the outputs of the key groups. A key group is one or two warps that process the same blocks of keys (see
+//! `split_n.rs`).
 //!
 //! Each key group has an output and a row sum for every row, relative to the group's own row maximum. The merge rescales
-//! them to the largest row maximum of all groups, as split-KV does. Each warp adds the outputs of all groups for some of the
-//! columns, in a fixed order, so results are bitwise equal in every run.
+//! outputs and sums to the largest row maximum of all groups, as split-KV does. Each warp adds the outputs of all groups for
+//! some of the columns, in a fixed order, so results are bitwise equal in every run.
 
 use super::stages::Roles;
 use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};
@@ -19,8 +20,8 @@ use cubecl::prelude::*;
 /// The number of bytes that 16 columns of an output fragment take in shared memory, as f32.
 const STEP_BYTES: usize = STEP_REGISTERS / 4 * FOURS_BYTES;
 
-/// The shared-memory addresses of two tables: the row maxima of the key groups, and their row sums. A table has one 32-bit
-/// word per group and row.
+/// The shared-memory addresses of two tables: the row maxima of the key groups, and their row sums. A key group is one or two
+/// warps that process the same keys. A table has one 32-bit word per group and row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tables {
@@ -36,7 +37,8 @@ struct Together {
     sums: Pair,
 }
 
-/// Computes the factors that rescale a key group's results from the group's own row maxima to the combined row maxima.
+/// Computes the factors that rescale a key group's results from the group's own row maxima to the combined row maxima. A key
+/// group is one or two warps that process the same keys.
 #[cube]
 fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     Pair {
@@ -45,7 +47,8 @@ fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     }
 }
 
-/// Returns the address of a key group's words in one of the tables, from the first row of a fragment on.
+/// Returns the address of a key group's row maxima (or row sums) in `table`, for the 16 rows of a fragment. A key group is
+/// one or two warps that process the same keys.
 #[cube]
 fn words(
     table: u32,
@@ -56,8 +59,8 @@ fn words(
     table + comptime!((4 * (group * tiles.rows() + fragment * FRAGMENT_ROWS)) as u32)
 }
 
-/// Combines the row maxima and row sums of a fragment's rows over all key groups. Every group must have stored its maxima
-/// and sums.
+/// Combines the row maxima and row sums of a fragment's rows over all key groups. A key group is one or two warps that
+/// process the same keys. Every group must have stored its maxima and sums.
 #[cube]
 fn together(
     tables: &Tables,
@@ -98,8 +101,8 @@ fn together(
     }
 }
 
-/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages. Also stores the key group's
-/// row maxima and row sums.
+/// Rescales a warp's output, and stores the output in the shared memory that held the warp's keys and values. Also stores the
+/// row maxima and row sums of the warp's key group.
 #[cube]
 pub(super) fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -164,8 +167,8 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for some columns of a fragment. The warps that computed these columns, one per key
-/// group, divide the columns among themselves.
+/// Adds the outputs of all key groups for some columns of a fragment. A key group is one or two warps that process the same
+/// keys. One warp of each group has computed the columns, and these warps divide the additions among themselves.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

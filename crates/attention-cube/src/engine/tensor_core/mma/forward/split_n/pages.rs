@@ -122,8 +122,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // `first_row · row_bytes` may be larger than the address from which it is subtracted, and the u64 result then wraps
-        // around. The caller adds the offset of a row in the page, which wraps the address back.
+        // The subtraction of `first_row · row_bytes` may make the u64 address wrap around. The caller adds the offset of a
+        // row in the page, which wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

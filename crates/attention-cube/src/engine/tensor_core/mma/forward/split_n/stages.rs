@@ -27,11 +27,12 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
-    /// The first of the output steps (16 columns each) for which the warp adds the outputs of all key groups.
+    /// The warp adds the outputs of all key groups for some steps of 16 output columns. This field is the index of the first
+    /// step.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
-    /// The address of the warp's stages in shared memory.
+    /// The address of the warp's stages (buffers for blocks of keys and values) in shared memory.
     pub stages: u32,
 }
 
@@ -116,9 +117,9 @@ pub(super) struct Operands {
     pub end_block: i32,
 }
 
-/// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and
-/// one for the values. If the block does not exist, both groups are empty. `page` is the block's page, if keys and values
-/// lie in pages.
+/// Starts the copy of the warp's columns of a block to a stage (the shared-memory buffer of one block). The function commits
+/// one `cp.async` group for the keys and one for the values. If the block does not exist, both groups are empty. `page` is
+/// the block's page, if keys and values lie in pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -175,7 +176,7 @@ fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     }
 }
 
-/// Returns the size of a warp's section of an operand block: `columns` of the operand's `width` columns.
+/// Returns the size of the section of an operand block that one warp copies: `columns` of the operand's `width` columns.
 const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,

@@ -6,7 +6,7 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The operands of the tile that stay in shared memory. The kernel copies all other operands through the ring for every
+/// The operands of the tile that stay in shared memory. The kernel copies all other operands to shared memory again for every
 /// block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
@@ -36,7 +36,7 @@ pub struct MmaGradientSplitDTiles {
     pub lse_delta: usize,
     /// The number of rows per tile: 64 or 128.
     pub rows: usize,
-    /// The number of rows per streamed block, which are the columns of the scores: 64 or 128.
+    /// The number of rows per streamed block: 64 or 128. Each row of the block gives a column of the scores.
     pub columns: usize,
     /// The choice of the tile's operands that stay in shared memory.
     pub resident: Resident,
@@ -44,7 +44,7 @@ pub struct MmaGradientSplitDTiles {
     pub score_columns: usize,
     /// The number of rows in a chunk of the gradient GEMM's right operand.
     pub sum_rows: usize,
-    /// The number of ring slots: at least 2, and at most the number of chunks per block.
+    /// The number of slots in the ring buffer for operand chunks: at least 2, and at most the number of chunks per block.
     pub slots: usize,
 }
 
@@ -67,7 +67,7 @@ impl MmaGradientSplitDTiles {
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     pub const TERM_STAGES: usize = 2;
 
-    /// The number of column groups into which a block's scores are divided among warps.
+    /// The number of column groups in a block's scores. Different warps compute different column groups.
     pub const fn part_groups(&self) -> usize {
         self.columns / Self::PART
     }
@@ -82,7 +82,8 @@ impl MmaGradientSplitDTiles {
         FRAGMENT_ROWS * self.score_fragments()
     }
 
-    /// The number of gradients that the kernel computes: 1 or 2. For two gradients, one half of the warps computes each.
+    /// The number of gradients that the kernel computes: 1 or 2. If the kernel computes two gradients, one half of the warps
+    /// computes the first gradient, and the second half of the warps the second gradient.
     pub const fn gradients(&self) -> usize {
         match self.sums {
             Sums::QOrK | Sums::Values => 1,
@@ -90,7 +91,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of row groups into which the rows of a gradient are divided. Different warps compute different row groups.
+    /// The number of row groups in a gradient. Different warps compute different row groups.
     pub const fn row_groups(&self) -> usize {
         self.rows / Self::SUM_ROWS
     }
@@ -180,7 +181,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The byte offset of the tile's rows of V or dO in shared memory. They lie behind the tile's rows of Q or K.
+    /// The byte offset of the tile's rows of V or dO in shared memory, behind the tile's rows of Q or K.
     pub const fn stationary_values_at(&self) -> usize {
         self.dot_bytes()
     }
@@ -195,12 +196,13 @@ impl MmaGradientSplitDTiles {
         self.rows * self.columns / SUBTILE * ROW_BYTES
     }
 
-    /// The byte offset of the ring in shared memory.
+    /// The byte offset of the ring buffer (the slots for operand chunks) in shared memory.
     pub const fn ring_at(&self) -> usize {
         self.factors_at() + self.gradients() * self.factor_bytes()
     }
 
-    /// The byte offset of the tile's own rows in a chunk for S or dP, if these rows pass through the ring.
+    /// The byte offset of the tile's rows in a shared-memory slot for the GEMM of S or dP. Only tiles that do not keep these
+    /// rows in shared memory use the offset.
     pub const fn tile_rows_at(&self) -> usize {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
@@ -211,7 +213,7 @@ impl MmaGradientSplitDTiles {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }
 
-    /// The bytes of a ring slot. The largest chunk fits a slot.
+    /// The bytes of a slot of the ring buffer in shared memory. The largest chunk of an operand fits a slot.
     pub const fn slot_bytes(&self) -> usize {
         let streams = !self.holds(false) || (self.sums.has_q_or_k() && !self.holds(true));
         let rows = match streams {
@@ -245,7 +247,7 @@ impl MmaGradientSplitDTiles {
     /// The bytes of the bits that mark the used columns of P, or of dS.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
-    /// The sizes and offsets of the ring of slots. Its barriers lie behind all other data.
+    /// The sizes and offsets of the ring buffer in shared memory. Its barriers lie behind all other data.
     pub const fn ring(&self) -> Ring {
         Ring {
             chunks: self.chunks(),

@@ -24,14 +24,16 @@ pub struct MmaGradientSplitMTiles {
     pub lse_delta: usize,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each operand row that the warp loads serves both.
+    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, the warp uses each operand row that it loads for
+    /// both fragments.
     pub fragments: usize,
-    /// The number of rows per streamed block: 16, 32 or 64. A row of the block belongs to a column of the scores.
+    /// The number of rows per streamed block: 16, 32 or 64. Each row of the block gives a column of the scores.
     pub columns: usize,
 }
 
 impl MmaGradientSplitMTiles {
-    /// The number of blocks in shared memory. One block is multiplied while the next is copied (double buffer).
+    /// The number of blocks in shared memory. The warps multiply one block while the copies of the next block are in flight
+    /// (double buffer).
     const STAGES: usize = 2;
 
     /// The number of rows per tile.
@@ -82,7 +84,7 @@ impl MmaGradientSplitMTiles {
         self.stationary_values_at() + v_or_do
     }
 
-    /// The byte offset of a block's rows of V or dO from the start of the block. They lie behind the block's rows of Q or K.
+    /// The byte offset of a block's rows of V or dO from the start of the block, behind the block's rows of Q or K.
     pub const fn block_values_at(&self) -> usize {
         self.dot_bytes(self.columns)
     }
@@ -92,7 +94,7 @@ impl MmaGradientSplitMTiles {
         self.block_values_at() + self.value_bytes(self.columns)
     }
 
-    /// The bytes from one block to the next. They are rounded up to a multiple of the bytes of a subtile row.
+    /// The bytes from one block to the next. The number is rounded up to a multiple of the bytes of a subtile row.
     pub const fn block_bytes(&self) -> usize {
         (self.block_lse_delta_at() + self.term_bytes()).next_multiple_of(ROW_BYTES)
     }

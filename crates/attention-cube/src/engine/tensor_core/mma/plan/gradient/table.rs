@@ -17,7 +17,7 @@ enum Shape {
     /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and columns per block.
     Rows([usize; 3]),
     /// Split-D. The first field says which operands stay in shared memory. The five numbers are rows, columns, columns per
-    /// chunk for S or dP, rows per chunk for the gradient GEMM, and the most ring slots.
+    /// chunk for S or dP, rows per chunk for the gradient GEMM, and the largest number of slots in the ring buffer.
     Columns(Resident, [usize; 5]),
 }
 
@@ -47,7 +47,7 @@ const fn row(
 }
 
 /// The backward's tiles. The plan takes the first table row that is wide enough, fits the device's shared memory, and leaves
-/// room for at least three ring slots.
+/// room for at least three slots in the ring buffer.
 ///
 /// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. With eight warps, one
 /// warp multiplies while another computes P and dS.
@@ -84,7 +84,7 @@ const ROWS: &[Row] = &[
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
     // This table row serves problems with a bias, which needs a third f32 per query in shared memory. With the tiles of the
-    // previous table row, fewer than three ring slots would fit.
+    // previous table row, fewer than three slots of the ring buffer would fit.
     row(
         [512, 227],
         Columns(All, [64, 128, 64, 16, 6]),
@@ -188,9 +188,10 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Chooses the number of ring slots. The maximum is the smallest of the table's number of slots, the number of chunks per
-/// block, and the number of slots that fit `shared_memory`. The function prefers the largest number from 3 up to this
-/// maximum that divides the chunks per block. With such a number, the slot of each chunk is known at compile time.
+/// Chooses the number of slots in the ring buffer. The maximum is the smallest of the table's number of slots, the number of
+/// chunks per block, and the number of slots that fit `shared_memory`. From 3 up to the maximum, the function prefers the
+/// largest number that divides the number of chunks per block. With such a number, the slot of each chunk is known at compile
+/// time.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -203,8 +204,8 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The smallest number of ring slots: one that most warps read, one that slower warps still read, and one that is being
-/// filled.
+/// The smallest number of slots in the ring buffer: one that most warps read, one that slower warps still read, and one that
+/// is being filled.
 const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]
@@ -283,8 +284,8 @@ mod tests {
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots
-        // beyond the number of chunks would stay unused.
+        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots of the
+        // ring buffer beyond the number of chunks would stay unused.
         assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let offsets = [

@@ -1,4 +1,4 @@
-//! The producer warpgroup of the split-D backward. One of its threads keeps the ring full.
+//! The producer warpgroup of the split-D backward. One of its threads copies the operands to shared memory by TMA.
 
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, first_visit, visit_from};

@@ -148,8 +148,8 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
             kind.fragment,
         )
     } else {
-        // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the stage. Without the
-        // fence, some loads returned data of the next write.
+        // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the same shared-memory
+        // buffer. Without the fence, some loads returned data of the next write.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(

@@ -1,4 +1,4 @@
-//! The producer warpgroup of the split-M backward. One of its threads keeps the rings full.
+//! The producer warpgroup of the split-M backward. One of its threads copies the operands to shared memory by TMA.
 
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, first_visit, visit_from};
@@ -52,7 +52,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaGradientSplitMTiles) -
     }
 }
 
-/// Copies the stationary tile and the blocks of `q_or_k` and `v_or_do` in the order in which the consumers need them.
+/// Copies the stationary tile, the blocks of Q or K, and the blocks of V or dO, in the order in which the consumers need
+/// them.
 #[cube]
 pub(super) fn fetch<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,

@@ -59,8 +59,8 @@ pub(super) struct BlockOperands {
     pub v_or_do: u32,
 }
 
-/// Returns the right operands of the `count`-th block. `q_or_k` and `v_or_do` are the descriptors of the rings' first
-/// stages.
+/// Returns the shared memory descriptors of the `count`-th block's right operands. `q_or_k` and `v_or_do` are the descriptors
+/// of the first buffer in the ring of Q or K, and in the ring of V or dO.
 #[cube]
 pub(super) fn block_operands(
     q_or_k: u32,
@@ -164,7 +164,7 @@ pub(super) fn multiply<NP: Size, ND: Size, NV: Size>(
 }
 
 /// Waits until at most `pending` wgmma groups are in flight, so that the gradient GEMMs are complete. Frees the block's
-/// stages, and returns the gradients.
+/// shared-memory buffers, and returns the gradients.
 #[cube]
 pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
     sums: Gradients<ND, NV>,

@@ -28,7 +28,7 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::{named_barrier, uniform};
 use cubecl::prelude::*;
 
-/// A warpgroup's results for a tile, and the number of blocks that the CTA has visited so far.
+/// A warpgroup's results for a tile, and the number of blocks that the CTA has processed so far.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<NO: Size> {
@@ -36,7 +36,8 @@ pub(super) struct MainloopOutput<NO: Size> {
     pub visited: u32,
 }
 
-/// Runs the mainloop over the blocks of a tile. `visited` is the number of blocks that the CTA has visited in earlier tiles.
+/// Runs the mainloop over the blocks of a tile. `visited` is the number of blocks that the CTA has processed in earlier
+/// tiles.
 #[cube]
 pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     assigned_tile: &AssignedTile,
@@ -70,7 +71,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     if assigned_tile.first < tile.end_block {
         let first_queries = load_first_queries::<NQ>(offsets.queries, tiles);
         let mut block = assigned_tile.first;
-        // `passed` counts the chunks that have passed through the ring.
+        // `passed` counts the chunks that have passed through the ring so far. The count gives the next chunk's stage
+        // (shared-memory buffer).
         let first_chunk = count * comptime!((tiles.key_chunks() + tiles.value_chunks()) as u32);
         let mut passed = first_chunk + comptime!(tiles.key_chunks() as u32);
         let started = multiply_chunked_scores::<NS, NQ>(
@@ -294,8 +296,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         count += 1u32;
     }
 
-    // Each warpgroup has summed P over its own keys only. The barrier protects row maxima that the exchanged row sums
-    // overwrite.
+    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. The exchange overwrites
+    // row maxima, so first wait until both warpgroups have read these maxima.
     let sums = quad_sum(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     MainloopOutput::<NO> {

@@ -1,4 +1,4 @@
-//! The producer warpgroup of the split-D forward. One of its threads keeps the ring full.
+//! The producer warpgroup of the split-D forward. One of its threads copies the operands to shared memory by TMA.
 
 use crate::engine::tensor_core::common::block_range::next_block;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -107,9 +107,9 @@ pub(super) fn fetch(
                         part,
                         tiles,
                     );
-                    // The queries are copied late, because the consumers may still read the previous tile's queries. The
-                    // queries must be copied before the ring is full: the consumers free no stage before the queries arrive,
-                    // so a later copy would be a deadlock.
+                    // Copy the queries late, because the consumers may still read the previous tile's queries. But copy the
+                    // queries before the ring is full. The consumers free no stage before the queries arrive, so a producer
+                    // that first waits for a free stage would wait forever.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
                             fetch_queries(
@@ -153,8 +153,8 @@ pub(super) fn fetch(
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
             // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals that
-            // the buffer is full. Otherwise producer and consumers could be two tiles apart. A barrier's parity only
-            // distinguishes adjacent phases.
+            // the buffer is full. Otherwise producer and consumers could be two tiles apart. Two phases of a barrier that are
+            // two tiles apart have the same parity, so a wait could end too early.
             await_queries_empty(offsets, tiles_done);
             barrier_arrive(offsets.queries_full, 1u32);
         }
@@ -201,7 +201,8 @@ fn fetch_queries(
     );
 }
 
-/// Copies the `part`-th chunk of a block of K. This chunk is the `index`-th chunk that passes through the ring.
+/// Copies the `part`-th chunk (64 columns) of a block of K. `index` is the number of chunks that the producer has copied
+/// before.
 #[cube]
 fn fetch_keys(
     map: u64,
@@ -272,7 +273,8 @@ struct FreeStage {
     full: u32,
 }
 
-/// Waits until the stage of the `index`-th chunk is free, and returns that stage.
+/// Waits until the ring stage for chunk number `index` is free, and returns that stage. Chunk numbers run on from block to
+/// block.
 #[cube]
 fn next_stage(
     offsets: &SharedOffsets,
@@ -287,7 +289,7 @@ fn next_stage(
     }
 }
 
-/// Copies all chunks of V of a block. The first of these chunks is the `passed`-th chunk that passes through the ring.
+/// Copies all chunks of V of a block. `passed` is the number of chunks that the producer has copied before.
 #[cube]
 fn fetch_values(
     map: u64,

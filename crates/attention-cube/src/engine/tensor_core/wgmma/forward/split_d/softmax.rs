@@ -21,7 +21,7 @@ use cube_kit::nvidia::accumulator::{Pair, pair};
 use cube_kit::nvidia::ptx::{load_shared, named_barrier, store_shared, uniform};
 use cubecl::prelude::*;
 
-/// Returns the shared memory descriptor of P for the `count`-th visited block.
+/// Returns the shared memory descriptor of P for the `count`-th block that the CTA processes.
 #[cube]
 pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
     uniform(descriptor(
@@ -30,7 +30,8 @@ pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
 }
 
 /// Waits until at most `pending` wgmma groups are in flight, so that the GEMM of the warpgroup's `own`-th chunk of V is
-/// complete. Then frees that chunk. `from` is the ring index of the warpgroup's first chunk of V.
+/// complete. Then frees that chunk. `from` is the number of the warpgroup's first chunk of V, counted over all chunks of K
+/// and V in the ring.
 #[cube]
 pub(super) fn free_values(
     empty: u32,
@@ -126,7 +127,7 @@ pub(super) fn exchange(
     }
 }
 
-/// Computes the warpgroup's half of P for the `count`-th block, and stores it to shared memory.
+/// Computes the warpgroup's half of P for the `count`-th block, and stores this half to shared memory.
 ///
 /// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then also frees the chunks of V that
 /// this GEMM has read, from chunk `values` on.

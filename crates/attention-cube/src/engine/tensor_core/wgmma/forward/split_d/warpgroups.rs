@@ -3,7 +3,7 @@
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
 use cube_kit::hopper::WARPGROUP;
 
-/// The number of keys whose scores a warpgroup computes.
+/// The number of keys in the scores that one warpgroup computes for a block.
 pub(super) const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// The number of threads in the consumer warpgroups.

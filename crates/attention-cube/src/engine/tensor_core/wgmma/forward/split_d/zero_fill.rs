@@ -14,8 +14,8 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` is the ring index of the
-/// block's first chunk of V. Call this function before the GEMM `P V`.
+/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` counts the chunks of K and
+/// V that pass through the ring before the block's first chunk of V. Call this function before the GEMM `P V`.
 ///
 /// If the function returns true, it has also waited for S and freed the last chunk of K.
 #[cube]
@@ -43,7 +43,7 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of V may need the ring stage of the last chunk of K, so free that stage first.
+        // The last chunk of V may need the shared-memory buffer of the last chunk of K, so free that buffer first.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

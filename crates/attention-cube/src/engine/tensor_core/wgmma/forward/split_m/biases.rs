@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready. If TMA has copied the biases, they are read from shared
-//! memory. Otherwise they are read from global memory.
+//! Loads a block's biases before the block's scores are ready. The biases come from shared memory if TMA has copied them
+//! there, else from global memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;
@@ -15,7 +15,7 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// If the kernel loads biases before the dot products `q·k` (S) are ready, loads the thread's biases of a block. `count` is
+/// Loads the thread's biases of a block, if the kernel loads biases before the dot products `q·k` (S) are ready. `count` is
 /// the block's index in the CTA.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
@@ -38,8 +38,8 @@ pub(super) fn biases_of<F: Float, NB: Size>(
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
-        // The fence orders the loads of the biases before TMA's next write to the stage. Without the fence, some loads
-        // returned data of the next write.
+        // The fence orders the loads of the biases before TMA's next write to the same shared-memory buffer. Without the
+        // fence, some loads returned data of the next write.
         async_proxy_fence();
         barrier_arrive(offsets.bias_empty + 8u32 * slot.stage, thread.elected);
         words

@@ -38,7 +38,7 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// The number of blocks of a CTA, and the number of blocks in which some keys may be hidden from all queries of the tile.
+/// Two counts of a CTA: its blocks, and the blocks in which some keys may be hidden from all queries of the tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockCounts {
@@ -54,7 +54,7 @@ pub(super) struct MainloopOutput<NO: Size> {
     pub visited: BlockCounts,
 }
 
-/// Runs the mainloop over the blocks of a tile. `visited` counts the blocks that the CTA has visited in earlier tiles.
+/// Runs the mainloop over the blocks of a tile. `visited` counts the blocks that the CTA has processed in earlier tiles.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -130,8 +130,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             kind.fragment,
         );
         let made = softmax::<NS>(s, softmax_state, scale_log2, negative_infinity, tiles);
-        // If the loop carried `softmax_state` itself, register moves would cost 5 % of the speed at head size 128
-        // (docs/forward-split-m.md).
+        // The loop updates `running` instead of `softmax_state`. With `softmax_state`, register moves would cost 5 % of the
+        // speed at head size 128 (docs/forward-split-m.md).
         let mut running = made.softmax_state;
         // O is still 0 after the first block's softmax, so O needs no rescale.
         running.moved = false.runtime();

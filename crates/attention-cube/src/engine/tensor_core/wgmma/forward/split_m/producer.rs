@@ -1,4 +1,4 @@
-//! The producer warpgroup of the split-M forward. One of its threads keeps the rings full.
+//! The producer warpgroup of the split-M forward. One of its threads copies the operands to shared memory by TMA.
 
 use crate::engine::tensor_core::common::block_range::next_block;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -126,7 +126,7 @@ pub(super) fn fetch(
                         tiles,
                     );
                 } else {
-                    // The first keys are copied before the queries, because the consumers may still read the queries of the
+                    // Copy the first keys before the queries, because the consumers may still read the queries of the
                     // previous tile.
                     fetch_queries(
                         sources.query,
@@ -160,8 +160,8 @@ pub(super) fn fetch(
         } else {
             if assigned_tile.exists {
                 // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals
-                // that the buffer is full. Otherwise producer and consumers could be two tiles apart. A barrier's parity
-                // only distinguishes adjacent phases.
+                // that the buffer is full. Otherwise producer and consumers could be two tiles apart. Two phases of a barrier
+                // that are two tiles apart have the same parity, so a wait could end too early.
                 await_queries_empty(offsets, tiles_done);
                 barrier_arrive(offsets.queries_full, 1u32);
             }

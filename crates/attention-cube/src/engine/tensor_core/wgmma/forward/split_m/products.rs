@@ -1,12 +1,12 @@
-//! Waits for the forward's GEMMs. Each wait also frees the ring stage that the GEMM has read.
+//! Waits for the forward's GEMMs. Each wait also frees the shared-memory buffer that the GEMM has read.
 
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
 use cube_kit::hopper::wgmma::release_text;
 use cube_kit::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// Waits until at most `pending` wgmma groups are in flight, so that S is complete. Then frees the ring stage of K, and
-/// returns S.
+/// Waits until at most `pending` wgmma groups are in flight, so that S is complete. Then frees the shared-memory buffer of K,
+/// and returns S.
 #[cube]
 pub(crate) fn take_scores<NS: Size>(
     s: Vector<f32, NS>,
@@ -27,8 +27,8 @@ pub(crate) fn take_scores<NS: Size>(
     taken
 }
 
-/// Waits until O is complete. Then frees the ring stage of V, and returns O. The asm lists P as an operand, which keeps P's
-/// registers alive until the GEMM has read them.
+/// Waits until O is complete. Then frees the shared-memory buffer of V, and returns O. The asm lists P as an operand, which
+/// keeps P's registers alive until the GEMM has read them.
 #[cube]
 pub(crate) fn take_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,

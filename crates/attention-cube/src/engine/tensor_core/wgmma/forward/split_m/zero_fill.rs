@@ -66,8 +66,9 @@ pub(super) fn may_have_masked_in(
     }
 }
 
-/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier of these bits. `count` is the block's
-/// index among the blocks that may have keys hidden from the whole tile.
+/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier of these bits. A used bit tells
+/// whether some row of the tile sees a key. `count` is the block's index among the blocks that may have keys hidden from the
+/// whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -85,8 +86,8 @@ pub(super) fn signal_used_keys_of<NP: Size>(
 /// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V`. `last` is
 /// true for the tile's last block.
 ///
-/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the block's index
-/// among these blocks of the CTA.
+/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the number of earlier
+/// blocks of the CTA with `may_have_masked`.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -101,7 +102,7 @@ pub(super) fn zero_fill_values(
     #[comptime] kind: TileKind,
 ) {
     let first_key = block * comptime!(tiles.keys as i32);
-    // The end of the visible range is only checked in the tile's last block, since the range cannot end in an earlier block.
+    // Check the end of the visible range only in the tile's last block, since the range cannot end in an earlier block.
     let out_of_range = if comptime!(last) {
         has_out_of_range(&tile.keys, seq_lens.kv_len, first_key, tiles.keys)
     } else {

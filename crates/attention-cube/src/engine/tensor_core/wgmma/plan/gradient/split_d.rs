@@ -26,7 +26,7 @@ pub struct WgmmaGradientSplitDTiles {
     /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, the LSE is split into
     /// the row maximum and the logarithm of row_sum.
     pub lse_delta: usize,
-    /// The number of stages in the ring. Each stage holds one chunk.
+    /// The number of stages (shared-memory buffers) in the ring. Each stage holds one chunk of an operand.
     pub stages: usize,
 }
 
@@ -77,7 +77,7 @@ impl WgmmaGradientSplitDTiles {
         WgmmaSplitDTiles::VALUE_KEYS * ROW_BYTES * self.own_subtiles()
     }
 
-    /// The number of chunks that pass through the ring per block.
+    /// The number of chunks per streamed block. A chunk fills one stage (buffer) of the ring in shared memory.
     pub const fn block_chunks(&self) -> usize {
         let scores = if self.sums.has_q_or_k() {
             self.dot_chunks() + self.value_chunks()
@@ -109,7 +109,7 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The offset of the ring's stages in shared memory, in bytes.
+    /// The offset of the ring of buffers for operand chunks in shared memory, in bytes.
     pub const fn stages_at(&self) -> usize {
         self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
@@ -141,7 +141,7 @@ impl WgmmaGradientSplitDTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The ring through which all chunks pass.
+    /// The ring of shared-memory buffers through which all chunks pass.
     pub const fn ring(&self) -> RingShape {
         RingShape {
             stages: self.stages,
@@ -152,7 +152,7 @@ impl WgmmaGradientSplitDTiles {
     }
 
     /// The shape of the GEMM that computes S or dP from operands of `depth` columns. If `frees_before`, the GEMM also frees
-    /// the last chunk of the preceding GEMM.
+    /// the shared-memory buffer of the preceding GEMM's last chunk.
     pub const fn score_product(&self, depth: usize, frees_before: bool) -> ChunkedScores {
         ChunkedScores {
             depth,

@@ -8,7 +8,8 @@ use crate::math::side::{Side, Sums};
 use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The number of registers per thread in the producer warpgroup and in spare warpgroups.
+/// The number of registers per thread in the producer warpgroup and in spare warpgroups, which only give up registers to the
+/// consumers.
 const FETCHING_REGISTERS: usize = 24;
 
 /// Split-M tiles: each warpgroup computes 64 rows and all columns of their gradients (`backward/split_m.rs`).
@@ -29,11 +30,11 @@ pub struct WgmmaGradientSplitMTiles {
     pub lse_delta: usize,
     /// The number of consumer warpgroups.
     pub warpgroups: usize,
-    /// The number of rows in a streamed block, which are the columns of S.
+    /// The number of rows in a streamed block. Each row of the block gives a column of S.
     pub columns: usize,
-    /// The number of stages in the ring of Q or K (`q_or_k`).
+    /// The number of shared-memory buffers (stages) for streamed blocks of Q or K (`q_or_k`).
     pub dot_stages: usize,
-    /// The number of stages in the ring of V or dO (`v_or_do`).
+    /// The number of shared-memory buffers (stages) for streamed blocks of V or dO (`v_or_do`).
     pub value_stages: usize,
     /// The number of spare warpgroups, which only give their registers to the consumers.
     ///
@@ -205,13 +206,13 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// True if TMA can store dQ or dK. The gradient is staged in the shared memory that held the stationary rows of Q or K.
+    /// True if TMA can store dQ or dK. The staging buffer is the shared memory that held the stationary rows of Q or K.
     pub const fn stores_q_or_k_by_tma(&self) -> bool {
         self.head_dim.is_multiple_of(16)
     }
 
-    /// True if TMA can store dV. The gradient is staged in the shared memory of the stationary rows of V, or of K if the
-    /// tile holds no rows of V.
+    /// True if TMA can store dV. The staging buffer is the shared memory of the stationary rows of V, or of K if the tile
+    /// holds no rows of V.
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())

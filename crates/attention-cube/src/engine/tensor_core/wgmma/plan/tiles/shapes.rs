@@ -39,7 +39,7 @@ impl OutputShape {
 /// A ring of pipeline stages in shared memory, for chunks of operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RingShape {
-    /// The number of stages in the ring. Each stage holds one chunk.
+    /// The number of stages (shared-memory buffers) in the ring. Each stage holds one chunk of an operand.
     pub stages: usize,
     /// True if the chunk count of every operand of a block is a multiple of `stages`. Each operand then starts at the ring's
     /// first stage.
@@ -55,9 +55,9 @@ pub struct ChunkedScores {
     pub register_chunks: usize,
     /// The size of the register vector that holds the left operand's chunks.
     pub query_fragment: usize,
-    /// True if this GEMM also frees the last chunk of the preceding GEMM.
+    /// True if this GEMM also frees the shared-memory buffer of the preceding GEMM's last chunk.
     pub frees_before: bool,
-    /// The ring through which the chunks pass.
+    /// The ring of shared-memory buffers through which the right operand's chunks pass.
     pub ring: RingShape,
     /// The half-precision type of the operands.
     pub half: Half,
@@ -68,7 +68,7 @@ pub struct ChunkedScores {
 pub struct ChunkedProduct {
     /// The number of columns of the result.
     pub columns: usize,
-    /// The ring through which the chunks pass.
+    /// The ring of shared-memory buffers through which the right operand's chunks pass.
     pub ring: RingShape,
     /// The half-precision type of the operands.
     pub half: Half,

@@ -20,7 +20,7 @@ pub struct WgmmaSplitDTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of stages in the ring. Each stage holds one chunk.
+    /// The number of stages (shared-memory buffers) in the ring. Each stage holds one chunk of K or V.
     pub stages: usize,
 }
 
@@ -35,7 +35,8 @@ impl WgmmaSplitDTiles {
     pub const UNITS: usize = WARPGROUP * (Self::WARPGROUPS + 1);
     /// The number of keys in a chunk of V.
     pub const VALUE_KEYS: usize = 32;
-    /// The bytes of a ring stage. The largest chunk, a chunk of keys, has 64 columns of 128 keys.
+    /// The bytes of a stage (the shared-memory buffer of one chunk). The largest chunk, a chunk of keys, has 64 columns of
+    /// 128 keys.
     pub const STAGE_BYTES: usize = Self::KEYS * ROW_BYTES;
     /// The bytes of one warpgroup's half of P: 64 rows and 64 keys.
     pub const HALF_BYTES: usize = PRODUCT_ROWS * ROW_BYTES;
@@ -73,7 +74,7 @@ impl WgmmaSplitDTiles {
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
     }
 
-    /// The shape of the part of the output that one warpgroup computes.
+    /// The rows and columns of the output that one warpgroup computes, and the way in which they are stored.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -90,12 +91,12 @@ impl WgmmaSplitDTiles {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
-    /// True if the last chunk of V in a block reuses the ring stage of the block's first chunk.
+    /// True if the last chunk of V in a block reuses the shared-memory buffer of the block's first chunk of V.
     pub const fn frees_first_chunk_at_once(&self) -> bool {
         self.value_chunks() > self.stages
     }
 
-    /// The offset of the ring's stages in shared memory, in bytes.
+    /// The offset of the ring of buffers for chunks of K and V in shared memory, in bytes.
     pub const fn stages_at(&self) -> usize {
         Self::ROWS * self.key_chunks() * ROW_BYTES
     }
@@ -128,8 +129,8 @@ impl WgmmaSplitDTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of query chunks that stay in registers: as many as fit. Shared memory bandwidth limits the kernel, so
-    /// chunks in registers save time.
+    /// The number of query chunks that stay in registers: as many as the free registers can hold. Shared memory bandwidth
+    /// limits the kernel, so chunks in registers save time.
     pub const fn register_chunks(&self) -> usize {
         let free = QUERY_REGISTERS - Self::KEYS / 4 - self.value_columns() / 2;
         let fit = free / QUERY_CHUNK_REGISTERS;
@@ -145,13 +146,13 @@ impl WgmmaSplitDTiles {
         registers(QUERY_CHUNK_REGISTERS * self.register_chunks())
     }
 
-    /// True if a block of K and a block of V each start at the ring's first stage.
+    /// True if every block of K and every block of V starts at the first buffer of the ring.
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)
     }
 
-    /// The ring through which the chunks of K and V pass.
+    /// The ring of shared-memory buffers through which the chunks of K and V pass.
     pub const fn ring(&self) -> RingShape {
         RingShape {
             stages: self.stages,

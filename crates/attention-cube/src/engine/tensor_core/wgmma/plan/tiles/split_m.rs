@@ -17,12 +17,12 @@ pub struct WgmmaSplitMTiles {
     pub warpgroups: usize,
     /// The number of keys in a block.
     pub keys: usize,
-    /// The number of stages in the ring of K. The ring of V has the same number of stages.
+    /// The number of shared-memory buffers (stages) for blocks of K. V has the same number of buffers.
     pub stages: usize,
     /// True if the warpgroups take turns to issue their wgmma (FlashAttention-3's ping-pong). One warpgroup computes its
     /// softmax while the tensor cores run the GEMMs of another warpgroup.
     pub orders_warpgroups: bool,
-    /// The number of stages in the ring of biases; 0 if threads load biases from global memory.
+    /// The number of shared-memory buffers (stages) for blocks of biases; 0 if threads load biases from global memory.
     pub bias_stages: usize,
 }
 
@@ -82,7 +82,7 @@ impl WgmmaSplitMTiles {
         self.values_at() + self.stages * self.value_bytes()
     }
 
-    /// The offset in bytes of the first byte after all rings in shared memory.
+    /// The offset in bytes of the first byte after the blocks of K, V and biases in shared memory.
     const fn blocks_end(&self) -> usize {
         self.biases_at() + self.bias_stages * self.bias_bytes()
     }
@@ -109,8 +109,8 @@ impl WgmmaSplitMTiles {
 
     /// The offset of the barriers in shared memory, in bytes.
     ///
-    /// The order is: full and empty barriers of K, of V and of the queries; three barriers for the used words; full and
-    /// empty barriers of the biases.
+    /// The order is: full and empty barriers of K, of V and of the queries; three barriers for the *used words* (bits that
+    /// mark the keys that the tile sees); full and empty barriers of the biases.
     pub const fn barriers_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end() + self.output_bytes()
