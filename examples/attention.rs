@@ -102,7 +102,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         softcap: None,
         mask: false,
         bias: false,
-        int8: false,
+        codes: None,
         kv_length: None,
     };
     println!("{chosen}");

@@ -2,7 +2,8 @@
 
 use crate::Dtype;
 use attention_cube::{
-    AttentionError, AttentionOptions, AttentionProblem, quantized::QuantizedRows,
+    AttentionError, AttentionOptions, AttentionProblem,
+    quantized::{CodeFormat, QuantizedRows},
 };
 use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
 
@@ -35,8 +36,9 @@ pub struct Workload {
     pub mask: bool,
     /// True for a random bias per head. All sequences share the bias.
     pub bias: bool,
-    /// True if keys and values are quantized to int8.
-    pub int8: bool,
+    /// The format of quantized keys and values, or `None` for floats.
+    #[serde(serialize_with = "serialize_codes")]
+    pub codes: Option<CodeFormat>,
     /// The number of valid keys per sequence, or `None` if all `kv_len` keys are valid.
     pub kv_length: Option<usize>,
 }
@@ -50,7 +52,7 @@ pub struct Inputs {
     pub key: Tensor<4>,
     /// The values, `[batch, kv_heads, kv_len, head_dim]`.
     pub value: Tensor<4>,
-    /// The int8 keys and values. If they are present, `key` and `value` hold their dequantized elements.
+    /// The quantized keys and values. If they are present, `key` and `value` hold their dequantized elements.
     pub quantized: Option<[QuantizedRows; 2]>,
     /// The number of valid keys per sequence, `[batch]`, if it is less than `kv_len`.
     pub kv_lengths: Option<Tensor<1, Int>>,
@@ -113,8 +115,8 @@ impl Workload {
         let mut key = random(self.kv_heads, self.kv_len, 1.0);
         let mut value = random(self.kv_heads, self.kv_len, 1.0);
         let mut quantized = None;
-        if self.int8 {
-            let rows = [QuantizedRows::try_new(key)?, QuantizedRows::try_new(value)?];
+        if let Some(format) = self.codes {
+            let rows = [quantized_rows(key, format)?, quantized_rows(value, format)?];
             key = rows[0].clone().dequantize(self.dtype.burn())?;
             value = rows[1].clone().dequantize(self.dtype.burn())?;
             quantized = Some(rows);
@@ -155,11 +157,12 @@ impl Workload {
         self.q_len * self.q_heads <= 64 * self.kv_heads && self.q_len < self.kv_len
     }
 
-    /// Returns the number of bytes of all valid keys and values. For int8, each row also has an f32 scale.
+    /// Returns the number of bytes of all valid keys and values. Each row of int8 codes also has an f32 scale.
     pub fn key_value_bytes(&self) -> f64 {
-        let of_row = match self.int8 {
-            true => self.head_dim + size_of::<f32>(),
-            false => self.head_dim * self.dtype.burn().size(),
+        let of_row = match self.codes {
+            Some(CodeFormat::Int8) => self.head_dim + size_of::<f32>(),
+            Some(_) => self.head_dim,
+            None => self.head_dim * self.dtype.burn().size(),
         };
         let length = self.kv_length.unwrap_or(self.kv_len);
         (2 * self.batch * self.kv_heads * length * of_row) as f64
@@ -182,12 +185,31 @@ impl std::fmt::Display for Workload {
             false => write!(f, " S{}/{}", self.q_len, self.kv_len)?,
         }
         write!(f, " D{}", self.head_dim)?;
-        if self.int8 {
-            write!(f, " int8")?;
+        if let Some(format) = self.codes {
+            write!(f, " {format}")?;
         }
         match self.kv_length {
             Some(length) => write!(f, " length {length}"),
             None => Ok(()),
+        }
+    }
+}
+
+/// Writes the name of the format.
+fn serialize_codes<S: serde::Serializer>(
+    codes: &Option<CodeFormat>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serde::Serialize::serialize(&codes.map(|format| format.to_string()), serializer)
+}
+
+/// Quantizes rows of normally distributed elements. In e4m3, one scale serves the tensor.
+fn quantized_rows(rows: Tensor<4>, format: CodeFormat) -> Result<QuantizedRows, AttentionError> {
+    match format {
+        CodeFormat::Int8 => QuantizedRows::try_new(rows),
+        _ => {
+            let scale = Tensor::<3>::full([1, 1, 1], 0.02, (&rows.device(), DType::F32));
+            QuantizedRows::try_e4m3(rows, scale)
         }
     }
 }

@@ -111,9 +111,10 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // A case with int8 keys or with `kv_length` (a limit on the number of valid keys) runs without peers. No other
-            // implementation supports int8 keys, and Burn's attention does not support `kv_length`.
-            let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
+            // A case with quantized keys or with `kv_length` (a limit on the number of valid keys) runs without peers. No other
+            // implementation supports quantized keys, and Burn's attention does not support `kv_length`.
+            let only_ours =
+                self.only_ours || workload.codes.is_some() || workload.kv_length.is_some();
             if only_ours && peer != Peer::Ours {
                 continue;
             }

@@ -1,5 +1,6 @@
 //! The benchmark's cases: full, causal and windowed attention at head sizes 64 to 512, and decoding.
 
+use attention_cube::quantized::CodeFormat;
 use attention_workspace::{Dtype, workload::Workload};
 
 /// The scale at which all cases run: full sizes for a GPU, or small sizes for a CPU.
@@ -25,7 +26,7 @@ pub struct Case {
     softcap: Option<f64>,
     mask: bool,
     bias: bool,
-    int8: bool,
+    codes: Option<CodeFormat>,
     kv_length: Option<usize>,
 }
 
@@ -49,7 +50,7 @@ const fn case(
         softcap: None,
         mask: false,
         bias: false,
-        int8: false,
+        codes: None,
         kv_length: None,
     }
 }
@@ -106,7 +107,16 @@ const fn decode(
 const fn int8(name: &'static str, like: Case) -> Case {
     Case {
         name,
-        int8: true,
+        codes: Some(CodeFormat::Int8),
+        ..like
+    }
+}
+
+/// Creates a case that equals `like`, but has e4m3 keys and values.
+const fn e4m3(name: &'static str, like: Case) -> Case {
+    Case {
+        name,
+        codes: Some(CodeFormat::E4m3),
         ..like
     }
 }
@@ -123,7 +133,7 @@ const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
 const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
 const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
 
-pub const CASES: [Case; 55] = [
+pub const CASES: [Case; 57] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
     case("d64-full", [4, 64, 64, 4096, 64], false, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
@@ -154,6 +164,14 @@ pub const CASES: [Case; 55] = [
     ),
     int8(
         "decode-d256-32k-int8",
+        decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
+    ),
+    e4m3(
+        "decode-d512-32k-e4m3",
+        decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
+    ),
+    e4m3(
+        "decode-d256-32k-e4m3",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
     // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key head.
@@ -239,7 +257,7 @@ impl Case {
             softcap: self.softcap,
             mask: self.mask,
             bias: self.bias,
-            int8: self.int8,
+            codes: self.codes,
             kv_length: self.kv_length,
         };
         match scale {

@@ -14,6 +14,7 @@ use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport}
 use attention_cube::internals::engine::{BackwardKernel, Engine, ForwardKernel, Kernel};
 use attention_cube::internals::select::{Layouts, Pass, Refusal, Selection, Warning, select};
 use attention_cube::internals::tile_ops::tiles::Products;
+use attention_cube::quantized::CodeFormat;
 use attention_cube::{AttentionProblem, CausalAlignment, explain};
 use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::DType;
@@ -211,7 +212,7 @@ fn select_int8_with_f16_fragments_is_refused() {
     for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
         let problem = AttentionProblem {
             q_len: 1,
-            quantized: true,
+            quantized: Some(CodeFormat::Int8),
             ..problem(64, dtype)
         };
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));

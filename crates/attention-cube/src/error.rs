@@ -1,5 +1,6 @@
 //! The error that a call returns if an argument does not fit.
 
+use crate::types::quantized::CodeFormat;
 use burn::tensor::DType;
 
 /// The reason why a call was refused: the argument, its value, and the expected value.
@@ -57,6 +58,14 @@ pub enum AttentionError {
         whose: &'static str,
         /// The checkpointing strategy of the first argument under autodiff.
         expected: String,
+    },
+    /// Keys and values have different code formats.
+    #[error("value has codes in {value}, and it should have the key's format, {key}")]
+    CodeFormats {
+        /// The format of the keys.
+        key: CodeFormat,
+        /// The format of the values.
+        value: CodeFormat,
     },
     /// The tensors are on a device whose backend does not implement attention.
     #[error(

@@ -41,7 +41,7 @@
 //! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] names that kernel and the reason of each refusal |
 //!
-//! Int8 keys and values have a separate module, [`quantized`]. Packed sequences have the module [`varlen`], and keys in pages
+//! Keys and values in int8 or e4m3 have a separate module, [`quantized`]. Packed sequences have the module [`varlen`], and keys in pages
 //! the module [`paged`]. The modules of `burn-nn` with fused attention are in [`nn`].
 //!
 //! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the bias

@@ -59,7 +59,7 @@ use crate::options::AttentionOptions;
 use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place_of};
 use crate::quantized::inputs_of;
 use crate::reference;
-use crate::types::quantized::QuantizedRows;
+use crate::types::quantized::{CodeFormat, QuantizedRows};
 use crate::types::tensors::{AppendPlaces, AttentionInputs, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
@@ -123,7 +123,7 @@ pub fn try_paged_attention(
     Ok(reference::output_and_lse(result, &problem))
 }
 
-/// Computes [`paged_attention`] over int8 pages, and the logsumexp as in [`try_paged_attention`].
+/// Computes [`paged_attention`] over quantized pages, and the logsumexp as in [`try_paged_attention`].
 ///
 /// # Shapes
 /// `key` and `value` are rows of `[pages, kv_heads, page_len, columns]`. All other tensors have the shapes of
@@ -180,14 +180,14 @@ pub fn append(
     )))
 }
 
-/// Quantizes new keys, or new values, and writes them to their slots in int8 pages, like [`append`].
+/// Quantizes new keys, or new values, to the format of the pages, and writes them to their slots like [`append`].
 ///
 /// # Shapes
 /// `pages` are rows of `[pages, kv_heads, page_len, columns]`, and `rows` is `[batch, kv_heads, new, columns]`.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if the shapes or devices do not fit each other, or if attention does not support the device. Also
-/// returns an error if `columns` is 0 or not a multiple of 4.
+/// returns an error if `columns` is 0 or not a multiple of 4, or if e4m3 pages have a scale per page or row.
 pub fn append_quantized(
     pages: QuantizedRows,
     rows: Tensor<4>,
@@ -196,16 +196,44 @@ pub fn append_quantized(
     check_append(pages.dims(), rows.dims(), &places)?;
     check_place_of("pages", pages.device(), OF_ROWS, &rows.device())?;
     check_places(&places, &rows)?;
-    let (new_words, new_scales) = QuantizedRows::try_new(rows)?.into_parts();
+    let format = pages.format();
     let (words, scales) = pages.into_parts();
+    let new = match format {
+        CodeFormat::Int8 => QuantizedRows::try_new(rows)?,
+        CodeFormat::E4m3 => QuantizedRows::try_e4m3(rows, scales_of_pages(&scales)?)?,
+    };
+    let (new_words, new_scales) = new.into_parts();
     let words = Tensor::from_dispatch(Dispatch::append_words(
         words.into_dispatch(),
         new_words.into_dispatch(),
         places.clone().into_tensors(),
     ));
-    // Append the scales as rows with one column each.
-    let scales = append(scales.unsqueeze_dim(3), new_scales.unsqueeze_dim(3), places)?;
-    QuantizedRows::of_parts(words, scales.squeeze_dim(3))
+    match format {
+        CodeFormat::Int8 => {
+            // Append the scales as rows with one column each.
+            let scales = append(scales.unsqueeze_dim(3), new_scales.unsqueeze_dim(3), places)?;
+            QuantizedRows::of_parts(words, scales.squeeze_dim(3))
+        }
+        CodeFormat::E4m3 => QuantizedRows::of_e4m3_parts(words, scales),
+    }
+}
+
+/// Returns the scales of e4m3 pages, which must hold for all pages and slots: new rows have no scales of their own.
+fn scales_of_pages(scales: &Tensor<3>) -> Result<Tensor<3>, AttentionError> {
+    let has = scales.dims();
+    for (dimension, index) in [("pages", 0), ("page_len", 2)] {
+        if has[index] != 1 {
+            return Err(AttentionError::Shape {
+                argument: "scales",
+                has: has.to_vec(),
+                dimension,
+                found: has[index],
+                expected: "1, because rows are appended in the scale of their tensor or head"
+                    .into(),
+            });
+        }
+    }
+    Ok(scales.clone())
 }
 
 impl Places {

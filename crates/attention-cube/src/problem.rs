@@ -4,6 +4,7 @@ mod validate;
 
 use crate::math::score_mod::{MaskCode, ScoreCode};
 use crate::options::{CausalAlignment, Dropout};
+use crate::types::quantized::CodeFormat;
 use burn::tensor::DType;
 pub(crate) use validate::{check_dims, check_dtype, check_place, check_place_of, check_strategies};
 
@@ -69,9 +70,9 @@ pub struct AttentionProblem {
     pub mask_mod: Option<MaskCode>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged).
     pub page_len: Option<usize>,
-    /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8, the call dequantizes keys and
-    /// values, and selects a kernel for the unquantized problem.
-    pub quantized: bool,
+    /// The format of [quantized](crate::quantized) keys and values, or `None` for floats. If no kernel can read the codes, the
+    /// call dequantizes keys and values, and selects a kernel for the unquantized problem.
+    pub quantized: Option<CodeFormat>,
 }
 
 impl AttentionProblem {

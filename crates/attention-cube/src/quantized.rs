@@ -1,5 +1,5 @@
-//! Int8 keys and values, with half the memory of bf16. Each element has a code from −127 to 127, and each row has one f32
-//! scale.
+//! Keys and values in 8-bit codes, with half the memory of bf16. A code is an int8 number or an e4m3 float (FP8). An element is
+//! its code's number times an f32 scale.
 //!
 //! ```
 //! use attention_cube::quantized::{QuantizedRows, quantized_attention};
@@ -17,22 +17,43 @@
 //! # }
 //! ```
 //!
-//! # Contract
-//! A row of `columns` elements is stored as `columns / 4` words of four codes each, and one scale. `columns` is a multiple of
-//! 4. The first column's code is in the lowest byte of its word. An element equals `code · scale`.
+//! The KV caches of vLLM and compressed-tensors in FP8 have one scale per tensor or per head:
 //!
-//! The words are a 32-bit integer tensor, `[batch, kv_heads, kv_len, columns / 4]`. The scales are an f32 tensor,
-//! `[batch, kv_heads, kv_len]`. Both tensors may be views.
+//! ```
+//! # use attention_cube::quantized::{QuantizedRows, quantized_attention};
+//! # use attention_cube::AttentionOptions;
+//! # use burn::tensor::{Device, Distribution, Tensor};
+//! # #[cfg(feature = "flex")] {
+//! # let device = Device::flex();
+//! # let random = |heads, length| Tensor::<4>::random([1, heads, length, 64], Distribution::Default, &device);
+//! let k_scale = Tensor::<3>::from_data([[[0.25]]], &device);
+//! let v_scale = Tensor::<3>::from_data([[[0.5], [0.125]]], &device);
+//! let key = QuantizedRows::e4m3(random(2, 300), k_scale);
+//! let value = QuantizedRows::e4m3(random(2, 300), v_scale);
+//! let output = quantized_attention(random(8, 1), key, value, AttentionOptions::new().causal());
+//! assert_eq!(output.dims(), [1, 8, 1, 64]);
+//! # }
+//! ```
+//!
+//! # Contract
+//! A row of `columns` elements is stored as `columns / 4` words of four codes each. `columns` is a multiple of 4. The first
+//! column's code is in the lowest byte of its word. An element equals the number of its code times the scale of its row.
+//!
+//! The words are an i32 tensor, `[batch, kv_heads, kv_len, columns / 4]`. The scales are an f32 tensor,
+//! `[batch, kv_heads, kv_len]`. In e4m3, a dimension of the scales may be 1: its scale then holds for all indices. Both tensors
+//! may be views. Keys and values have the same format.
 //!
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
 //! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. The key's scale multiplies the score, and the scale of a row of V multiplies the probability |
+//! | e4m3 | codes are those of OCP FP8 E4M3 (e4m3fn). The two NaN codes count as ±480 |
+//! | [`QuantizedRows::e4m3`] | each code is the nearest to `element / scale`, with ties to the even code. Quotients beyond ±448 become ±448, and NaN becomes a NaN code |
 //! | forward with up to 32 query rows in bf16 on matrix units | the codes, and their products with elements of the query, are exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
 //! | more than 32 query rows, devices without kernels, or a query under autodiff | attention reads a dequantized copy of the call's keys and values, in the query's dtype. The copy adds one rounding. On devices with kernels, only visible rows are copied |
 //! | [`QuantizedRows::new`] | the scale is the row's largest magnitude / 127, and each code is the nearest multiple of the scale. The error is at most half of the scale, plus one f32 rounding |
-//! | a row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |
-//! | a row with NaN or infinity | the scale is NaN. If some query sees the row, all queries of the query heads that read the row's key head may get NaN. A row that no query sees has no effect |
+//! | an int8 row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |
+//! | an int8 row with NaN or infinity | the scale is NaN. If some query sees the row, all queries of the query heads that read the row's key head may get NaN. A row that no query sees has no effect |
 //! | elements of the query | magnitudes up to 2¹⁰⁰ are supported. Larger magnitudes could overflow in the sum of `q · code` |
 //! | gradients | the query (through the dequantized copy), the bias and the sinks receive gradients; keys and values receive none |
 
@@ -42,13 +63,13 @@ use crate::options::AttentionOptions;
 use crate::problem::{AttentionProblem, check_dtype, check_place};
 use crate::reference;
 use crate::types::quantized::CODES;
-pub use crate::types::quantized::QuantizedRows;
+pub use crate::types::quantized::{CodeFormat, QuantizedRows};
 use crate::types::tensors::{QuantizedInputs, QuantizedTensors, intervals, table};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 impl QuantizedRows {
-    /// Quantizes rows in f32, f16 or bf16 with any strides (on devices without kernels also f64). Autodiff does not track the
+    /// Quantizes rows to int8, with one scale per row. The rows are in f32, f16 or bf16 with any strides (on devices without kernels also f64). Autodiff does not track the
     /// result.
     ///
     /// # Shapes
@@ -65,27 +86,65 @@ impl QuantizedRows {
     /// # Errors
     /// Returns [`AttentionError`] if `columns` is 0 or not a multiple of 4, or if attention does not support the device.
     pub fn try_new(rows: Tensor<4>) -> Result<Self, AttentionError> {
-        let columns = rows.dims()[3];
-        check_backend(&rows.device())?;
-        if columns == 0 || !columns.is_multiple_of(CODES) {
-            return Err(AttentionError::Shape {
-                argument: "rows",
-                has: rows.dims().to_vec(),
-                dimension: "columns",
-                found: columns,
-                expected: format!("a multiple of {CODES}, the int8 codes per word"),
-            });
-        }
+        check_rows(&rows)?;
         // Autodiff is removed from the rows, because the words are an integer tensor and have no gradients.
         let rows = rows.without_autodiff().into_dispatch();
         let QuantizedTensors { words, scales } = Dispatch::quantize_rows(rows);
         Ok(Self {
             words: Tensor::from_dispatch(words),
             scales: Tensor::from_dispatch(scales),
+            format: CodeFormat::Int8,
         })
     }
 
-    /// Builds the rows from words and scales that were quantized earlier. Autodiff does not track the result.
+    /// Converts rows in f32, f16 or bf16 with any strides to e4m3 codes of `rows / scales`. Autodiff does not track the result.
+    ///
+    /// # Shapes
+    /// `rows [batch, kv_heads, kv_len, columns]`, `scales [batch, kv_heads, kv_len]` in f32. Each dimension of `scales` may be 1:
+    /// `[1, 1, 1]` is one scale for the tensor, and `[1, kv_heads, 1]` one scale per head.
+    ///
+    /// # Panics
+    /// Panics with the text of the [`AttentionError`] that [`try_e4m3`](Self::try_e4m3) returns.
+    pub fn e4m3(rows: Tensor<4>, scales: Tensor<3>) -> Self {
+        Self::try_e4m3(rows, scales).unwrap_or_else(|error| panic!("QuantizedRows::e4m3: {error}"))
+    }
+
+    /// Converts rows like [`e4m3`](Self::e4m3), but returns an error instead of a panic.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if `columns` is 0 or not a multiple of 4, if the scales do not fit the rows, or if attention
+    /// does not support the device.
+    pub fn try_e4m3(rows: Tensor<4>, scales: Tensor<3>) -> Result<Self, AttentionError> {
+        check_rows(&rows)?;
+        let [batch, heads, length, _] = rows.dims();
+        check_scales(&scales, [batch, heads, length], CodeFormat::E4m3)?;
+        check_place("scales", scales.device(), &rows.device())?;
+        let (rows, scales) = (rows.without_autodiff(), scales.without_autodiff());
+        let words = Dispatch::e4m3_words(
+            rows.into_dispatch(),
+            scales_of_rows(scales.clone(), [batch, heads, length]).into_dispatch(),
+        );
+        Ok(Self {
+            words: Tensor::from_dispatch(words),
+            scales,
+            format: CodeFormat::E4m3,
+        })
+    }
+
+    /// Builds rows of e4m3 codes from words and scales, such as those of a checkpoint or of another program's KV cache. Autodiff
+    /// does not track the result.
+    ///
+    /// # Shapes
+    /// `words [batch, kv_heads, kv_len, columns / 4]` in i32, `scales [batch, kv_heads, kv_len]` in f32. Each dimension of
+    /// `scales` may be 1.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if the words and the scales do not fit each other.
+    pub fn of_e4m3_parts(words: Tensor<4, Int>, scales: Tensor<3>) -> Result<Self, AttentionError> {
+        Self::of_format(words, scales, CodeFormat::E4m3)
+    }
+
+    /// Builds int8 rows from words and scales that were quantized earlier. Autodiff does not track the result.
     ///
     /// # Shapes
     /// `words [batch, kv_heads, kv_len, columns / 4]` in i32, `scales [batch, kv_heads, kv_len]` in f32.
@@ -93,6 +152,14 @@ impl QuantizedRows {
     /// # Errors
     /// Returns [`AttentionError`] if the words and the scales do not fit each other.
     pub fn of_parts(words: Tensor<4, Int>, scales: Tensor<3>) -> Result<Self, AttentionError> {
+        Self::of_format(words, scales, CodeFormat::Int8)
+    }
+
+    fn of_format(
+        words: Tensor<4, Int>,
+        scales: Tensor<3>,
+        format: CodeFormat,
+    ) -> Result<Self, AttentionError> {
         let [batch, heads, length, of_row] = words.dims();
         if of_row == 0 {
             return Err(AttentionError::Shape {
@@ -103,32 +170,11 @@ impl QuantizedRows {
                 expected: "at least 1".into(),
             });
         }
-        let names = ["batch", "kv_heads", "kv_len"];
-        for ((found, size), dimension) in scales
-            .dims()
-            .into_iter()
-            .zip([batch, heads, length])
-            .zip(names)
-        {
-            if found != size {
-                return Err(AttentionError::Shape {
-                    argument: "scales",
-                    has: scales.dims().to_vec(),
-                    dimension,
-                    found,
-                    expected: format!("{size}, the words'"),
-                });
-            }
-        }
+        check_scales(&scales, [batch, heads, length], format)?;
         check_dtype(
             "words",
             words.dtype(),
-            &[(DType::I32, "four int8 codes per word")],
-        )?;
-        check_dtype(
-            "scales",
-            scales.dtype(),
-            &[(DType::F32, "one scale per row")],
+            &[(DType::I32, "four codes per word")],
         )?;
         check_place("scales", scales.device(), &words.device())?;
         // Remove autodiff from words and scales. Their gradient checkpointing strategy might differ from the query's
@@ -136,10 +182,12 @@ impl QuantizedRows {
         Ok(Self {
             words: words.without_autodiff(),
             scales: scales.without_autodiff(),
+            format,
         })
     }
 
-    /// Returns the words, `[batch, kv_heads, kv_len, columns / 4]`, and the scales, `[batch, kv_heads, kv_len]`.
+    /// Returns the words, `[batch, kv_heads, kv_len, columns / 4]`, and the scales, `[batch, kv_heads, kv_len]`. A dimension of
+    /// e4m3 scales may be 1.
     pub fn into_parts(self) -> (Tensor<4, Int>, Tensor<3>) {
         (self.words, self.scales)
     }
@@ -164,21 +212,79 @@ impl QuantizedRows {
             .map(|dtype| (dtype, "a float dtype of the device"))
             .collect();
         check_dtype("rows", dtype, &of_device)?;
+        let format = self.format;
         Ok(Tensor::from_dispatch(Dispatch::dequantize_rows(
             self.into_tensors(),
+            format,
             dtype,
         )))
     }
 
+    /// Returns the tensors that kernels read, with a scale for each row.
     pub(crate) fn into_tensors(self) -> QuantizedTensors<Dispatch> {
+        let [batch, heads, length, _] = self.words.dims();
         QuantizedTensors {
             words: self.words.into_dispatch(),
-            scales: self.scales.into_dispatch(),
+            scales: scales_of_rows(self.scales, [batch, heads, length]).into_dispatch(),
         }
     }
 }
 
-/// Computes attention over int8 keys and values, by the fastest kernel that serves the problem on the tensors' device.
+/// Returns a view of the scales with an element for each row. Rows are `[batch, kv_heads, kv_len]`.
+fn scales_of_rows(scales: Tensor<3>, rows: [usize; 3]) -> Tensor<3> {
+    match rows.contains(&0) {
+        // Burn's expand refuses dimensions of 0.
+        true => Tensor::zeros(rows, (&scales.device(), DType::F32)),
+        false => scales.expand(rows),
+    }
+}
+
+/// Returns an error if rows cannot be packed into words of codes.
+fn check_rows(rows: &Tensor<4>) -> Result<(), AttentionError> {
+    let columns = rows.dims()[3];
+    check_backend(&rows.device())?;
+    match columns > 0 && columns.is_multiple_of(CODES) {
+        true => Ok(()),
+        false => Err(AttentionError::Shape {
+            argument: "rows",
+            has: rows.dims().to_vec(),
+            dimension: "columns",
+            found: columns,
+            expected: format!("a multiple of {CODES}, the codes per word"),
+        }),
+    }
+}
+
+/// Returns an error if the scales do not fit rows of the shape `[batch, kv_heads, kv_len]`.
+fn check_scales(
+    scales: &Tensor<3>,
+    rows: [usize; 3],
+    format: CodeFormat,
+) -> Result<(), AttentionError> {
+    let names = ["batch", "kv_heads", "kv_len"];
+    for ((found, size), dimension) in scales.dims().into_iter().zip(rows).zip(names) {
+        let is_shared = format == CodeFormat::E4m3 && found == 1;
+        if found != size && !is_shared {
+            return Err(AttentionError::Shape {
+                argument: "scales",
+                has: scales.dims().to_vec(),
+                dimension,
+                found,
+                expected: match format {
+                    CodeFormat::Int8 => format!("{size}, the words'"),
+                    CodeFormat::E4m3 => format!("1 or {size}, the words'"),
+                },
+            });
+        }
+    }
+    check_dtype(
+        "scales",
+        scales.dtype(),
+        &[(DType::F32, "the dtype of scales")],
+    )
+}
+
+/// Computes attention over quantized keys and values, by the fastest kernel that serves the problem on the tensors' device.
 ///
 /// The [module's documentation](self) states the contract.
 ///
@@ -221,7 +327,7 @@ pub fn try_quantized_attention(
     Ok(reference::output_and_lse(result, &problem))
 }
 
-/// Converts the tensors of a call over int8 keys and values to the types of Burn's dispatch.
+/// Converts the tensors of a call over quantized keys and values to the types of Burn's dispatch.
 pub(crate) fn inputs_of(
     query: Tensor<4>,
     [key, value]: [QuantizedRows; 2],

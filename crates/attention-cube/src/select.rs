@@ -34,15 +34,15 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses int8 keys and values if the engine cannot read int8 in this pass. Also refuses int8 above the engine's limit of
-/// query rows, because a dequantized copy is then faster.
+/// Refuses quantized keys and values if the engine cannot read codes in this pass. Also refuses codes above the engine's limit
+/// of query rows, because a dequantized copy is then faster.
 fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
-    if !problem.quantized {
+    if problem.quantized.is_none() {
         return Ok(());
     }
     if pass == Pass::Backward {
         return Err(Refusal::Quantized(
-            "gradients of int8 keys and values do not exist",
+            "gradients of quantized keys and values do not exist",
         ));
     }
     if engine.most_int8_rows() == 0 {

@@ -40,7 +40,7 @@ pub(crate) fn problem(
         score_mod: None,
         mask_mod: None,
         page_len: None,
-        quantized: false,
+        quantized: None,
     }
 }
 

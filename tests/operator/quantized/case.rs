@@ -1,5 +1,4 @@
-//! Int8 codes and scales on the host and on a device, and the check of attention against the reference over the dequantized
-//! numbers.
+//! Codes and scales on the host and on a device, and the check of attention against the reference over the dequantized numbers.
 
 use crate::case::{Case, seed};
 use crate::compare::Named;
@@ -7,18 +6,35 @@ use crate::definition::Definition;
 use crate::dense::{Dense, read};
 use crate::devices::{TestDevice, devices};
 use crate::inputs::{Extras, Inputs};
-use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
+use attention_cube::quantized::{CodeFormat, QuantizedRows, try_quantized_attention};
 use attention_cube::{AttentionProblem, Explanation, explain};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Rows of int8 codes on the host, with a scale for each row.
+/// Rows of codes on the host, with their scales.
 #[derive(Clone)]
 pub struct Rows {
-    /// The codes, `[batch, kv_heads, kv_len, columns]`.
+    /// The numbers of the codes, `[batch, kv_heads, kv_len, columns]`.
     pub codes: Dense,
-    /// The scales in f32, `[batch, kv_heads, kv_len, 1]`.
+    /// The scales in f32, `[batch, kv_heads, kv_len, 1]`. In e4m3, a dimension of 1 stands for all indices.
     pub scales: Dense,
+    pub format: CodeFormat,
+}
+
+/// Returns the number of an e4m3 code. The NaN codes count as ±480.
+pub fn e4m3_number(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+    let magnitude = match exponent {
+        0 => mantissa / 8.0 * 2f64.powi(-6),
+        exponent => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+    };
+    if code < 128 { magnitude } else { -magnitude }
+}
+
+/// Returns the code of a number of e4m3.
+fn e4m3_code(number: f64) -> u8 {
+    let code = (0..=255).find(|code| e4m3_number(*code) == number);
+    code.expect("the number has a code")
 }
 
 impl Rows {
@@ -30,37 +46,56 @@ impl Rows {
             scales: Dense::from_fn([batch, heads, length, 1], |_| {
                 f64::from(rng.random_range(0.002f32..0.02))
             }),
+            format: CodeFormat::Int8,
         }
     }
 
-    /// Returns the dequantized elements: each code times the scale of its row, without rounding.
+    /// Returns random e4m3 codes, NaN codes included, with scales of the shape `scales`.
+    pub fn random_e4m3(shape: [usize; 4], scales: [usize; 3], rng: &mut StdRng) -> Self {
+        let [batch, heads, length] = scales;
+        Self {
+            codes: Dense::from_fn(shape, |_| e4m3_number(rng.random())),
+            scales: Dense::from_fn([batch, heads, length, 1], |_| {
+                f64::from(rng.random_range(0.002f32..0.02))
+            }),
+            format: CodeFormat::E4m3,
+        }
+    }
+
+    /// Returns the dequantized elements: each code times its scale, without rounding.
     pub fn numbers(&self) -> Dense {
+        let sizes = self.scales.shape;
         Dense::from_fn(self.codes.shape, |[b, h, j, c]| {
-            self.codes.at([b, h, j, c]) * self.scales.at([b, h, j, 0])
+            let scale = self
+                .scales
+                .at([b % sizes[0], h % sizes[1], j % sizes[2], 0]);
+            self.codes.at([b, h, j, c]) * scale
         })
     }
 
     fn words(&self) -> Vec<i32> {
-        let word = |codes: &[f64]| {
-            let bytes = [0, 1, 2, 3].map(|lane| (codes[lane] as i8).cast_unsigned());
-            i32::from_le_bytes(bytes)
+        let byte = |number: f64| match self.format {
+            CodeFormat::Int8 => (number as i8).cast_unsigned(),
+            _ => e4m3_code(number),
         };
+        let word = |codes: &[f64]| i32::from_le_bytes([0, 1, 2, 3].map(|lane| byte(codes[lane])));
         self.codes.values.chunks(4).map(word).collect()
     }
 
     pub fn on(&self, device: &Device) -> QuantizedRows {
         let [batch, heads, length, columns] = self.codes.shape;
         let words = TensorData::new(self.words(), [batch, heads, length, columns / 4]);
-        let scales = self.scales.tensor(device, DType::F32);
-        QuantizedRows::of_parts(
-            Tensor::from_data(words, (device, DType::I32)),
-            scales.reshape([batch, heads, length]),
-        )
-        .expect("the codes and scales fit each other")
+        let words = Tensor::from_data(words, (device, DType::I32));
+        let scales = self.scales.tensor(device, DType::F32).squeeze_dim(3);
+        let rows = match self.format {
+            CodeFormat::Int8 => QuantizedRows::of_parts(words, scales),
+            _ => QuantizedRows::of_e4m3_parts(words, scales),
+        };
+        rows.expect("the codes and scales fit each other")
     }
 }
 
-/// A case with int8 keys and values, which replace the keys and values in `inputs`.
+/// A case with quantized keys and values, which replace the keys and values in `inputs`.
 pub struct Quantized {
     pub case: Case,
     pub inputs: Inputs,
@@ -86,13 +121,28 @@ impl Quantized {
         }
     }
 
+    /// Returns a case with e4m3 keys and values. `per` tells which dimensions of the scales are not 1: batch, heads and length.
+    pub fn e4m3(case: Case, per: [bool; 3]) -> Self {
+        let int8 = Self::new(case);
+        let mut rng = StdRng::seed_from_u64(seed() ^ int8.case.head_dim as u64);
+        let mut rows = |shape: [usize; 4]| {
+            let scales = [0, 1, 2].map(|dim| if per[dim] { shape[dim] } else { 1 });
+            Rows::random_e4m3(shape, scales, &mut rng)
+        };
+        Self {
+            key: rows(int8.inputs.key.shape),
+            value: rows(int8.inputs.value.shape),
+            ..int8
+        }
+    }
+
     /// Checks the output and the logsumexp of each device against the reference over `key` and `value`. The devices get the
     /// rows `given_key` and `given_value`, which may differ from `key` and `value` only where keys are hidden.
     pub fn check(&self, given_key: &Rows, given_value: &Rows) {
         self.check_on(&devices(), given_key, given_value);
     }
 
-    /// Returns the explanation of this call on a device, with contiguous int8 keys and values.
+    /// Returns the explanation of this call on a device, with contiguous quantized keys and values.
     pub fn explain_on(&self, TestDevice { device, .. }: &TestDevice) -> Explanation {
         let extras = untracked(&self.inputs, device, self.case.extras_dtype());
         let problem = AttentionProblem::quantized(

@@ -8,8 +8,8 @@ use crate::random::{Sizes, numbered};
 use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 
-/// Returns the random problem `number`, with head sizes rounded up to multiples of 4, because a word holds four int8 codes.
-fn problem(number: u64) -> Case {
+/// Returns the random problem `number`, with head sizes rounded up to multiples of 4, because a word holds four codes.
+pub fn problem(number: u64) -> Case {
     let drawn = numbered(Sizes::Small, number, Config::default());
     let case = drawn.1.current().case;
     Case {

@@ -243,7 +243,7 @@ fn problem(case: &Case) -> AttentionProblem {
         score_mod,
         mask_mod,
         page_len: None,
-        quantized: false,
+        quantized: None,
     }
 }
 

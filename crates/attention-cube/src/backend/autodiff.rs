@@ -305,11 +305,19 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         }
     }
 
-    fn dequantize_rows(rows: QuantizedTensors<Self>, dtype: DType) -> FloatTensor<Self> {
+    fn e4m3_words(rows: FloatTensor<Self>, scales: FloatTensor<Self>) -> IntTensor<Self> {
+        B::e4m3_words(rows.into_primitive(), scales.into_primitive())
+    }
+
+    fn dequantize_rows(
+        rows: QuantizedTensors<Self>,
+        format: CodeFormat,
+        dtype: DType,
+    ) -> FloatTensor<Self> {
         let rows = QuantizedTensors {
             words: rows.words,
             scales: rows.scales.into_primitive(),
         };
-        <Self as AutodiffBackend>::from_inner(B::dequantize_rows(rows, dtype))
+        <Self as AutodiffBackend>::from_inner(B::dequantize_rows(rows, format, dtype))
     }
 }

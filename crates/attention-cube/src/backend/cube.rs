@@ -3,7 +3,7 @@
 use super::*;
 use crate::auxiliary::lengths::lengths_as_read;
 use crate::auxiliary::pages::{appended, as_rows, gathered_where_seen, page_table_as_read};
-use crate::auxiliary::quantize::{dequantized, dequantized_where_seen, quantized};
+use crate::auxiliary::quantize::{dequantized, dequantized_where_seen, e4m3_words, quantized};
 use crate::engine::ForwardKernel;
 use crate::engine::api::Int8Scales;
 use crate::kernel_args::{
@@ -94,7 +94,7 @@ impl AttentionBackend for CubeBackend {
         if problem.is_empty() {
             return forward_of_copy(inputs, problem);
         }
-        let inputs = match reads_int8_in_place(inputs, &problem) {
+        let inputs = match reads_codes_in_place(inputs, &problem) {
             Ok(output) => return output,
             Err(inputs) => *inputs,
         };
@@ -115,10 +115,21 @@ impl AttentionBackend for CubeBackend {
         }
     }
 
-    fn dequantize_rows(rows: QuantizedTensors<Self>, dtype: DType) -> FloatTensor<Self> {
+    fn e4m3_words(rows: FloatTensor<Self>, scales: FloatTensor<Self>) -> IntTensor<Self> {
+        match has_kernels(&rows, rows.dtype) {
+            true => e4m3_words(untile(rows), untile(scales)),
+            false => reference::quantized::e4m3_words::<Self>(rows, scales),
+        }
+    }
+
+    fn dequantize_rows(
+        rows: QuantizedTensors<Self>,
+        format: CodeFormat,
+        dtype: DType,
+    ) -> FloatTensor<Self> {
         match has_kernels(&rows.scales, dtype) {
-            true => dequantized(untiled(rows), dtype),
-            false => reference::quantized::dequantize::<Self>(rows, dtype),
+            true => dequantized(untiled(rows), format, dtype),
+            false => reference::quantized::dequantize::<Self>(rows, format, dtype),
         }
     }
 
@@ -175,7 +186,7 @@ fn contiguous(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Copies pages of int8 keys and values to contiguous tensors, as [`contiguous`] does for floats.
+/// Copies pages of quantized keys and values to contiguous tensors, as [`contiguous`] does for floats.
 fn contiguous_quantized(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -218,8 +229,8 @@ fn gather<'a>(
     move |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone())
 }
 
-/// Runs the forward directly on int8 words, or returns the inputs unchanged if the selected engine cannot read int8.
-fn reads_int8_in_place(
+/// Runs the forward directly on words of codes, or returns the inputs unchanged if the selected engine cannot read codes.
+fn reads_codes_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<CubeBackend>, Box<QuantizedInputs<CubeBackend>>> {
@@ -228,7 +239,7 @@ fn reads_int8_in_place(
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // Pass the int8 words as the keys and values of a float forward. This is possible because CubeBackend has one tensor
+    // Pass the words of codes as the keys and values of a float forward. This is possible because CubeBackend has one tensor
     // type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {

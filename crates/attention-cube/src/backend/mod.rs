@@ -14,6 +14,7 @@ mod cube;
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 use crate::reference;
+use crate::types::quantized::CodeFormat;
 use crate::types::request::BackwardRequest;
 use crate::types::tensors::*;
 use burn::backend::{
@@ -93,7 +94,15 @@ mod metadata {
         }
     }
 
-    pub fn of_dequantize(rows: &QuantizedTensorsMetadata, dtype: &DType) -> TensorSpec {
+    pub fn of_e4m3_words(rows: &TensorSpec, _scales: &TensorSpec) -> TensorSpec {
+        of_quantize(rows).words
+    }
+
+    pub fn of_dequantize(
+        rows: &QuantizedTensorsMetadata,
+        _format: &CodeFormat,
+        dtype: &DType,
+    ) -> TensorSpec {
         let words = &rows.words.shape;
         let [batch, heads, length, words] = [0, 1, 2, 3].map(|dim| words[dim]);
         TensorSpec::new(Shape::new([batch, heads, length, words * CODES]), *dtype)
@@ -170,13 +179,21 @@ pub trait AttentionBackend: Backend {
         reference::quantized::quantize::<Self>(rows)
     }
 
-    /// Dequantizes int8 rows to `dtype`.
+    /// Converts float rows to words of e4m3 codes of `rows / scales`. The number of columns is a multiple of 4. `scales` has an
+    /// element for each row.
+    #[fusion(meta = metadata::of_e4m3_words)]
+    fn e4m3_words(rows: FloatTensor<Self>, scales: FloatTensor<Self>) -> IntTensor<Self> {
+        reference::quantized::e4m3_words::<Self>(rows, scales)
+    }
+
+    /// Dequantizes rows of codes in `format` to `dtype`.
     #[fusion(meta = metadata::of_dequantize)]
     fn dequantize_rows(
         #[extension_type] rows: QuantizedTensors<Self>,
+        format: CodeFormat,
         dtype: DType,
     ) -> FloatTensor<Self> {
-        reference::quantized::dequantize::<Self>(rows, dtype)
+        reference::quantized::dequantize::<Self>(rows, format, dtype)
     }
 
     /// Writes new rows of floats to pages, and returns the pages.
@@ -206,8 +223,17 @@ fn forward_of_copy<B: AttentionBackend>(
     problem: AttentionProblem,
 ) -> AttentionOutput<B> {
     let (inputs, problem) = reference::pages::contiguous_quantized::<B>(inputs, &problem);
-    let dtype = problem.dtype;
-    forward_of_numbers(inputs, problem, |rows| B::dequantize_rows(rows, dtype))
+    let (dtype, format) = (problem.dtype, format_of(&problem));
+    forward_of_numbers(inputs, problem, |rows| {
+        B::dequantize_rows(rows, format, dtype)
+    })
+}
+
+/// Returns the format of the keys and values of a problem with quantized rows.
+fn format_of(problem: &AttentionProblem) -> CodeFormat {
+    problem
+        .quantized
+        .expect("a call over quantized rows has a format")
 }
 
 /// Computes the forward over the keys and values that `dequantize` returns.
@@ -217,7 +243,7 @@ fn forward_of_numbers<B: AttentionBackend>(
     dequantize: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,
 ) -> AttentionOutput<B> {
     let problem = AttentionProblem {
-        quantized: false,
+        quantized: None,
         ..problem
     };
     B::attention_forward(inputs.read(dequantize), problem)

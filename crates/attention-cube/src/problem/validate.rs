@@ -3,7 +3,7 @@
 use super::{AttentionProblem, MAX_HEAD_DIM};
 use crate::error::AttentionError;
 use crate::options::{AttentionOptions, Dropout};
-use crate::types::quantized::QuantizedRows;
+use crate::types::quantized::{CodeFormat, QuantizedRows};
 use burn::tensor::{DType, Device, Int, Tensor, kind::Basic};
 
 /// The shapes and devices of keys and values, quantized or not.
@@ -11,7 +11,7 @@ struct KeyValueShapes {
     key: [usize; 4],
     value: [usize; 4],
     devices: [Device; 2],
-    quantized: bool,
+    quantized: Option<CodeFormat>,
 }
 
 impl KeyValueShapes {
@@ -20,17 +20,23 @@ impl KeyValueShapes {
             key: key.dims(),
             value: value.dims(),
             devices: [key.device(), value.device()],
-            quantized: false,
+            quantized: None,
         }
     }
 
-    fn of_int8(key: &QuantizedRows, value: &QuantizedRows) -> Self {
-        Self {
+    fn of_codes(key: &QuantizedRows, value: &QuantizedRows) -> Result<Self, AttentionError> {
+        if key.format != value.format {
+            return Err(AttentionError::CodeFormats {
+                key: key.format,
+                value: value.format,
+            });
+        }
+        Ok(Self {
             key: key.dims(),
             value: value.dims(),
             devices: [key.device(), value.device()],
-            quantized: true,
-        }
+            quantized: Some(key.format),
+        })
     }
 }
 
@@ -67,7 +73,7 @@ impl AttentionProblem {
         value: &QuantizedRows,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        Self::of(query, KeyValueShapes::of_int8(key, value), options)
+        Self::of(query, KeyValueShapes::of_codes(key, value)?, options)
     }
 
     /// Validates the arguments of a call with keys and values in pages, and returns the problem that they describe.
@@ -90,7 +96,7 @@ impl AttentionProblem {
         problem.with_dtypes_of(key, value)
     }
 
-    /// Validates the arguments of a call with int8 keys and values in pages, and returns the problem that they describe.
+    /// Validates the arguments of a call with quantized keys and values in pages, and returns the problem that they describe.
     ///
     /// # Shapes
     /// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,
@@ -105,7 +111,7 @@ impl AttentionProblem {
         page_table: &Tensor<2, Int>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let shapes = KeyValueShapes::of_int8(key, value);
+        let shapes = KeyValueShapes::of_codes(key, value)?;
         Self::of_pages(query, shapes, page_table, options)
     }
 

@@ -5,6 +5,7 @@
 //! differentiate [`attention`].
 
 mod dropout;
+mod e4m3;
 pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
@@ -51,7 +52,7 @@ pub fn attention(
     ))
 }
 
-/// Computes [`attention`] over int8 keys and values, dequantized to the query's dtype.
+/// Computes [`attention`] over quantized keys and values, dequantized to the query's dtype.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.
@@ -63,7 +64,8 @@ pub fn quantized_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let dtype = query.dtype();
     let [key, value] = [key, value].map(|rows| {
-        let rows = quantized::dequantize::<Dispatch>(rows.into_tensors(), dtype);
+        let format = rows.format();
+        let rows = quantized::dequantize::<Dispatch>(rows.into_tensors(), format, dtype);
         Tensor::from_dispatch(rows)
     });
     attention(query, key, value, options)

@@ -1,7 +1,9 @@
-//! Int8 quantization of rows. Tests compare the kernels with this module, and devices without kernels run it.
+//! Quantization of rows to 8-bit codes. Tests compare the kernels with this module, and devices without kernels run it.
 
+use super::e4m3;
+pub(crate) use super::e4m3::e4m3_words;
 use super::tensors::{bool_dtype, cast};
-use crate::types::quantized::{CODES, LARGEST, ZERO_BELOW};
+use crate::types::quantized::{CODES, CodeFormat, LARGEST, ZERO_BELOW};
 use crate::types::tensors::QuantizedTensors;
 use burn::backend::{
     Backend, TensorMetadata,
@@ -15,11 +17,14 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
     let shape = rows.shape();
     let [batch, heads, length, columns] = [shape[0], shape[1], shape[2], shape[3]];
     let scales_shape = Shape::new([batch, heads, length]);
-    let words_shape = Shape::new([batch, heads, length, columns / CODES]);
     if batch * heads * length == 0 {
         let device = rows.device();
         return QuantizedTensors {
-            words: B::int_zeros(words_shape, &device, IntDType::I32),
+            words: B::int_zeros(
+                Shape::new([batch, heads, length, columns / CODES]),
+                &device,
+                IntDType::I32,
+            ),
             scales: B::float_zeros(scales_shape, &device, FloatDType::F32),
         };
     }
@@ -39,34 +44,43 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
     let codes = B::float_floor(B::float_add_scalar(multiples, 0.5.into()));
     let codes = B::float_clamp(codes, (-LARGEST).into(), LARGEST.into());
     let codes = B::float_into_int(codes, IntDType::I32);
-    let codes = B::int_reshape(
-        codes,
-        Shape::new([batch, heads, length, columns / CODES, CODES]),
-    );
-    let code = |lane: usize| {
-        let of_all = [batch, heads, length, columns / CODES].map(|size| Slice::from(0..size));
-        let [a, b, c, d] = of_all;
-        let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
-        B::int_reshape(code, words_shape.clone())
-    };
-    // The code in the highest byte keeps its sign. The lower codes are masked to 8 bits, because their sign bits would
-    // change the bytes above.
-    let highest = CODES - 1;
-    let words = (0..highest).fold(
-        B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
-        |words, lane| {
-            let byte = B::bitwise_and_scalar(code(lane), 255i32.into());
-            B::int_add(words, B::int_mul_scalar(byte, (1i32 << (8 * lane)).into()))
-        },
-    );
+    let words = packed::<B>(codes);
     QuantizedTensors {
         words,
         scales: B::float_reshape(scales, scales_shape),
     }
 }
 
-/// Returns `code · scale` in `dtype`. The multiplication is done in f32, or in f64 if `dtype` is f64.
-pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) -> FloatTensor<B> {
+/// Packs signed 8-bit codes, `[batch, heads, length, columns]`, into words of four codes.
+pub(super) fn packed<B: Backend>(codes: IntTensor<B>) -> IntTensor<B> {
+    let shape = codes.shape();
+    let [batch, heads, length, columns] = [shape[0], shape[1], shape[2], shape[3]];
+    let words = [batch, heads, length, columns / CODES];
+    let [a, b, c, d] = words;
+    let codes = B::int_reshape(codes, Shape::new([a, b, c, d, CODES]));
+    let code = |lane: usize| {
+        let [a, b, c, d] = words.map(|size| Slice::from(0..size));
+        let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
+        B::int_reshape(code, Shape::new(words))
+    };
+    // The code in the highest byte keeps its sign. The lower codes are masked to 8 bits, because their sign bits would
+    // change the bytes above.
+    let highest = CODES - 1;
+    (0..highest).fold(
+        B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
+        |words, lane| {
+            let byte = B::bitwise_and_scalar(code(lane), 255i32.into());
+            B::int_add(words, B::int_mul_scalar(byte, (1i32 << (8 * lane)).into()))
+        },
+    )
+}
+
+/// Returns the number of each code times its scale, in `dtype`. The multiplication is done in f32, or in f64 if `dtype` is f64.
+pub(crate) fn dequantize<B: Backend>(
+    rows: QuantizedTensors<B>,
+    format: CodeFormat,
+    dtype: DType,
+) -> FloatTensor<B> {
     let QuantizedTensors { words, scales } = rows;
     let compute = match dtype {
         DType::F64 => DType::F64,
@@ -80,8 +94,11 @@ pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) ->
     }
     let codes = (0..CODES)
         .map(|lane| {
-            let code = code::<B>(words.clone(), lane, compute.into());
-            B::float_reshape(code, Shape::new([batch, heads, length, count, 1]))
+            let number = match format {
+                CodeFormat::Int8 => code::<B>(words.clone(), lane, compute.into()),
+                CodeFormat::E4m3 => e4m3::number::<B>(byte::<B>(words.clone(), lane), compute),
+            };
+            B::float_reshape(number, Shape::new([batch, heads, length, count, 1]))
         })
         .collect();
     let codes = B::float_reshape(B::float_cat(codes, 4), rows);
@@ -89,14 +106,19 @@ pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) ->
     cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
 }
 
-/// Returns the code at index `lane` of each word, as a float.
+/// Returns the int8 code at index `lane` of each word, as a float.
 fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> FloatTensor<B> {
-    let byte = |words| B::bitwise_and_scalar(words, 255i32.into());
+    // Adds 128 so that the code is non-negative, because the byte mask would change a negative code.
+    let raised = B::int_add_scalar(byte::<B>(words, lane), 128i32.into());
+    let raised = B::bitwise_and_scalar(raised, 255i32.into());
+    B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
+}
+
+/// Returns the byte at index `lane` of each word, from 0 to 255.
+fn byte<B: Backend>(words: IntTensor<B>, lane: usize) -> IntTensor<B> {
     let shifted = match lane {
         0 => words,
         lane => B::bitwise_right_shift_scalar(words, (8 * lane as i32).into()),
     };
-    // Adds 128 so that the code is non-negative, because the byte mask would change a negative code.
-    let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
-    B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
+    B::bitwise_and_scalar(shifted, 255i32.into())
 }

@@ -10,7 +10,7 @@
 //! | [`accumulate`] | up to 16 × 32 of O | 0.023 |
 //! | [`add_transposed`] | up to 16 × 32 of a product, which are added to the sum in memory | 0.031 |
 
-use super::int8_rows::{codes, is_packed_int8, word_at};
+use super::code_rows::{codes, is_packed, word_at};
 use super::row_access::load_vec4;
 use super::score_layout::{tile_column, tile_row};
 use super::vec4::Vec4;
@@ -34,10 +34,10 @@ fn load<E: Numeric, N: Size>(
     column: u32,
 ) -> Vec4 {
     let vector_size = source.vector_size();
-    let words = is_packed_int8::<E>();
+    let words = is_packed::<E>();
     if comptime!(words) {
         let nearest = min(column, rows.columns - 4u32);
-        codes::<f32>(word_at(source, offset, nearest))
+        codes::<E, f32>(word_at(source, offset, nearest))
     } else if comptime!(vector_size == 4) {
         let nearest = min(column, rows.columns - 4u32);
         Vec4::cast_from(source[(offset + nearest as usize) / 4])

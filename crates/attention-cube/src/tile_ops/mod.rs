@@ -4,12 +4,12 @@
 #[cfg(feature = "cube")]
 pub(crate) mod cmma;
 #[cfg(feature = "cube")]
+pub(crate) mod code_rows;
+#[cfg(feature = "cube")]
 pub(crate) mod direct;
 pub mod fragment_tiles;
 #[cfg(feature = "cube")]
 pub(crate) mod fragments;
-#[cfg(feature = "cube")]
-pub(crate) mod int8_rows;
 #[cfg(feature = "cube")]
 pub(crate) mod product;
 #[cfg(feature = "cube")]

@@ -1,6 +1,6 @@
 //! Functions that load and store four columns of a row in global memory.
 
-use super::int8_rows::{codes, is_packed_int8, word_at};
+use super::code_rows::{codes, is_packed, word_at};
 use super::vec4::{Four, Vec4, zeros};
 use crate::math::layout::Rows;
 use crate::math::rounding::rounded;
@@ -17,7 +17,7 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Loads four columns of a row, from `column` on. For a row of packed int8 words, the function returns the codes. Columns
+/// Loads four columns of a row, from `column` on. For a row of packed words, the function returns the codes. Columns
 /// past the row's end are zero.
 ///
 /// Past the end, the function loads the row's first columns and selects zeros. With a branch instead, compilers would finish
@@ -30,12 +30,12 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     column: u32,
 ) -> Four<C> {
     let vector_size = source.vector_size();
-    let words = is_packed_int8::<E>();
+    let words = is_packed::<E>();
     let mut values = zeros::<C>();
     let is_there = column < rows.columns;
     let first = select(is_there, column, 0u32);
     if comptime!(words) {
-        values = codes::<C>(word_at(source, offset, first));
+        values = codes::<E, C>(word_at(source, offset, first));
     } else if comptime!(vector_size == 4) {
         let loaded = source[(offset + first as usize) / 4];
         #[unroll]

@@ -137,8 +137,8 @@ pub enum Refusal {
         /// The largest number of words that the engine can index.
         limit: usize,
     },
-    /// The engine's kernels cannot read the int8 keys and values of this problem in place. The text gives the reason.
-    #[error("keys and values are int8: {0}")]
+    /// The engine's kernels cannot read the quantized keys and values of this problem in place. The text gives the reason.
+    #[error("keys and values are quantized: {0}")]
     Quantized(&'static str),
     /// The sequences are longer than the engine's position counters allow.
     #[error("sequences of {length} tokens are longer than the limit of {limit}")]

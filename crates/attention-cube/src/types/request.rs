@@ -86,8 +86,8 @@ impl Layouts {
     pub fn contiguous(problem: &AttentionProblem) -> Self {
         let dots = problem.head_dim.is_multiple_of(8);
         let values = problem.value_dim.is_multiple_of(8);
-        // The number of key or value elements in 16 bytes: 16 int8 codes, or 8 elements in half precision.
-        let piece = if problem.quantized { 16 } else { 8 };
+        // The number of key or value elements in 16 bytes: 16 codes, or 8 elements in half precision.
+        let piece = if problem.quantized.is_some() { 16 } else { 8 };
         Self {
             vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
             tma: Operands {

@@ -9,13 +9,13 @@
 )]
 
 #[cfg(feature = "cuda")]
+pub mod code_operand;
+#[cfg(feature = "cuda")]
 pub mod cp_async;
 #[cfg(feature = "cuda")]
 pub mod exchange;
 #[cfg(feature = "cuda")]
 pub mod gemv;
-#[cfg(feature = "cuda")]
-pub mod int8_operand;
 #[cfg(feature = "cuda")]
 pub mod mma;
 

@@ -1,15 +1,15 @@
-//! Quantizes rows to words of four int8 codes, and dequantizes them. The module `quantized.rs` describes the format.
+//! Quantizes rows to words of four 8-bit codes, and dequantizes them. The module `quantized.rs` describes the formats.
 //!
-//! Budget: [`quantize`] uses one word per unit in shared memory, and four elements in registers. [`dequantize`] uses four
-//! words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
+//! Budget: [`quantize`] uses one word per unit in shared memory, and four elements in registers. [`quantize_e4m3`] has four
+//! elements in registers. [`dequantize`] uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
 //! [`dequantize`] writes two or four times as many bytes as it reads.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;
 use crate::math::visibility::{SeqLens, Structure, seq_info, visible_keys};
-use crate::tile_ops::int8_rows::codes;
+use crate::tile_ops::code_rows::{e4m3_code, numbers};
 use crate::tile_ops::row_access::load_vec4;
-use crate::types::quantized::{CODES, LARGEST, ZERO_BELOW};
+use crate::types::quantized::{CODES, CodeFormat, LARGEST, ZERO_BELOW};
 use cubecl::prelude::*;
 
 /// The number of units per cube in [`quantize`], where a cube quantizes one row.
@@ -118,6 +118,52 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
     }
 }
 
+/// The runtime sizes of [`quantize_e4m3`].
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RowSizes {
+    pub heads: u32,
+    pub length: u32,
+    pub columns: u32,
+    /// The number of words of all rows.
+    pub all_words: usize,
+}
+
+/// Converts rows to words of e4m3 codes. Each unit writes one word. `words` is contiguous.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn quantize_e4m3<E: Float, N: Size>(
+    rows: &Tensor<Vector<E, N>>,
+    scales: &Tensor<f32>,
+    words: &mut Tensor<u32>,
+    sizes: RowSizes,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let index = ABSOLUTE_POS;
+    if index >= sizes.all_words {
+        terminate!();
+    }
+    let words_of_row = (sizes.columns / comptime!(CODES as u32)) as usize;
+    let word = (index % words_of_row) as u32;
+    let row = index / words_of_row;
+    let position = (row % sizes.length as usize) as u32;
+    let plane = row / sizes.length as usize;
+    let head = (plane % sizes.heads as usize) as u32;
+    let batch = (plane / sizes.heads as usize) as u32;
+    let of_head = head_rows(rows, batch, head, 0i32, sizes.length as i32, sizes.columns);
+    let offset = row_offset(&of_head, position, false);
+    let values = load_vec4(rows, &of_head, offset, word * comptime!(CODES as u32));
+    let scale = scales[batch as usize * scales.stride(0)
+        + head as usize * scales.stride(1)
+        + position as usize * scales.stride(2)];
+    let mut written = 0u32;
+    #[unroll]
+    for lane in 0..comptime!(CODES) {
+        written |= e4m3_code(values.extract(lane) / scale) << comptime!((8 * lane) as u32);
+    }
+    words[index] = written;
+}
+
 /// The runtime sizes of a dequantization.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -146,6 +192,7 @@ pub(super) fn dequantize<E: Float, N: Size>(
     seq_lens: SeqLens,
     sizes: DequantizeSizes,
     #[comptime] is_bounded: bool,
+    #[comptime] format: CodeFormat,
     #[comptime] structure: Structure,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
@@ -199,8 +246,8 @@ pub(super) fn dequantize<E: Float, N: Size>(
             for i in 0..comptime!(WORDS_OF_UNIT) {
                 let at = index + comptime!(i as u32) * units;
                 if at < count {
-                    let numbers =
-                        codes::<f32>(held.extract(i)) * Vector::cast_from(factors.extract(i));
+                    let numbers = numbers::<f32>(held.extract(i), format)
+                        * Vector::cast_from(factors.extract(i));
                     let target = (plane * length as usize + row as usize) * words_of_row as usize;
                     rows[target + at as usize] =
                         Vector::cast_from(rounded_vector::<E, Const<4>>(numbers));

@@ -1,14 +1,14 @@
-//! Launches the kernels that quantize rows to int8 words and dequantize them.
+//! Launches the kernels that quantize rows to words of 8-bit codes, and dequantize them.
 
 mod kernel;
 
-use self::kernel::DequantizeSizesLaunch;
-use self::kernel::{DEQUANTIZE_UNITS, UNITS, WORDS_OF_UNIT, dequantize, quantize};
+use self::kernel::{DEQUANTIZE_UNITS, UNITS, WORDS_OF_UNIT, dequantize, quantize, quantize_e4m3};
+use self::kernel::{DequantizeSizesLaunch, RowSizesLaunch};
 use crate::auxiliary::lengths::BoundsOffsets;
 use crate::kernel_args::is_in_vectors;
 use crate::math::visibility::{SeqLensLaunch, Structure};
 use crate::problem::AttentionProblem;
-use crate::types::quantized::CODES;
+use crate::types::quantized::{CODES, CodeFormat};
 use crate::types::tensors::QuantizedTensors;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
@@ -120,10 +120,49 @@ pub fn write(
     }
 }
 
+/// Converts rows `[batch, kv_heads, kv_len, columns]` to words of e4m3 codes of `rows / scales`. `scales` is
+/// `[batch, kv_heads, kv_len]`. Kernels must support the dtype of the rows.
+pub(crate) fn e4m3_words(rows: CubeTensor, scales: CubeTensor) -> CubeTensor {
+    let client = rows.client.clone();
+    let shape = rows.meta.shape();
+    let [batch, heads, length, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let words = empty(&rows, [batch, heads, length, columns / CODES], DType::I32);
+    let all_words = words.meta.num_elements();
+    if all_words == 0 {
+        return words;
+    }
+    let vector = match is_in_vectors(&rows, CODES) {
+        true => CODES,
+        false => 1,
+    };
+    let element = dtype_to_storage_type(rows.dtype);
+    // SAFETY: units whose index is not below `all_words` stop at once. Every other unit reads four columns of one row and the
+    // row's scale, and writes one word. `scales` has as many rows as `rows`.
+    unsafe {
+        quantize_e4m3::launch_unchecked(
+            &client,
+            cube_count(&client, all_words.div_ceil(DEQUANTIZE_UNITS)),
+            CubeDim::new_1d(DEQUANTIZE_UNITS as u32),
+            address_type([&rows, &scales, &words]),
+            rows.into_tensor_arg(),
+            scales.into_tensor_arg(),
+            words.clone().into_tensor_arg(),
+            RowSizesLaunch::new(heads as u32, length as u32, columns as u32, all_words),
+            element,
+            vector,
+        );
+    }
+    words
+}
+
 /// Dequantizes all rows to `dtype`. Kernels must support this dtype.
-pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor {
+pub(crate) fn dequantized(
+    rows: QuantizedTensors<CubeBackend>,
+    format: CodeFormat,
+    dtype: DType,
+) -> CubeTensor {
     let target = empty_rows(&rows, dtype);
-    write_numbers(rows, &target, None);
+    write_numbers(rows, format, &target, None);
     target
 }
 
@@ -135,7 +174,10 @@ pub(crate) fn dequantized_where_seen(
     lengths: Option<CubeTensor>,
 ) -> CubeTensor {
     let target = empty_rows(&rows, problem.dtype);
-    write_numbers(rows, &target, Some((problem, lengths)));
+    let format = problem
+        .quantized
+        .expect("a call over quantized rows has a format");
+    write_numbers(rows, format, &target, Some((problem, lengths)));
     target
 }
 
@@ -154,6 +196,7 @@ const MOST_CUBES: usize = 4096;
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.
 fn write_numbers(
     rows: QuantizedTensors<CubeBackend>,
+    format: CodeFormat,
     target: &CubeTensor,
     seen_by: Option<(&AttentionProblem, Option<CubeTensor>)>,
 ) {
@@ -201,6 +244,7 @@ fn write_numbers(
                 cubes_of_head as u32,
             ),
             is_bounded,
+            format,
             structure,
             dtype_to_storage_type(target.dtype),
             CODES,

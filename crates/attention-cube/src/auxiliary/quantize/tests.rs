@@ -60,7 +60,11 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;
-    let all = numbers(dequantized(rows(words_of_row), DType::F32));
+    let all = numbers(dequantized(
+        rows(words_of_row),
+        CodeFormat::Int8,
+        DType::F32,
+    ));
     let before = vec![BEFORE; all.len()];
     let before = TensorData::new(before, [BATCH, HEADS, LENGTH, columns]);
     let target = CubeBackend::float_from_data(before, &device);
@@ -75,7 +79,12 @@ fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usiz
         };
         lengths_as_read(&CubeBackend::int_from_data(data, &device), &problem)
     });
-    write_numbers(rows(words_of_row), &target, Some((&problem, packed)));
+    write_numbers(
+        rows(words_of_row),
+        CodeFormat::Int8,
+        &target,
+        Some((&problem, packed)),
+    );
     let found = numbers(target);
     for (row, (found, whole)) in found.chunks(columns).zip(all.chunks(columns)).enumerate() {
         let length = lengths.map_or(LENGTH, |(lengths, _)| lengths[row / LENGTH / HEADS]);

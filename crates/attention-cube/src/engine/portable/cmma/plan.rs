@@ -91,7 +91,7 @@ fn choice<'a>(
     };
     let fragments = wanted.into_iter().find_map(kind);
     let fragments = *fragments.ok_or(Refusal::MissingFeature(Feature::Fragments(dtype)))?;
-    if problem.quantized && fragments.dtype == DType::F16 {
+    if problem.quantized.is_some() && fragments.dtype == DType::F16 {
         return Err(Refusal::Quantized(
             "a probability times its value's scale may be too large or too small for F16",
         ));

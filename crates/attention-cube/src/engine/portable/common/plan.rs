@@ -213,7 +213,7 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
             5 + shared
                 + usize::from(problem.sinks.is_some())
                 + usize::from(problem.page_len.is_some())
-                + 2 * usize::from(problem.quantized)
+                + 2 * usize::from(problem.quantized.is_some())
         }
         // A backward kernel binds at most query, key, value, the output's gradient, the LSE/delta tensor, and two gradients.
         Pass::Backward => 7 + shared,

@@ -2,7 +2,7 @@
 
 mod bias_gradient;
 mod decode;
-mod decode_int8;
+mod decode_codes;
 mod gradient;
 mod occupancy;
 mod requirements;
@@ -18,7 +18,7 @@ pub use self::bias_gradient::BiasGradientTiles;
 pub(crate) use self::bias_gradient::bias_gradient_tiles;
 pub(crate) use self::decode::few_rows_tiles;
 use self::decode::sums_as_backward;
-pub(crate) use self::decode_int8::decode_int8_tiles;
+pub(crate) use self::decode_codes::decode_code_tiles;
 pub(super) use self::gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use self::gradient::gradient_tiles;
@@ -33,6 +33,7 @@ use crate::engine::tiling::{heads_of_tile, num_splits_heuristic, query_tiles, sp
 use crate::math::side::Side;
 use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
+use crate::types::quantized::CodeFormat;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Operands, Pass};
 use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
@@ -148,8 +149,8 @@ pub(super) fn forward(
     let limits = [device.shared_memory, device.units_per_cube];
     let rows = problem.q_len * problem.group().max(1);
     let few_rows = match problem.quantized {
-        true => Some(int8_tiles(rows, problem, layouts, half, limits)?),
-        false => few_rows_tiles(rows, [head_dim, value_dim], half, limits, problem.page_len),
+        Some(format) => Some(code_tiles(rows, problem, format, layouts, half, limits)?),
+        None => few_rows_tiles(rows, [head_dim, value_dim], half, limits, problem.page_len),
     };
     let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
     let tiles = match few_rows {
@@ -175,10 +176,11 @@ pub(super) fn forward(
     })
 }
 
-/// Returns the tiles of the kernel that reads int8 keys and values directly, without converting them to bf16 beforehand.
-fn int8_tiles(
+/// Returns the tiles of the kernel that reads quantized keys and values directly, without converting them to bf16 beforehand.
+fn code_tiles(
     rows: usize,
     problem: &AttentionProblem,
+    format: CodeFormat,
     layouts: Layouts,
     half: Half,
     limits: [usize; 2],
@@ -186,7 +188,7 @@ fn int8_tiles(
     // Refuse operands that would first need an aligned copy. Copying all of K and V takes longer than running another engine.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
-            "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
+            "this engine reads rows of codes in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
         ));
     }
     if half == Half::F16 {
@@ -195,9 +197,9 @@ fn int8_tiles(
         ));
     }
     let widths = [problem.head_dim, problem.value_dim];
-    let tiles = decode_int8_tiles(rows, widths, limits, problem.page_len);
+    let tiles = decode_code_tiles(rows, widths, format, limits, problem.page_len);
     tiles.ok_or(Refusal::Quantized(
-        "this engine has no int8 tiles for this number of rows and this head size",
+        "this engine has no tiles of codes for this number of rows and this head size",
     ))
 }
 

@@ -9,7 +9,7 @@ use super::forward::split_m::forward_split_m::ForwardSplitM;
 use super::forward::split_n::forward_split_n_pdl::ForwardSplitNPdl;
 use super::plan::gradient_tiles;
 use super::plan::{
-    BiasGradientTiles, MmaForwardTiles, MmaGradientTiles, decode_int8_tiles, few_rows_tiles,
+    BiasGradientTiles, MmaForwardTiles, MmaGradientTiles, decode_code_tiles, few_rows_tiles,
     forward_tiles,
 };
 use crate::auxiliary::bias_gradient::scores::Broadcast;
@@ -45,7 +45,7 @@ fn write() {
                 ("bias", ..) => bias_gradient(wanted, folder, name),
                 (_, Some(rows), ..) => few_rows(wanted, folder, name, rows, true),
                 (_, _, Some(rows), _) => few_rows(wanted, folder, name, rows, false),
-                (.., Some(rows)) => int8_rows(wanted, folder, name, rows),
+                (.., Some(rows)) => code_rows(wanted, folder, name, rows),
                 _ => panic!(
                     "unknown kernel {name}: expected a name that begins with forward, backward, bias, decode<rows>, rows<rows> or words<rows>"
                 ),
@@ -118,10 +118,16 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
 
 /// Writes the source of the forward over int8 keys and values, for `rows` query rows of eight heads that share a tile. The
 /// keys are split (split-KV).
-fn int8_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
+fn code_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
     let widths = [wanted.head_dim, wanted.value_dim];
-    let tiles = decode_int8_tiles(rows, widths, [shared_memory(), 1024], None)
-        .expect("the head sizes have int8 tiles");
+    let tiles = decode_code_tiles(
+        rows,
+        widths,
+        CodeFormat::Int8,
+        [shared_memory(), 1024],
+        None,
+    )
+    .expect("the head sizes have int8 tiles");
     let kind = TileKind {
         heads: 8,
         split: true,
@@ -138,7 +144,7 @@ fn write_forward(
     kind: TileKind,
 ) {
     println!("{name}: {tiles:?}");
-    let reads_int8 = matches!(tiles, MmaForwardTiles::SplitN(tiles) if tiles.reads_int8);
+    let reads_int8 = matches!(tiles, MmaForwardTiles::SplitN(tiles) if tiles.codes.is_some());
     macro_rules! definition {
         ($kernel:ident, $tiles:expr, $elements:expr $(, $pdl:expr)?) => {
             $kernel::new(

@@ -1,4 +1,4 @@
-//! The launch of the forward, with float or int8 keys and values. If the keys are split, a second kernel combines the
+//! The launch of the forward, with float or quantized keys and values. If the keys are split, a second kernel combines the
 //! outputs.
 
 use crate::auxiliary::combine::combine_splits;
@@ -11,6 +11,7 @@ use crate::kernel_args::head_sizes;
 use crate::kernel_args::{grid, score_kind, structure};
 use crate::math::inputs::ForwardInputsLaunch;
 use crate::problem::AttentionProblem;
+use crate::tile_ops::code_rows::word_element;
 use crate::types::tensors::{AttentionInputs, AttentionOutput};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
@@ -18,10 +19,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
-use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::CubeDim;
 
-/// Launches the forward. If `scales` are present, keys and values are int8, packed four to a `u32`; otherwise they are floats.
+/// Launches the forward. If `scales` are present, keys and values are 8-bit codes, packed four to a word; otherwise they are floats.
 ///
 /// # Shapes
 /// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first half
@@ -88,8 +88,8 @@ pub(crate) fn launch(
         page_len: problem.page_len.unwrap_or(0),
     };
     let page_table = inputs.page_table.into_option();
-    let (key_element, key_vector) = match scales {
-        Some(_) => (ElemType::UInt(UIntKind::U32), 1),
+    let (key_element, key_vector) = match problem.quantized {
+        Some(format) => (word_element(format), 1),
         None => (dtype_to_storage_type(problem.dtype), tiles.vector),
     };
     let (key_scales, value_scales) = scales.map(|scales| (scales.key, scales.value)).unzip();
@@ -152,7 +152,7 @@ pub(crate) fn launch(
     }
 }
 
-/// Launches the forward over int8 keys and values. The 32-bit words of a row must be contiguous, so other tensors are copied
+/// Launches the forward over quantized keys and values. The 32-bit words of a row must be contiguous, so other tensors are copied
 /// first.
 pub(crate) fn launch_int8(
     inputs: AttentionInputs<CubeBackend>,

@@ -182,7 +182,7 @@ pub(crate) fn forward_split_n_pdl<
                 if step < comptime!(tiles.warp().steps() as u32) {
                     let of_step = step_of::<NO, Const<STEP_REGISTERS>>(part, own);
                     let column = roles.value_column + 16u32 * step;
-                    if comptime!(tiles.reads_int8) {
+                    if comptime!(tiles.codes.is_some()) {
                         write_fours::<O, N>(of_step, output, &offsets, column, tiles.value_dim);
                     } else {
                         write_rows::<O, N, Const<STEP_REGISTERS>>(

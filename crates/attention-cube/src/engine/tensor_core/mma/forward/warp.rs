@@ -13,8 +13,9 @@ use crate::engine::tensor_core::common::softmax::{
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind, row_pair};
 use crate::engine::tensor_core::mma::fragments::{fragment_of, used_by_warp};
 use crate::engine::tensor_core::mma::plan::warp::WarpTiles;
+use crate::types::quantized::CodeFormat;
 use cube_kit::ampere::FRAGMENT_ROWS;
-use cube_kit::ampere::int8_operand::add_word_product;
+use cube_kit::ampere::code_operand::{Codes, add_word_product};
 use cube_kit::ampere::mma::{Scores, Sums, add_product};
 use cube_kit::nvidia::accumulator::{is_second, pair};
 use cubecl::prelude::*;
@@ -236,7 +237,7 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     for step in 0..comptime!(warp.keys / 16) {
         let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
         let mut values = part.values;
-        if comptime!(warp.reads_int8) {
+        if comptime!(warp.codes.is_some()) {
             #[unroll]
             for i in 0..8usize {
                 let column = comptime!(4 * step + i / 4 * 2 + i % 2);
@@ -311,7 +312,7 @@ pub(crate) fn rescaled_fragments<AO: Size>(
 }
 
 /// Adds P·V of a block to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads them as zeros.
-/// Int8 codes are never NaN.
+/// Codes are never NaN.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -326,8 +327,8 @@ pub(crate) fn with_values<AO: Size, AP: Size>(
     #[comptime] kind: TileKind,
 ) -> Vector<f32, AO> {
     let product = comptime!(sum_product(warp, false));
-    if comptime!(warp.reads_int8) {
-        add_word_product::<AO, AP>(o, p, values, product)
+    if comptime!(warp.codes.is_some()) {
+        add_word_product::<AO, AP>(o, p, values, product, comptime!(operand_codes(warp)))
     } else if comptime!(kind.leaves_masked()) {
         if may_have_masked {
             let used = used_by_warp::<AP>(p, warp.keys, warp.fragments);
@@ -349,6 +350,14 @@ pub(crate) const fn score_product(warp: WarpTiles, left_rows: usize) -> Scores {
         left_rows,
         right_rows: warp.keys,
         half: warp.half,
+    }
+}
+
+/// The format of the codes of K and V, which must be quantized.
+pub(crate) const fn operand_codes(warp: WarpTiles) -> Codes {
+    match warp.codes {
+        Some(CodeFormat::E4m3) => Codes::E4m3,
+        Some(CodeFormat::Int8) | None => Codes::Int8,
     }
 }
 

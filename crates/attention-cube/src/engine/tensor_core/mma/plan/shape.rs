@@ -4,6 +4,7 @@ use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
 use super::split_n::MmaSplitNTiles;
 use super::tiles::MmaForwardTiles;
+use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::Half;
 
 /// The sizes that a table row chooses for [`MmaSplitMTiles`].
@@ -88,7 +89,7 @@ pub(super) struct SplitNShape {
     stages: usize,
     /// The number of CTAs that must fit a multiprocessor at once. The plan skips this table row if fewer fit.
     cubes: usize,
-    reads_int8: bool,
+    codes: Option<CodeFormat>,
 }
 
 pub(super) const fn split_n(
@@ -105,19 +106,19 @@ pub(super) const fn split_n(
         keys,
         stages,
         cubes,
-        reads_int8: false,
+        codes: None,
     })
 }
 
-/// Returns a split-N shape for int8 keys and values.
-pub(super) const fn split_n_int8(
+/// Returns a split-N shape for quantized keys and values.
+pub(super) const fn split_n_codes(
     widest: [usize; 2],
     warps: [usize; 3],
     blocks: [usize; 3],
 ) -> Shape {
     match split_n(widest, warps, blocks) {
         Shape::N(shape) => Shape::N(SplitNShape {
-            reads_int8: true,
+            codes: Some(CodeFormat::Int8),
             ..shape
         }),
         other => other,
@@ -160,7 +161,7 @@ impl Shape {
                 column_groups: shape.column_groups,
                 keys: shape.keys,
                 stages: shape.stages,
-                reads_int8: shape.reads_int8,
+                codes: shape.codes,
             }),
             Self::D(shape) => MmaForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)),
         }

@@ -44,7 +44,7 @@ impl MmaSplitMTiles {
             depth: self.head_dim,
             columns: self.value_dim.next_multiple_of(STEP),
             half: self.half,
-            reads_int8: false,
+            codes: None,
         }
     }
 

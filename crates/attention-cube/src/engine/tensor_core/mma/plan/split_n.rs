@@ -1,6 +1,7 @@
 //! The tiles of the split-N forward, for few query rows. Its warps divide the keys.
 
 use super::warp::{STEP, WarpTiles};
+use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
 /// The bytes of an f32.
@@ -14,10 +15,10 @@ pub struct MmaSplitNTiles {
     pub head_dim: usize,
     /// The number of columns of V.
     pub value_dim: usize,
-    /// The half precision type of Q and of the output. K and V have the same type, unless they are int8.
+    /// The half precision type of Q and of the output. K and V have the same type, unless they are quantized.
     pub half: Half,
-    /// True if K and V are [int8](crate::quantized).
-    pub reads_int8: bool,
+    /// The format of [quantized](crate::quantized) K and V, or `None` for floats.
+    pub codes: Option<CodeFormat>,
     /// The number of 16-row fragments in the tile: 1 or 2.
     pub fragments: usize,
     /// The number of key groups. Each group processes every `key_groups`-th block of keys.
@@ -65,15 +66,15 @@ impl MmaSplitNTiles {
             depth: self.key_columns(),
             columns: self.value_columns(),
             half: self.half,
-            reads_int8: self.reads_int8,
+            codes: self.codes,
         }
     }
 
-    /// Converts a number of columns of K or V to a number of 16-bit elements. Two int8 codes fill one such element.
+    /// Converts a number of columns of K or V to a number of 16-bit elements. Two codes fill one such element.
     pub const fn in_halves(&self, columns: usize) -> usize {
-        match self.reads_int8 {
-            true => columns / 2,
-            false => columns,
+        match self.codes {
+            Some(_) => columns / 2,
+            None => columns,
         }
     }
 

@@ -1,6 +1,7 @@
 //! The sizes of the scores and the output of one warp, in kernels whose warps divide the rows (split-M) or the keys
 //! (split-N).
 
+use crate::types::quantized::CodeFormat;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, registers};
 
@@ -21,8 +22,8 @@ pub struct WarpTiles {
     pub columns: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// True if K and V are [int8](crate::quantized), with one scale per row.
-    pub reads_int8: bool,
+    /// The format of [quantized](crate::quantized) K and V, or `None` for floats.
+    pub codes: Option<CodeFormat>,
 }
 
 impl WarpTiles {

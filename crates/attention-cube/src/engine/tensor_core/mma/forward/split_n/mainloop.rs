@@ -11,9 +11,9 @@ use crate::engine::tensor_core::mma::forward::warp::{
     with_values,
 };
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::code_operand::word_scores;
 use cube_kit::ampere::cp_async::await_copies;
 use cube_kit::ampere::exchange::{exchange_address, load_registers, store_registers};
-use cube_kit::ampere::int8_operand::word_scores;
 use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
@@ -58,7 +58,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
     let mut scales = lane_scales(&operands.scales, &operands.pages, block, tiles, kind);
     await_copies(comptime!(2 * (tiles.stages - 1)));
     sync_cube();
-    if comptime!(tiles.reads_int8) {
+    if comptime!(tiles.codes.is_some()) {
         order_all_queries(start, tiles);
         sync_cube();
     }
@@ -76,8 +76,13 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
         let next_scales = lane_scales(&operands.scales, &operands.pages, next, tiles, kind);
         let offset = stage * comptime!(tiles.stage_bytes() as u32);
         let product = comptime!(score_product(warp, tiles.rows()));
-        let mut s = if comptime!(tiles.reads_int8) {
-            word_scores::<AS>(query_at, key_at + offset, product)
+        let mut s = if comptime!(tiles.codes.is_some()) {
+            word_scores::<AS>(
+                query_at,
+                key_at + offset,
+                product,
+                comptime!(operand_codes(warp)),
+            )
         } else {
             scores::<AS>(query_at, key_at + offset, product)
         };

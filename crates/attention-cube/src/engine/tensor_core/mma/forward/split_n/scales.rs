@@ -72,7 +72,7 @@ pub(super) fn lane_scales(
         key: f32::new(0.0),
         value: f32::new(0.0),
     };
-    if comptime!(tiles.reads_int8) {
+    if comptime!(tiles.codes.is_some()) {
         let keys = comptime!(tiles.keys as i32);
         let first = block * keys;
         let position = first + (UNIT_POS % comptime!(tiles.keys as u32)) as i32;
@@ -99,7 +99,7 @@ fn scale_at(source: &HeadSource, position: i32) -> f32 {
 #[cube]
 pub(super) fn column_scales(own: f32, #[comptime] tiles: MmaSplitNTiles) -> ColumnScales {
     let mut scales = ColumnScales::zeroed();
-    if comptime!(tiles.reads_int8) {
+    if comptime!(tiles.codes.is_some()) {
         #[unroll]
         for i in 0..comptime!(tiles.keys / 4) {
             let of_pair = comptime!((8 * (i / 2) + i % 2) as u32);
@@ -117,7 +117,7 @@ pub(super) fn with_scales<AS: Size>(
     #[comptime] tiles: MmaSplitNTiles,
 ) -> Vector<f32, AS> {
     let mut s = s;
-    if comptime!(tiles.reads_int8) {
+    if comptime!(tiles.codes.is_some()) {
         let count = comptime!(tiles.vectors()[0]);
         #[unroll]
         for fragment in 0..tiles.fragments {

@@ -8,8 +8,8 @@ use crate::engine::tensor_core::mma::forward::load::{
     Columns, HeadSource, WarpSection, copy_query_columns, copy_warp_section,
 };
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::code_operand::order_columns;
 use cube_kit::ampere::cp_async::{commit_copies, piece_address};
-use cube_kit::ampere::int8_operand::order_columns;
 use cube_kit::hopper::wgmma::STEP;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
@@ -169,7 +169,7 @@ pub(super) fn fill(
 /// Converts a number of columns to a number of 16-bit elements, the unit of the copies. Two int8 codes fill one element.
 #[cube]
 fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
-    if comptime!(tiles.reads_int8) {
+    if comptime!(tiles.codes.is_some()) {
         columns / 2u32
     } else {
         columns

@@ -1,54 +1,64 @@
-//! The tiles of the split-N forward for few query rows over int8 keys and values.
+//! The tiles of the split-N forward for few query rows over quantized keys and values.
 
 use super::decode::first_that_fits;
-use super::shape::{Shape, split_n_int8};
+use super::shape::{Shape, split_n_codes};
+use super::split_n::MmaSplitNTiles;
 use super::tiles::MmaForwardTiles;
+use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::Half;
 
-/// The table of int8 tiles: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
+/// The table of tiles of 8-bit codes: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
 /// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more than 256 columns,
 /// registers cannot hold the output of 32 rows. On an H200, the first entry for head size 512 was measured with 8 query rows.
-/// It reads K and V at 81 % of the rate of a memory copy. The other entries were not measured.
+/// It reads int8 K and V at 81 % of the rate of a memory copy. The other entries, and e4m3, were not measured.
 ///
-/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. The int8
+/// A block of codes has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. These
 /// tiles therefore have more warps, so that as many bytes are in flight as with bf16.
 const WORDS: &[Shape] = &[
-    split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
-    split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
-    split_n_int8([128, 128], [1, 1, 4], [16, 2, 2]),
-    split_n_int8([256, 256], [1, 1, 8], [16, 3, 1]),
-    split_n_int8([256, 256], [1, 1, 8], [16, 2, 1]),
-    split_n_int8([256, 256], [1, 1, 4], [16, 2, 1]),
-    split_n_int8([512, 512], [1, 2, 4], [16, 3, 1]),
-    split_n_int8([512, 512], [1, 2, 4], [16, 2, 1]),
-    split_n_int8([512, 512], [1, 2, 2], [16, 2, 1]),
-    split_n_int8([576, 512], [1, 2, 4], [16, 2, 1]),
-    split_n_int8([576, 512], [1, 2, 2], [16, 3, 1]),
-    split_n_int8([576, 512], [1, 2, 1], [16, 3, 1]),
-    split_n_int8([128, 128], [2, 1, 4], [16, 5, 2]),
-    split_n_int8([128, 128], [2, 1, 4], [16, 4, 2]),
-    split_n_int8([128, 128], [2, 1, 4], [16, 4, 1]),
-    split_n_int8([256, 256], [2, 2, 4], [16, 5, 1]),
-    split_n_int8([256, 256], [2, 2, 2], [16, 6, 1]),
-    split_n_int8([256, 256], [2, 2, 2], [16, 4, 1]),
+    split_n_codes([128, 128], [1, 1, 4], [32, 3, 2]),
+    split_n_codes([128, 128], [1, 1, 4], [32, 2, 2]),
+    split_n_codes([128, 128], [1, 1, 4], [16, 2, 2]),
+    split_n_codes([256, 256], [1, 1, 8], [16, 3, 1]),
+    split_n_codes([256, 256], [1, 1, 8], [16, 2, 1]),
+    split_n_codes([256, 256], [1, 1, 4], [16, 2, 1]),
+    split_n_codes([512, 512], [1, 2, 4], [16, 3, 1]),
+    split_n_codes([512, 512], [1, 2, 4], [16, 2, 1]),
+    split_n_codes([512, 512], [1, 2, 2], [16, 2, 1]),
+    split_n_codes([576, 512], [1, 2, 4], [16, 2, 1]),
+    split_n_codes([576, 512], [1, 2, 2], [16, 3, 1]),
+    split_n_codes([576, 512], [1, 2, 1], [16, 3, 1]),
+    split_n_codes([128, 128], [2, 1, 4], [16, 5, 2]),
+    split_n_codes([128, 128], [2, 1, 4], [16, 4, 2]),
+    split_n_codes([128, 128], [2, 1, 4], [16, 4, 1]),
+    split_n_codes([256, 256], [2, 2, 4], [16, 5, 1]),
+    split_n_codes([256, 256], [2, 2, 2], [16, 6, 1]),
+    split_n_codes([256, 256], [2, 2, 2], [16, 4, 1]),
 ];
 
 /// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if none fits. `limits` are the bytes of
+/// Returns the tiles for `rows` rows over operands of these widths in `format`, or `None` if none fits. `limits` are the bytes of
 /// shared memory and the threads per CTA.
 ///
 /// If the rows need two tiles, the second tile finds K and V in the L2 cache. A kernel that first converts K and V to bf16
 /// would move five times as many bytes to and from memory.
-pub(crate) fn decode_int8_tiles(
+pub(crate) fn decode_code_tiles(
     rows: usize,
     widths: [usize; 2],
+    format: CodeFormat,
     limits: [usize; 2],
     page_len: Option<usize>,
 ) -> Option<MmaForwardTiles> {
     let of_rows = |rows| first_that_fits(WORDS, rows, widths, Half::Bf16, limits, page_len);
-    of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(|| of_rows(MOST_ROWS / 2))?)
+    let tiles = of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(|| of_rows(MOST_ROWS / 2))?)?;
+    Some(match tiles {
+        MmaForwardTiles::SplitN(tiles) => MmaForwardTiles::SplitN(MmaSplitNTiles {
+            codes: Some(format),
+            ..tiles
+        }),
+        other => other,
+    })
 }
 
 #[cfg(test)]
@@ -62,13 +72,13 @@ mod tests {
     use burn::tensor::DType;
 
     fn tiles(rows: usize, widths: [usize; 2], shared_memory: usize) -> Option<MmaForwardTiles> {
-        decode_int8_tiles(rows, widths, [shared_memory, 1024], None)
+        decode_code_tiles(rows, widths, CodeFormat::Int8, [shared_memory, 1024], None)
     }
 
     /// Checks that the table has int8 tiles for every head size at each size of shared memory. Wide heads have only tiles of
     /// 16 rows, so 32 rows take two tiles. Each tile divides evenly among its warps.
     #[test]
-    fn decode_int8_tiles_every_width_fits_and_divides_evenly() {
+    fn decode_code_tiles_every_width_fits_and_divides_evenly() {
         for head_dim in (NARROWEST..=576).step_by(4) {
             for value_dim in [head_dim.min(512), 8, 80, 260, 512] {
                 for shared_memory in SHARED_MEMORY {
@@ -84,7 +94,7 @@ mod tests {
                         };
                         assert_eq!(tiles.rows(), expected, "{context}");
                         assert!(tiles.shared_memory() <= shared_memory, "{context}");
-                        assert!(tiles.reads_int8, "{context}");
+                        assert_eq!(tiles.codes, Some(CodeFormat::Int8), "{context}");
                         check(&tiles);
                     }
                 }
@@ -99,7 +109,7 @@ mod tests {
     /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies to all of a warp's buffers are in flight, except to the
     /// buffer that the warp multiplies.
     #[test]
-    fn decode_int8_tiles_keep_enough_bytes_in_flight() {
+    fn decode_code_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
             .into_iter()
             .zip([60 << 10, 30 << 10, 15 << 10])
@@ -121,19 +131,20 @@ mod tests {
         }
     }
 
-    /// Checks that the plan reads int8 K and V without a copy if GEMMs are in bf16 and a row's bytes are a multiple of 16.
+    /// Checks that the plan reads codes of K and V without a copy if GEMMs are in bf16 and a row's bytes are a multiple of 16.
     /// The plan refuses rows of 72 bytes and GEMMs in f16.
     #[test]
-    fn forward_int8_keys_are_read_in_place_in_bf16_only() {
-        for ([q_heads, kv_heads, q_len, kv_len], head_dim, served) in [
-            ([32, 4, 1, 32_768], 512, true),
-            ([32, 4, 2, 300], 256, true),
-            ([32, 4, 4, 300], 512, true),
-            ([2, 2, 20, 300], 72, false),
+    fn forward_codes_of_keys_are_read_in_place_in_bf16_only() {
+        use CodeFormat::{E4m3, Int8};
+        for ([q_heads, kv_heads, q_len, kv_len], head_dim, format, served) in [
+            ([32, 4, 1, 32_768], 512, Int8, true),
+            ([32, 4, 2, 300], 256, E4m3, true),
+            ([32, 4, 4, 300], 512, Int8, true),
+            ([2, 2, 20, 300], 72, E4m3, false),
         ] {
             let sizes = [2, q_heads, kv_heads, q_len, kv_len, head_dim];
             let mut problem = problem(sizes);
-            problem.quantized = true;
+            problem.quantized = Some(format);
             let layouts = Layouts::contiguous(&problem);
             let plan = super::super::forward(&problem, &h200(), layouts, false);
             match plan {

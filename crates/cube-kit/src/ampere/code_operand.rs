@@ -1,8 +1,8 @@
-//! Matrix products of a warp on tensor cores, with an int8 right operand in shared memory. The left operand is bf16, and the
-//! int8 codes are converted to bf16 in registers.
+//! Matrix products of a warp on tensor cores, with 8-bit codes as the right operand in shared memory. The left operand is bf16,
+//! and the codes are converted to bf16 in registers.
 //!
 //! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
-//! four codes.
+//! four int8 codes. Nine convert four e4m3 codes.
 //!
 //! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighboring codes of a row.
 //! The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right operand of
@@ -28,20 +28,60 @@ pub const WORDS_SUBTILE: usize = ROW_BYTES;
 /// The number of 16-column groups of int8 codes that one `ldmatrix` loads.
 const LOADED_STEPS: usize = 2;
 
-/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128: an OR with a code's 7 low bits adds these
-/// bits to it. `shift` is −128: an OR with a code's sign bit gives −256. `one` is 1.
-const CONSTANTS: &str =
-    "mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n";
+/// The format of the codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Codes {
+    /// Signed integers.
+    Int8,
+    /// Floats with 4 exponent bits and 3 mantissa bits (e4m3fn). A NaN code counts as ±480.
+    E4m3,
+}
 
-/// PTX that declares the registers that the PTX of [`numbers`] uses.
-const NAMES: &str = ".reg .b32 base, shift, one, low, high, next;\n";
+impl Codes {
+    /// PTX that declares the registers of [`numbers`](Self::numbers) and sets their constants, each a pair of bf16 numbers.
+    const fn constants(self) -> &'static str {
+        match self {
+            // `base` is 128: an OR with a code's 7 low bits adds these bits to it. `shift` is −128: an OR with a code's sign bit
+            // gives −256. `one` is 1.
+            Self::Int8 => {
+                ".reg .b32 base, shift, one, low, high, next;\n\
+                 mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n"
+            }
+            // `factor` is 2¹²⁰, and `zero2` is −0.
+            Self::E4m3 => {
+                ".reg .b32 factor, zero2, low, high;\n\
+                 mov.b32 factor, 0x7B807B80;\nmov.b32 zero2, 0x80008000;\n"
+            }
+        }
+    }
 
-/// Returns PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`,
-/// and the second code goes to `odd`.
+    /// Returns PTX that converts the four codes of a register to bf16. The first code of each 16-bit half goes to `even`, and the
+    /// second code goes to `odd`.
+    fn numbers(self, register: &str, even: &str, odd: &str) -> String {
+        match self {
+            Self::Int8 => int8_numbers(register, even, odd),
+            Self::E4m3 => e4m3_numbers(register, even, odd),
+        }
+    }
+}
+
+/// Returns PTX that converts e4m3 codes to bf16. A code's exponent and mantissa become the low bits of a bf16 exponent and the high
+/// bits of its mantissa. The exponent biases differ by 120, so a product with 2¹²⁰ gives the number exactly, subnormal codes
+/// included.
+fn e4m3_numbers(register: &str, even: &str, odd: &str) -> String {
+    format!(
+        "shl.b32 low, {register}, 4;\nshl.b32 high, {register}, 8;\nand.b32 low, low, 0x07F007F0;\n\
+         lop3.b32 {even}, high, 0x80008000, low, 0xEA;\nfma.rn.bf16x2 {even}, {even}, factor, zero2;\n\
+         shr.u32 low, {register}, 4;\nand.b32 low, low, 0x07F007F0;\n\
+         lop3.b32 {odd}, {register}, 0x80008000, low, 0xEA;\nfma.rn.bf16x2 {odd}, {odd}, factor, zero2;\n"
+    )
+}
+
+/// Returns PTX that converts int8 codes to bf16.
 ///
 /// Each result is the sum of two bf16 numbers, without rounding. The first is 128 plus the code's 7 low bits. The second is
 /// −256 if the code's sign bit is set, and −128 otherwise.
-fn numbers(register: &str, even: &str, odd: &str) -> String {
+fn int8_numbers(register: &str, even: &str, odd: &str) -> String {
     let half = |from: &str, to: &str| {
         format!(
             "lop3.b32 low, {from}, 0x007F007F, base, 0xEA;\nlop3.b32 high, {from}, 0x00800080, shift, 0xEA;\n\
@@ -52,13 +92,12 @@ fn numbers(register: &str, even: &str, odd: &str) -> String {
 }
 
 /// Returns the PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right operand.
-fn scores_text(product: &Scores) -> String {
+fn scores_text(product: &Scores, codes: Codes) -> String {
     let count = product.registers();
     let mut text = String::from(
         "{\n.reg .b32 la<4>, ra<4>, n<2>;\n.reg .f32 zero;\nmov.f32 zero, 0f00000000;\n",
     );
-    text += NAMES;
-    text += CONSTANTS;
+    text += codes.constants();
     for fragment in 0..product.fragments {
         text += &format!(".reg .b32 a{fragment}_<4>;\n");
     }
@@ -86,7 +125,7 @@ fn scores_text(product: &Scores) -> String {
         for pair in 0..product.columns / 16 {
             for half in 0..2 {
                 let register = format!("b{pair}_{}", 2 * half + step % LOADED_STEPS);
-                text += &numbers(&register, "n0", "n1");
+                text += &codes.numbers(&register, "n0", "n1");
                 for fragment in 0..product.fragments {
                     let first =
                         fragment * fragment_registers(product.columns) + 8 * pair + 4 * half;
@@ -106,13 +145,12 @@ fn scores_text(product: &Scores) -> String {
 
 /// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers,
 /// and the lane's address of the right operand.
-fn sums_text(product: &Sums) -> String {
+fn sums_text(product: &Sums, codes: Codes) -> String {
     let count = product.registers();
     let left = 2 * count;
     let address = left + product.left_registers();
     let mut text = String::from("{\n.reg .b32 ra<4>, b<4>, n<4>;\n");
-    text += NAMES;
-    text += CONSTANTS;
+    text += codes.constants();
     text += &moves(count, count);
     text += &addresses("ra", &format!("%{address}"));
     let steps = product.columns / STEP;
@@ -124,8 +162,8 @@ fn sums_text(product: &Sums) -> String {
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
                 // The registers n0 and n2 hold the right operand for the even columns of the result. The registers n1 and n3
                 // hold the right operand for the odd columns.
-                text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
-                text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
+                text += &codes.numbers(&format!("b{}", 2 * of_load), "n0", "n1");
+                text += &codes.numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
                     for fragment in 0..product.fragments {
                         let first = fragment * fragment_registers(product.columns)
@@ -157,7 +195,7 @@ fn order_text() -> String {
     text + stores + "}\n"
 }
 
-/// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold int8 codes. The
+/// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold codes. The
 /// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
 /// A lane has four neighboring columns. After the reordering, the first and third columns of all lanes precede the second
@@ -175,15 +213,16 @@ pub fn order_columns(first: u32) {
     );
 }
 
-/// Returns the scores of the warp's rows with int8 keys. The operands must be in shared memory, with the left operand's
+/// Returns the scores of the warp's rows with keys in `codes`. The operands must be in shared memory, with the left operand's
 /// columns in the order of [`order_columns()`].
 #[cube]
 pub fn word_scores<NS: Size>(
     left: u32,
     right: u32,
     #[comptime] product: Scores,
+    #[comptime] codes: Codes,
 ) -> Vector<f32, NS> {
-    let text = comptime!(checked(product.half, scores_text(&product)));
+    let text = comptime!(checked(product.half, scores_text(&product, codes)));
     let s: Vector<f32, NS>;
     gpu_asm!(
         "{text} // {s} {left} {right}\n",
@@ -194,7 +233,7 @@ pub fn word_scores<NS: Size>(
     s
 }
 
-/// Multiplies `left` by a block of int8 codes in shared memory, and adds the product to `sums`. No rows are masked, because
+/// Multiplies `left` by a block of codes in shared memory, and adds the product to `sums`. No rows are masked, because
 /// codes cannot be NaN.
 #[cube]
 pub fn add_word_product<NO: Size, NP: Size>(
@@ -202,8 +241,9 @@ pub fn add_word_product<NO: Size, NP: Size>(
     left: Vector<u32, NP>,
     right: u32,
     #[comptime] product: Sums,
+    #[comptime] codes: Codes,
 ) -> Vector<f32, NO> {
-    let text = comptime!(checked(product.half, sums_text(&product)));
+    let text = comptime!(checked(product.half, sums_text(&product, codes)));
     let sum: Vector<f32, NO>;
     gpu_asm!(
         "{text} // {sum} {before} {left} {right}\n",
@@ -217,6 +257,6 @@ pub fn add_word_product<NO: Size, NP: Size>(
 
 /// Checks that the multiplication uses bf16, and returns `text`. The conversion of codes supports no other precision.
 fn checked(half: Half, text: String) -> String {
-    assert_eq!(half, Half::Bf16, "int8 codes are converted to bf16 only");
+    assert_eq!(half, Half::Bf16, "codes are converted to bf16 only");
     text
 }
