@@ -93,7 +93,7 @@ impl<'a> Parts<'a> {
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
     pub fn push(&mut self, token: u32) -> Result<(TextKind, String), Gemma4Error> {
         if let Some(kind) = self.begins(token) {
-            let end = self.finish()?;
+            let end = self.end_part(|name| name == THOUGHT)?;
             self.kind = kind;
             match kind {
                 TextKind::Answer => (),
@@ -116,15 +116,24 @@ impl<'a> Parts<'a> {
         self.kind
     }
 
-    /// Ends the current answer, thought or tool call. Returns the text that was held back, and the kind of that text.
+    /// Ends the current part, because no token follows. Returns the text that was held back, and the kind of that text. The
+    /// beginning of the name `thought` is no thought.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn finish(&mut self) -> Result<(TextKind, String), Gemma4Error> {
+        self.end_part(|name| THOUGHT.starts_with(name))
+    }
+
+    /// Ends the current part. `is_name` tells whether the held-back beginning of a channel is the channel's name.
+    fn end_part(
+        &mut self,
+        is_name: impl Fn(&str) -> bool,
+    ) -> Result<(TextKind, String), Gemma4Error> {
         let mut text = self.stream.finish()?;
         text = self.without_name(text);
         if let Some(name) = self.name.take()
-            && name != THOUGHT
+            && !is_name(&name)
         {
             text = name;
         }
