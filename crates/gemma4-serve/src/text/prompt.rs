@@ -2,7 +2,7 @@
 
 use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
-use crate::error::RequestError;
+use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Tokenizer};
 use serde_json::{Map, Value};
 
@@ -19,6 +19,7 @@ pub struct TextModel {
     plain: GenerateOptions,
     chat: GenerateOptions,
     max_tokens: Option<usize>,
+    context: usize,
 }
 
 impl TextModel {
@@ -31,7 +32,13 @@ impl TextModel {
             plain: gemma.options(),
             chat: gemma.chat_options(),
             max_tokens: gemma.defaults().max_new_tokens,
+            context: gemma.config().max_position_embeddings,
         }
+    }
+
+    /// Sets the largest number of tokens of a prompt together with its answer. The default is the model's number of positions.
+    pub fn with_context(self, context: usize) -> Self {
+        Self { context, ..self }
     }
 
     /// Replaces the chat template.
@@ -84,8 +91,9 @@ impl TextModel {
     /// Encodes a text that the model continues. The names of special tokens in the text become special tokens.
     ///
     /// # Errors
-    /// Returns an error if the tokenizer rejects the text.
+    /// Returns an error if the text has too many characters for the context, or if the tokenizer rejects the text.
     pub fn text_prompt(&self, text: &str) -> Result<Vec<u32>, RequestError> {
+        self.check_length(self.tokenizer.fewest_tokens(text))?;
         let mut tokens = self.tokenizer.encode(text)?;
         if tokens.first() != Some(&self.begin) {
             tokens.insert(0, self.begin);
@@ -97,7 +105,8 @@ impl TextModel {
     /// text, so that a message cannot end its own turn.
     ///
     /// # Errors
-    /// Returns an error if the template rejects the conversation, or if the template does not support tools.
+    /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation has too
+    /// many characters for the context.
     pub fn chat_prompt(
         &self,
         messages: &[ChatMessage],
@@ -137,7 +146,23 @@ impl TextModel {
                 with
             }
         };
+        self.check_length(marking.fewest_tokens(&prompt))?;
         Ok(marking.encode(&prompt)?)
+    }
+
+    /// Refuses a prompt of at least `fewest` tokens if the context has no place for the prompt and one further token. The
+    /// tokenizer may need seconds for a prompt that is many times too long.
+    fn check_length(&self, fewest: usize) -> Result<(), RequestError> {
+        match fewest < self.context {
+            true => Ok(()),
+            false => {
+                let message = format!(
+                    "the context has {} tokens, but the prompt has at least {fewest}; shorten the prompt",
+                    self.context
+                );
+                Err(RequestError::new(ErrorKind::ContextLength, message))
+            }
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::Tokenizer;
 use crate::error::Gemma4Error;
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
-use tokenizers::{OffsetReferential, OffsetType};
+use tokenizers::{AddedToken, OffsetReferential, OffsetType};
 
 /// The characters of the last two planes of Unicode, which are reserved for private use.
 const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
@@ -92,8 +92,12 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // Check that encoding the marked text gives no special token. A normalizer could create a special token that the
-        // text does not contain literally.
+        // A normalizer could create a special token that the text does not contain literally, if special tokens are sought
+        // in the normalized text.
+        let is_sought = |token: &AddedToken| token.special && token.normalized;
+        if !added.values().any(is_sought) {
+            return Ok(text);
+        }
         match self.first_special(&text) {
             Some(token) => Err(Gemma4Error::Tokenizer(format!(
                 "{token:?} in a text can only be encoded as the special token"
@@ -113,6 +117,13 @@ impl Marking<'_> {
             .into_iter()
             .flat_map(|(_, _, tokens)| tokens.iter().flatten())
             .find_map(|token| self.tokenizer.special(token.id))
+    }
+
+    /// Returns a number of tokens that [`encode`](Self::encode) of the rendered text exceeds or equals. See
+    /// [`Tokenizer::fewest_tokens`].
+    pub fn fewest_tokens(&self, rendered: &str) -> usize {
+        let chars = rendered.chars().filter(|char| *char != self.mark);
+        self.tokenizer.fewest_tokens_of(chars.count())
     }
 
     /// Removes the marks from a rendered text, or from a part of it, and encodes the text.

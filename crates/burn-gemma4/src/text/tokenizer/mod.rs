@@ -1,12 +1,14 @@
 //! The tokenizer of a checkpoint, read from `tokenizer.json`.
 
 mod kind;
+mod longest;
 mod marking;
 pub(crate) mod stream;
 
 pub use marking::Marking;
 
 use crate::error::{Gemma4Error, read};
+use std::num::NonZeroUsize;
 use std::path::Path;
 use stream::decodes_token_by_token;
 use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTokenizer};
@@ -29,6 +31,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The added tokens of `inner`, set so that special tokens in a text are encoded as plain text.
     spelled: AddedVocabulary,
+    /// The largest number of characters that one token can stand for, or `None` if no such number is known.
+    longest: Option<NonZeroUsize>,
 }
 
 impl Tokenizer {
@@ -61,6 +65,17 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Returns a number of tokens that the encoded text exceeds or equals, without encoding the text. The number is 0 if the
+    /// tokenizer can shorten a text without bound.
+    pub fn fewest_tokens(&self, text: &str) -> usize {
+        self.fewest_tokens_of(text.chars().count())
+    }
+
+    fn fewest_tokens_of(&self, chars: usize) -> usize {
+        self.longest
+            .map_or(0, |longest| chars.div_ceil(longest.get()))
     }
 
     /// Encodes `text` as plain text. Ordinary tokens encode the characters of a special token, such as `<|turn>`.
@@ -145,7 +160,11 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
     inner.with_post_processor(None::<PostProcessorWrapper>);
     let mut spelled = inner.get_added_vocabulary().clone();
     spelled.set_encode_special_tokens(true);
-    Ok(Tokenizer { inner, spelled })
+    Ok(Tokenizer {
+        longest: longest::longest_token(bytes, &inner),
+        inner,
+        spelled,
+    })
 }
 
 fn refused(error: tokenizers::Error) -> Gemma4Error {
@@ -171,7 +190,7 @@ mod tests {
     }
 
     /// Returns a small `tokenizer.json` whose components have the types of Gemma's.
-    fn description() -> Value {
+    pub(super) fn description() -> Value {
         let words = ["<eos>", "<bos>", "<unk>", "▁", "h", "i", "hi", "▁hi"];
         let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
         let vocab: serde_json::Map<String, Value> = words
@@ -210,7 +229,7 @@ mod tests {
         })
     }
 
-    fn build(description: &Value) -> Result<Tokenizer, Gemma4Error> {
+    pub(super) fn build(description: &Value) -> Result<Tokenizer, Gemma4Error> {
         Tokenizer::from_bytes(description.to_string().as_bytes())
     }
 
