@@ -228,7 +228,11 @@ impl<'a> Answer<'a> {
         };
         match kind {
             TextKind::Answer => {
-                let (text, found) = self.stop.push(&text);
+                let (mut text, found) = self.stop.push(&text);
+                // A stop string does not span a thought or a tool call, so the text before them need not wait.
+                if found.is_none() && self.kind() != TextKind::Answer {
+                    text += &self.stop.finish();
+                }
                 self.send_text(TextKind::Answer, text, logprobs);
                 Ok(found)
             }

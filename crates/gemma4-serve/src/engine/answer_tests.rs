@@ -2,9 +2,8 @@
 
 use super::answer::Answer;
 use super::request::{AnswerOptions, EndReason, Event};
-use crate::testing::answer_options;
-use burn::tensor::Device;
-use burn_gemma4::{Gemma4, LoadOptions, RowResult, TextKind, Tokenizer};
+use crate::testing::{answer_options, gemma};
+use burn_gemma4::{RowResult, TextKind, Tokenizer};
 use std::sync::Arc;
 use tokio::sync::mpsc::unbounded_channel;
 
@@ -13,8 +12,7 @@ const TEXT: &str = "<|channel>thought\nlet me <see><channel|>The café.<|tool_ca
                     <|tool_call>call:f{}<tool_call|>Done: STOP here<turn|>";
 
 fn tokenizer() -> Tokenizer {
-    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new());
-    gemma.expect("the model loads").tokenizer().clone()
+    gemma().tokenizer().clone()
 }
 
 /// The thoughts, the text and the tool calls that a client receives, and the reason why the answer ended.
@@ -23,6 +21,8 @@ struct Received {
     thoughts: String,
     text: String,
     calls: Vec<String>,
+    /// The text, with `[call]` in the place of each tool call.
+    order: String,
     end: Option<EndReason>,
     tokens: usize,
 }
@@ -49,8 +49,14 @@ fn receive(tokenizer: &Tokenizer, tokens: &[u32], options: AnswerOptions) -> Rec
                 text,
                 ..
             } => received.thoughts += &text,
-            Event::Text { text, .. } => received.text += &text,
-            Event::ToolCall { text, .. } => received.calls.push(text),
+            Event::Text { text, .. } => {
+                received.text += &text;
+                received.order += &text;
+            }
+            Event::ToolCall { text, .. } => {
+                received.calls.push(text);
+                received.order += "[call]";
+            }
             Event::End { reason, usage, .. } => {
                 received.end = Some(reason);
                 received.tokens = usage.tokens;
@@ -84,12 +90,7 @@ fn parts_are_told_apart_wherever_the_answer_ends() {
         let found = receive(&tokenizer, &tokens, options(end));
         assert_eq!(found.end, Some(EndReason::Length));
         assert_eq!(found.tokens, end);
-        // The answer may be cut off within `thought`, the name of the channel. The thought is then the received part of this
-        // name.
-        assert!(
-            whole.thoughts.starts_with(&found.thoughts) || "thought".starts_with(&found.thoughts),
-            "{found:?}"
-        );
+        assert!(whole.thoughts.starts_with(&found.thoughts), "{found:?}");
         let text = found.text.trim_end_matches(char::REPLACEMENT_CHARACTER);
         assert!(whole.text.starts_with(text), "{found:?}");
         // Only the last tool call may be incomplete.
@@ -123,6 +124,42 @@ fn stop_strings_hold_in_the_text_only() {
         assert_eq!(with(string).text, "The café.Done: STOP here");
     }
     assert_eq!(with("é").text, "The caf");
+}
+
+#[test]
+fn text_that_may_begin_a_stop_string_stays_before_the_tool_call() {
+    let tokenizer = tokenizer();
+    let tokens = tokenizer.encode(TEXT).expect("the text encodes");
+    // The first string would end the answer only if it spanned the tool calls.
+    for stop in ["é.Done", "café.X", "."] {
+        let options = AnswerOptions {
+            max_tokens: 1000,
+            stop_strings: vec![stop.into()],
+            ..answer_options()
+        };
+        let found = receive(&tokenizer, &tokens, options);
+        let expected = match stop {
+            "." => "The café",
+            _ => "The café.[call][call]Done: STOP here",
+        };
+        assert_eq!(found.order, expected, "{stop}");
+    }
+}
+
+#[test]
+fn channel_with_the_beginning_of_the_name_is_a_thought() {
+    let tokenizer = tokenizer();
+    let encode = |text: &str| tokenizer.encode(text).expect("the text encodes");
+    let tokens = encode("<|channel>tho<channel|>x");
+    let options = |max_tokens| AnswerOptions {
+        max_tokens,
+        ..answer_options()
+    };
+    let found = receive(&tokenizer, &tokens, options(tokens.len()));
+    assert_eq!((&*found.thoughts, &*found.text), ("tho", "x"));
+    let cut = encode("<|channel>tho").len();
+    let found = receive(&tokenizer, &tokens, options(cut));
+    assert_eq!((&*found.thoughts, &*found.text), ("", ""));
 }
 
 #[test]
