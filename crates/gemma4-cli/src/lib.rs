@@ -19,6 +19,7 @@ mod dtype;
 mod error;
 pub mod hub;
 pub mod mesa_layer;
+pub mod messages;
 pub mod model;
 pub mod report;
 pub mod signals;

@@ -1,17 +1,18 @@
 //! Helpers for terminal programs: output that tolerates closed pipes, handling of Ctrl-C, and exit codes.
 
+pub use crate::messages::{fault, note, speak_as};
+
 use crate::{
     Error,
     mesa_layer::leave_out_device_selection,
+    messages::install_logger,
     signals::{self, Signal, Stopped},
 };
-use burn_gemma4::{Cancellation, Escaped, Gemma4Error, Generation, TextKind, Token, catch_panic};
-use log::{Level, LevelFilter, Log, Metadata, Record};
+use burn_gemma4::{Cancellation, Gemma4Error, Generation, TextKind, Token, catch_panic};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -48,54 +49,6 @@ pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     ExitCode::from(code_of(&error))
 }
 
-/// Installs a logger, which prints the log records of training like the program's own notes and errors. Log records of other
-/// crates need `RUST_LOG`, because drivers log errors from which they recover.
-fn install_logger() {
-    let others =
-        std::env::var_os("RUST_LOG").map(|_| env_logger::Builder::from_default_env().build());
-    let level = others
-        .as_ref()
-        .map_or(LevelFilter::Off, env_logger::Logger::filter);
-    // If another logger is installed already, that logger stays in use.
-    if log::set_boxed_logger(Box::new(Logger { others })).is_ok() {
-        log::set_max_level(level.max(LevelFilter::Info));
-    }
-}
-
-struct Logger {
-    others: Option<env_logger::Logger>,
-}
-
-#[cfg(feature = "training")]
-fn is_of_training(metadata: &Metadata<'_>) -> bool {
-    metadata.target() == gemma4_train::LOG_TARGET
-}
-
-#[cfg(not(feature = "training"))]
-fn is_of_training(_: &Metadata<'_>) -> bool {
-    false
-}
-
-impl Log for Logger {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let others = self.others.as_ref();
-        is_of_training(metadata) || others.is_some_and(|others| others.enabled(metadata))
-    }
-
-    fn log(&self, record: &Record<'_>) {
-        if is_of_training(record.metadata()) {
-            match record.level() {
-                Level::Error => fault(&record.args().to_string()),
-                _ => note(record.args()),
-            }
-        } else if let Some(others) = &self.others {
-            others.log(record);
-        }
-    }
-
-    fn flush(&self) {}
-}
-
 /// Returns the exit code for an error: 2 for wrong arguments, the signal's code for [`Stopped`], and 1 for all others.
 pub fn code_of(error: &Error) -> u8 {
     if let Some(Stopped(signal)) = error.downcast_ref() {
@@ -106,43 +59,6 @@ pub fn code_of(error: &Error) -> u8 {
     #[cfg(feature = "training")]
     let wrong_argument = wrong_argument || error.is::<gemma4_train::InvalidArgument>();
     if wrong_argument { USAGE } else { FAILURE }
-}
-
-/// The rank of this process. Only the process with the rank 0 prints notes.
-static RANK: AtomicUsize = AtomicUsize::new(0);
-
-/// Sets the rank of this process in a run of several processes. Error messages then name the rank, and only rank 0 prints
-/// notes.
-pub fn speak_as(rank: usize) {
-    RANK.store(rank, Ordering::Relaxed);
-}
-
-/// Joins the lines of an error's text to one line. Drivers report errors in several paragraphs.
-fn one_line(text: &str) -> String {
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    lines.collect::<Vec<_>>().join(" ")
-}
-
-/// Prints a note on standard error, if this process has rank 0. Unlike `eprintln!`, this function does not panic if standard
-/// error is closed.
-pub fn note(line: impl Display) {
-    if RANK.load(Ordering::Relaxed) == 0 {
-        say(format!("{}\n", Escaped::lines(line)));
-    }
-}
-
-/// Writes the line in a single call, so that output of other processes on the same terminal does not split the line.
-fn say(line: String) {
-    let _ = io::stderr().write_all(line.as_bytes());
-}
-
-/// Prints an error to standard error.
-pub fn fault(message: &str) {
-    let message = Escaped::line(one_line(message));
-    say(match RANK.load(Ordering::Relaxed) {
-        0 => format!("error: {message}\n"),
-        rank => format!("error: process {rank}: {message}\n"),
-    });
 }
 
 /// Prints a prompt for the user's input on standard error, because the prompt is not part of the program's output.
@@ -468,10 +384,5 @@ mod tests {
             trim_newline(&mut trimmed);
             assert_eq!(trimmed, text);
         }
-    }
-
-    #[test]
-    fn one_line_joins_the_lines_of_a_message() {
-        assert_eq!(one_line("a driver:\n\n  is gone\n"), "a driver: is gone");
     }
 }

@@ -1,9 +1,18 @@
 //! Helper functions for unit tests.
 
 use crate::engine::AnswerOptions;
+#[cfg(feature = "flex")]
+use burn_gemma4::Gemma4;
 use burn_gemma4::Sampling;
 
-/// Returns the options of an answer with greedy decoding and at most 8 tokens.
+/// Returns the embedded model on the CPU.
+#[cfg(feature = "flex")]
+pub fn gemma() -> Gemma4 {
+    let device = burn::tensor::Device::flex();
+    Gemma4::embedded(&device, burn_gemma4::LoadOptions::new()).expect("the model loads")
+}
+
+/// Returns the options of a greedy answer of at most 8 tokens.
 pub fn answer_options() -> AnswerOptions {
     AnswerOptions {
         max_tokens: 8,

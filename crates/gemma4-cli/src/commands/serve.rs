@@ -2,6 +2,7 @@
 
 use crate::{
     Error,
+    messages::{LogFormat, set_log_format},
     model::{Kv, ModelArguments, positive},
     signals,
     terminal::{WrongArgument, exit_code, note},
@@ -67,6 +68,15 @@ pub struct Serve {
     /// Chat template to use in place of the checkpoint's.
     #[arg(long, help_heading = "Server", value_name = "FILE")]
     chat_template: Option<PathBuf>,
+    /// Format of messages on standard error. json prints one object per line, and one for each request.
+    #[arg(
+        long,
+        value_enum,
+        help_heading = "Server",
+        value_name = "FORMAT",
+        default_value_t
+    )]
+    log_format: LogFormat,
     #[command(flatten)]
     engine: EngineArguments,
     #[command(flatten)]
@@ -135,6 +145,7 @@ impl Serve {
 }
 
 fn run(cli: &Serve) -> Result<(), Error> {
+    set_log_format(cli.log_format);
     let api_keys = api_keys(cli)?;
     let template = cli.chat_template.as_ref().map(ChatTemplate::from_file);
     let template = template.transpose()?;

@@ -1,7 +1,7 @@
 //! Constrains answers to a JSON schema, a regular expression or a grammar. The crate `llguidance` computes which tokens are
 //! allowed next.
 
-use crate::error::RequestError;
+use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use llguidance::{
     Matcher, ParserFactory,
@@ -14,12 +14,15 @@ use std::sync::Arc;
 /// The largest size of a grammar's source, in bytes.
 const LONGEST_GRAMMAR: usize = 256 << 10;
 
-/// The limits on the lines of a Lark grammar, on the depth of nested brackets, and on the references in a JSON schema.
-/// llguidance recurses without a limit, and a stack overflow would end the process. On a stack of 2 MB, 15,000 rules,
-/// 100,000 brackets and 3,000 references overflow.
+/// The most lines of a Lark grammar, the deepest nesting of brackets in a regular expression or a Lark grammar, and the most
+/// references in a JSON schema. llguidance recurses without a limit, and a stack overflow would end the process. In a build
+/// without optimizations, 2,000 rules overflow a stack of 2 MB.
 const MOST_LINES: usize = 2_000;
 const DEEPEST_NESTING: usize = 200;
 const MOST_REFERENCES: usize = 300;
+
+/// The stack of the thread that compiles a grammar, in bytes. The system allocates only the part that is used.
+const COMPILER_STACK: usize = 64 << 20;
 
 /// The source of a grammar.
 #[derive(Clone, Debug, PartialEq)]
@@ -142,18 +145,10 @@ impl Grammars {
             Grammar::Regex(regex) => TopLevelGrammar::from_regex(&regex),
             Grammar::Lark(lark) => TopLevelGrammar::from_lark(lark),
         };
-        let refuse = |error: String| RequestError::field(field, error);
-        let parser = self.factory.create_parser(source);
-        let mut matcher = Matcher::new(parser);
-        if let Some(error) = matcher.get_error() {
-            return Err(refuse(error));
-        }
-        // Compute the first token mask now, so that an error of the grammar refuses the request instead of failing its
-        // answer.
-        matcher
-            .compute_mask_or_eos()
-            .map_err(|error| refuse(error.to_string()))?;
+        let matcher = self.matcher(source)?;
+        let matcher = matcher.map_err(|error| RequestError::field(field, without_state(&error)))?;
         Ok(Constraint {
+            field: field.into(),
             matcher,
             vocabulary: self.vocabulary,
             thought,
@@ -165,8 +160,35 @@ impl Grammars {
     }
 }
 
-/// Limits the white space between two tokens of JSON. Without a limit, a model can write white space until `max_tokens` ends
-/// the answer.
+impl Grammars {
+    /// Compiles a grammar on a thread with a large stack. The inner result is an error of the grammar.
+    fn matcher(&self, source: TopLevelGrammar) -> Result<Result<Matcher, String>, RequestError> {
+        let compile = || {
+            let mut matcher = Matcher::new(self.factory.create_parser(source));
+            // Compute the first mask here, where an error is still an error of the request.
+            match matcher.get_error() {
+                Some(error) => Err(error),
+                None => match matcher.compute_mask_or_eos() {
+                    Ok(_) => Ok(matcher),
+                    Err(error) => Err(error.to_string()),
+                },
+            }
+        };
+        let thread = std::thread::Builder::new().stack_size(COMPILER_STACK);
+        let compiled = std::thread::scope(|scope| {
+            let compiler = thread.spawn_scoped(scope, compile);
+            compiler.map(|compiler| compiler.join())
+        });
+        let failed = |reason: &str| Err(RequestError::new(ErrorKind::Internal, reason));
+        match compiled {
+            Ok(Ok(matcher)) => Ok(matcher),
+            Ok(Err(_)) => failed("the compiler of grammars panicked"),
+            Err(_) => failed("the system cannot start a thread to compile a grammar"),
+        }
+    }
+}
+
+/// Limits the white space between two tokens of JSON. Without a limit, a model can write white space until the answer is full.
 fn with_bounded_space(mut schema: Value) -> Value {
     if let Some(fields) = schema.as_object_mut() {
         let guidance = serde_json::json!({"whitespace_pattern": "[ \\n\\r\\t]{0,16}"});
@@ -188,6 +210,8 @@ enum State {
 
 /// The state of a grammar's matcher in one answer.
 pub struct Constraint {
+    /// The field of the request that has the grammar.
+    field: Arc<str>,
     matcher: Matcher,
     vocabulary: usize,
     thought: Option<[u32; 2]>,
@@ -206,6 +230,7 @@ impl Constraint {
     /// Copies the state for another answer to the same prompt.
     pub(super) fn copy(&self) -> Self {
         Self {
+            field: self.field.clone(),
             matcher: self.matcher.deep_clone(),
             ..*self
         }
@@ -223,6 +248,7 @@ impl Constraint {
         logits: &mut [f32],
         stop_tokens: &[u32],
     ) -> Result<(), RequestError> {
+        let failed = |error| failed(&self.field, &error);
         let mask = self.matcher.compute_mask_or_eos().map_err(failed)?;
         let is_accepting =
             self.matcher.is_stopped() || self.matcher.is_accepting().map_err(failed)?;
@@ -252,16 +278,29 @@ impl Constraint {
             }
             _ => {
                 self.state = State::Answer;
-                self.matcher.consume_token(token).map_err(failed)?;
+                let consumed = self.matcher.consume_token(token);
+                consumed.map_err(|error| failed(&self.field, &error))?;
             }
         }
         Ok(self.matcher.is_stopped())
     }
 }
 
-fn failed(error: impl std::fmt::Display) -> RequestError {
-    RequestError::new(
-        crate::error::ErrorKind::Internal,
-        format!("the grammar failed: {error}"),
-    )
+/// Returns the error of a grammar that cannot be followed any further. A grammar that exceeds the limits of llguidance is the
+/// fault of the request.
+fn failed(field: &str, error: &impl ToString) -> RequestError {
+    let error = error.to_string();
+    let reason = without_state(&error);
+    match error.contains("TooComplex") {
+        true => {
+            let reason = format!("is too complex; expected a simpler grammar: {reason}");
+            RequestError::field(field, reason)
+        }
+        false => RequestError::new(ErrorKind::Internal, format!("the grammar failed: {reason}")),
+    }
+}
+
+/// Returns an error of llguidance without the parser's state, which follows the reason.
+fn without_state(error: &str) -> &str {
+    error.split("\n<state>").next().unwrap_or_default()
 }

@@ -3,11 +3,11 @@
 use super::metrics::Metrics;
 use super::request::{Event, Request};
 use super::scheduler::Scheduler;
+use super::shared::{Job, Limits, Message, Shared, reserved};
 use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{Batch, CacheKind, Gemma4, Gemma4Error};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 use tokio::sync::{mpsc as channel, oneshot};
 
@@ -48,82 +48,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// The limits on requests, derived from the engine's options and the model.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    pub context: usize,
-    pub kv_tokens: usize,
-    pub max_running: usize,
-    max_queue: usize,
-    vocabulary: usize,
-}
-
-/// A request that is sent to the engine's thread, with the channel for its events.
-pub(super) struct Job {
-    pub request: Request,
-    pub events: channel::UnboundedSender<Event>,
-    pub arrived: Instant,
-}
-
-impl Job {
-    /// The largest number of tokens that one answer of this request can occupy in the KV cache.
-    pub fn reserved(&self) -> usize {
-        reserved(&self.request)
-    }
-}
-
-fn reserved(request: &Request) -> usize {
-    request.prompt.len() + request.options.max_tokens
-}
-
-/// A message to the engine's thread: a new request, or a wake-up.
-pub(super) enum Message {
-    Submit(Box<Job>),
-    Wake,
-}
-
-/// The state that the handles and the engine's thread share.
-#[derive(Debug)]
-pub(super) struct Shared {
-    waiting: AtomicUsize,
-    draining: AtomicBool,
-    failure: OnceLock<String>,
-    pub limits: Limits,
-    pub metrics: Metrics,
-}
-
-impl Shared {
-    pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::SeqCst)
-    }
-
-    /// Removes `count` requests from the count of queued requests.
-    pub fn leave_queue(&self, count: usize) {
-        let before = self.waiting.fetch_sub(count, Ordering::SeqCst);
-        self.metrics.queued.set((before - count) as i64);
-    }
-
-    /// The largest number of tokens for which the KV cache allocates memory. `longest` is the number of tokens of the
-    /// longest answer with its prompt.
-    pub fn slots(answers: usize, longest: usize) -> usize {
-        Batch::largest_slots(answers, longest)
-    }
-
-    fn enter_queue(&self) -> bool {
-        let most = self.limits.max_queue;
-        let entered = self
-            .waiting
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |waiting| {
-                (waiting < most).then_some(waiting + 1)
-            });
-        if let Ok(before) = entered {
-            self.metrics.queued.set((before + 1) as i64);
-        }
-        entered.is_ok()
-    }
-}
-
-/// A handle to the engine's thread. Clones are handles to the same thread.
+/// A handle to the engine. Clones share one engine.
 #[derive(Clone, Debug)]
 pub struct Engine {
     inbox: mpsc::Sender<Message>,
@@ -163,28 +88,28 @@ impl Engine {
             max_queue: options.max_queue,
             vocabulary: config.vocab_size,
         };
-        let shared = Arc::new(Shared {
-            waiting: AtomicUsize::new(0),
-            draining: AtomicBool::new(false),
-            failure: OnceLock::new(),
-            limits,
-            metrics: Metrics::new(),
-        });
+        Self::spawn(limits, move |shared, messages| {
+            Scheduler::new(&gemma, &options, shared)?.run(messages)
+        })
+    }
+
+    /// Starts a thread that does the engine's `work`.
+    fn spawn(
+        limits: Limits,
+        work: impl FnOnce(Arc<Shared>, &mpsc::Receiver<Message>) -> Result<(), Gemma4Error>
+        + Send
+        + 'static,
+    ) -> Result<(Self, oneshot::Receiver<Result<(), String>>), Gemma4Error> {
+        let shared = Arc::new(Shared::new(limits));
         let (inbox, messages) = mpsc::channel();
         let (ended, outcome) = oneshot::channel();
         let of_thread = shared.clone();
         std::thread::Builder::new()
             .name("engine".into())
             .spawn(move || {
-                let outcome = supervise(|| {
-                    Scheduler::new(&gemma, &options, of_thread.clone())
-                        .and_then(|mut scheduler| scheduler.run(&messages))
-                });
-                if let Err(reason) = &outcome {
-                    // Only this thread sets the failure, and only once, so `set` cannot fail.
-                    let _ = of_thread.failure.set(reason.clone());
-                }
-                // Ignore a failed send: the server may have dropped the receiver already.
+                let outcome = supervise(|| work(of_thread.clone(), &messages));
+                of_thread.end(outcome.clone());
+                // The receiver may be gone, because the server may have ended first.
                 let _ = ended.send(outcome);
             })
             .map_err(|error| Gemma4Error::Device(format!("cannot start a thread: {error}")))?;
@@ -204,8 +129,7 @@ impl Engine {
             return Err(error);
         }
         if self.shared.is_draining() {
-            let message = "the server is shutting down; send the request to another server";
-            return Err(RequestError::new(ErrorKind::Draining, message));
+            return Err(draining());
         }
         if !self.shared.enter_queue() {
             self.count_refused();
@@ -225,7 +149,7 @@ impl Engine {
             Ok(()) => Ok(receiver),
             Err(_) => {
                 self.shared.leave_queue(1);
-                Err(self.stopped())
+                Err(self.failure().unwrap_or_else(draining))
             }
         }
     }
@@ -285,8 +209,8 @@ impl Engine {
 
     /// Lets the engine finish the submitted requests, and refuse all further requests. The engine's thread then ends.
     pub fn drain(&self) {
-        self.shared.draining.store(true, Ordering::SeqCst);
-        // Ignore a failed send: the engine's thread has ended already.
+        self.shared.drain();
+        // An error means that the thread has ended already.
         let _ = self.inbox.send(Message::Wake);
     }
 
@@ -295,19 +219,16 @@ impl Engine {
         self.shared.is_draining()
     }
 
-    /// Returns the error for a request whose events end before its answers end.
-    pub fn stopped(&self) -> RequestError {
-        self.failure().unwrap_or_else(|| {
-            RequestError::new(
-                ErrorKind::Internal,
-                "the engine has ended before the answer",
-            )
-        })
+    /// Waits for the end of the engine's thread, and returns the error of a request whose events ended before the answer. The
+    /// events end before the thread does, when the reason of a failure is not known yet.
+    pub async fn stopped(&self) -> RequestError {
+        self.shared.ended().await;
+        self.failure().unwrap_or_else(draining)
     }
 
     /// Returns the reason why the engine has failed, or `None` if it has not failed.
     pub fn failure(&self) -> Option<RequestError> {
-        let reason = self.shared.failure.get()?;
+        let reason = self.shared.failure()?;
         let message = format!("the engine has failed: {reason}");
         Some(RequestError::new(ErrorKind::Internal, message))
     }
@@ -328,7 +249,12 @@ impl Engine {
     }
 }
 
-/// Runs the main loop of the engine's thread. Returns the reason if the loop returns an error or panics.
+fn draining() -> RequestError {
+    let message = "the server is shutting down; send the request to another server";
+    RequestError::new(ErrorKind::Draining, message)
+}
+
+/// Runs the work of the engine's thread. Returns the reason if the work fails or panics.
 fn supervise(work: impl FnOnce() -> Result<(), Gemma4Error>) -> Result<(), String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(outcome) => outcome.map_err(|error| error.to_string()),
@@ -344,8 +270,84 @@ fn text(panic: &(dyn std::any::Any + Send)) -> String {
 }
 
 #[cfg(test)]
+impl Engine {
+    /// Starts an engine without a model, which answers the first `requests` requests with one word each and then panics.
+    pub(crate) fn that_panics(
+        requests: usize,
+        reason: &'static str,
+    ) -> (Self, oneshot::Receiver<Result<(), String>>) {
+        use std::time::Duration;
+        let limits = Limits {
+            context: 1000,
+            kv_tokens: usize::MAX,
+            max_running: 8,
+            max_queue: 8,
+            vocabulary: usize::MAX,
+        };
+        let engine = Self::spawn(limits, move |_, messages| {
+            let jobs: Vec<_> = messages.iter().take(requests).collect();
+            for job in &jobs {
+                if let Message::Submit(job) = job {
+                    let event = Event::Text {
+                        choice: 0,
+                        kind: burn_gemma4::TextKind::Answer,
+                        text: "word".into(),
+                        logprobs: Vec::new(),
+                    };
+                    job.events.send(event).expect("the client waits");
+                }
+            }
+            // The clients read the end of their events before this thread can report the reason.
+            drop(jobs);
+            std::thread::sleep(Duration::from_millis(50));
+            panic!("{reason}");
+        });
+        engine.expect("a thread")
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::answer_options;
+
+    fn request() -> Request {
+        Request {
+            prompt: vec![1],
+            choices: 1,
+            options: answer_options(),
+            constraint: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn stopped_after_a_panic_gives_its_reason() {
+        let (engine, outcome) = Engine::that_panics(2, "kernel 3 failed");
+        let first = engine.submit(request()).expect("the queue has a place");
+        let second = engine.submit(request()).expect("the queue has a place");
+        for mut events in [first, second] {
+            assert!(matches!(events.recv().await, Some(Event::Text { .. })));
+            assert_eq!(events.recv().await, None);
+            let error = engine.stopped().await;
+            assert_eq!(error.status(), 500);
+            assert_eq!(error.message, "the engine has failed: kernel 3 failed");
+        }
+        let reason = outcome.await.expect("the thread reports its end");
+        assert_eq!(reason, Err("kernel 3 failed".into()));
+        let error = engine.submit(request()).expect_err("the engine has failed");
+        assert!(error.message.contains("kernel 3"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn submit_after_the_end_of_a_drain_is_refused_as_draining() {
+        let limits = Engine::that_panics(1, "").0.shared.limits;
+        let (engine, outcome) = Engine::spawn(limits, |_, _| Ok(())).expect("a thread");
+        assert_eq!(outcome.await.expect("the thread reports its end"), Ok(()));
+        // The thread has ended before this request, as if the drain had begun within `submit`.
+        let error = engine.submit(request()).expect_err("the engine has ended");
+        assert_eq!(error.status(), 503);
+        assert_eq!(engine.stopped().await.status(), 503);
+    }
 
     #[test]
     fn supervise_gives_the_reason_of_an_error_or_panic() {

@@ -14,10 +14,13 @@ mod answer;
 #[cfg(all(test, feature = "flex"))]
 mod answer_tests;
 mod constraint;
+#[cfg(all(test, feature = "flex"))]
+mod constraint_tests;
 mod handle;
 mod metrics;
 mod request;
 mod scheduler;
+mod shared;
 mod stop;
 
 pub use constraint::{Constraint, Grammar, Grammars};

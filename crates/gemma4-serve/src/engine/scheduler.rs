@@ -1,8 +1,9 @@
 //! The main loop of the engine's thread: admits requests, prefills prompts in chunks, and decodes all answers together.
 
 use super::answer::Answer;
-use super::handle::{EngineOptions, Job, Message, Shared};
+use super::handle::EngineOptions;
 use super::request::Event;
+use super::shared::{Job, Message, Shared};
 use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, RowChoice, RowResult};
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,11 +1,11 @@
 //! Collects the engine's events into complete answers.
 
-use super::app::{App, new_id};
+use super::app::new_id;
+use super::events::Events;
 use crate::engine::{AnswerUsage, EndReason, Event, TokenProbability};
 use crate::error::RequestError;
 use crate::text::{ToolCall, parse_tool_call};
 use burn_gemma4::TextKind;
-use tokio::sync::mpsc::UnboundedReceiver;
 
 /// A tool call. The client sends the result of the call back under the same id.
 #[derive(Clone, Debug)]
@@ -92,38 +92,36 @@ impl CompleteAnswer {
 
 /// Waits for all answers of a request. The id of each tool call begins with `prefix`.
 pub(crate) async fn collect(
-    app: &App,
-    mut events: UnboundedReceiver<Event>,
+    mut events: Events,
     choices: usize,
     prefix: &str,
 ) -> Result<Vec<CompleteAnswer>, RequestError> {
     let mut answers: Vec<CompleteAnswer> = (0..choices).map(|_| Default::default()).collect();
     while answers.iter().any(|answer| answer.end.is_none()) {
-        match events.recv().await {
-            Some(Event::Text {
+        match events.next().await {
+            Event::Text {
                 choice,
                 kind,
                 text,
                 logprobs,
-            }) => {
+            } => {
                 if !text.is_empty() {
                     answers[choice].push(Part::of_text(kind, text));
                 }
                 answers[choice].logprobs.extend(logprobs);
             }
-            Some(Event::ToolCall { choice, text }) => {
+            Event::ToolCall { choice, text } => {
                 answers[choice].push(Part::of_call(text, prefix));
             }
-            Some(Event::End {
+            Event::End {
                 choice,
                 reason,
                 usage,
-            }) => {
+            } => {
                 answers[choice].end = Some(reason);
                 answers[choice].usage = usage;
             }
-            Some(Event::Failed(error)) => return Err(error),
-            None => return Err(app.engine.stopped()),
+            Event::Failed(error) => return Err(error),
         }
     }
     Ok(answers)

@@ -1,11 +1,12 @@
 //! The state that all HTTP handlers share, and the options of the server.
 
-use crate::engine::{Constraint, Engine, Event, Grammar, Grammars, Request};
+use super::events::Events;
+use super::request_log::RequestLog;
+use crate::engine::{Constraint, Engine, Grammar, Grammars, Request};
 use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::mpsc::UnboundedReceiver;
 
 /// The options of the server.
 #[derive(Clone, Debug)]
@@ -18,7 +19,9 @@ pub struct ServerOptions {
     pub max_body: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
-    /// The time limit for receiving the body of a request.
+    /// The longest time for the headers of a request to arrive. A silent connection would otherwise hold its place for ever.
+    pub header_timeout: Duration,
+    /// The longest time for the body of a request to arrive.
     pub body_timeout: Duration,
     /// The interval between the heartbeats of a stream. Heartbeats keep the connection open while no token arrives.
     pub heartbeat: Duration,
@@ -33,6 +36,7 @@ impl Default for ServerOptions {
             api_keys: Vec::new(),
             max_body: 16 << 20,
             max_connections: 1024,
+            header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
             heartbeat: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
@@ -56,7 +60,7 @@ impl App {
             engine,
             text,
             options,
-            started: now(),
+            started: now().as_secs(),
             grammars: OnceLock::new(),
         }
     }
@@ -95,13 +99,16 @@ impl App {
     /// grammars may take long, and must not delay other connections.
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
+        log: &RequestLog,
         prepare: impl FnOnce(&Self) -> Result<(Request, T), RequestError> + Send + 'static,
-    ) -> Result<(UnboundedReceiver<Event>, usize, T), RequestError> {
-        let app = self.clone();
+    ) -> Result<(Events, usize, T), RequestError> {
+        let (app, log) = (self.clone(), log.clone());
         let prepared = tokio::task::spawn_blocking(move || {
             let (request, context) = prepare(&app)?;
-            let prompt_tokens = request.prompt.len();
+            let (prompt_tokens, choices) = (request.prompt.len(), request.choices);
             let events = app.engine.submit(request)?;
+            log.submitted(prompt_tokens, choices);
+            let events = Events::new(events, app.engine.clone(), log);
             Ok((events, prompt_tokens, context))
         });
         prepared.await.unwrap_or_else(|error| {
@@ -111,11 +118,12 @@ impl App {
     }
 }
 
-/// Returns the seconds since 1970.
-pub(crate) fn now() -> u64 {
+/// The time since 1970.
+pub(crate) fn now() -> Duration {
+    // A clock before 1970 gives 0.
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
-        .map_or(0, |time| time.as_secs())
+        .unwrap_or_default()
 }
 
 /// Returns a new identifier with a prefix, such as `chatcmpl-`.

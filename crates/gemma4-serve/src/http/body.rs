@@ -55,9 +55,11 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
         let reason = error.into_inner();
-        match path.as_str() {
-            "." => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),
-            _ => RequestError::field(path, reason),
+        // The path of an error that is not in a field ends with a dot or a question mark. A body that ends early is not the
+        // fault of its last field.
+        match path.trim_end_matches(['.', '?']) {
+            field if !field.is_empty() && !reason.is_eof() => RequestError::field(field, reason),
+            _ => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),
         }
     })?;
     json.end()

@@ -11,7 +11,11 @@ use serde_json::{Value, json};
 /// The value of the header `Retry-After` in seconds, if the queue is full or the server is shutting down.
 const RETRY_AFTER: &str = "1";
 
-/// The API of a request, which determines the JSON format of errors.
+/// The text of the error in a response.
+#[derive(Clone, Debug)]
+pub(crate) struct ErrorText(pub String);
+
+/// The API of a request, which determines the form of its errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     OpenAi,
@@ -43,11 +47,21 @@ impl Form {
         }
     }
 
-    /// Returns the HTTP response for an error.
+    /// The name of the header with the request's id.
+    pub fn id_header(self) -> &'static str {
+        match self {
+            Self::OpenAi => "x-request-id",
+            Self::Anthropic => "request-id",
+        }
+    }
+
+    /// Returns the response of an error. The response carries the error's text for the log.
     pub fn response(self, error: &RequestError) -> Response {
         let status = StatusCode::from_u16(error.status());
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let mut response = (status, Json(self.body(error))).into_response();
+        let text = ErrorText(error.message.clone());
+        response.extensions_mut().insert(text);
         if matches!(error.kind, ErrorKind::Busy | ErrorKind::Draining) {
             let value = HeaderValue::from_static(RETRY_AFTER);
             response.headers_mut().insert(header::RETRY_AFTER, value);

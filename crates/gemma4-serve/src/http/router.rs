@@ -2,6 +2,7 @@
 
 use super::app::App;
 use super::form::Form;
+use super::request_log::log_request;
 use super::{anthropic, openai, page};
 use crate::error::{ErrorKind, RequestError};
 use axum::{
@@ -36,6 +37,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/", get(page::page))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(app.clone(), log_request))
         .with_state(app)
 }
 

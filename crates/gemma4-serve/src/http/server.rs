@@ -1,22 +1,19 @@
 //! The server: accepts connections, and shuts down together with its engine.
 
 use super::app::{App, ServerOptions};
+use super::connections::Connections;
 use super::listener::LimitedListener;
 use super::router::router;
 use crate::engine::{Engine, EngineOptions};
 use crate::text::TextModel;
 use axum::Router;
-use axum::serve::Listener;
 use burn_gemma4::{ChatTemplate, Gemma4, Gemma4Error};
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 /// A server of one model.
 ///
@@ -66,6 +63,7 @@ impl Server {
             text = text.with_template(template);
         }
         let (engine, outcome) = Engine::start(gemma, engine)?;
+        let text = text.with_context(engine.context());
         Ok(Self {
             app: Arc::new(App::new(engine, text, options)),
             outcome,
@@ -82,127 +80,120 @@ impl Server {
         &self.app.engine
     }
 
-    /// Serves requests until `shutdown` completes. The server then refuses new requests. Running requests may continue for
-    /// at most [`ServerOptions::drain_timeout`].
+    /// Serves requests until `shutdown` completes or the engine ends. During the shutdown, new requests are refused, and the
+    /// requests in progress have the time of [`ServerOptions::drain_timeout`].
     ///
     /// # Errors
-    /// Returns the reason if the engine or the listener fails.
+    /// Returns the reason if the engine fails.
     pub async fn serve(
         self,
         listener: TcpListener,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), String> {
-        let Self { app, mut outcome } = self;
-        let (stop, stopped) = oneshot::channel::<()>();
-        let engine = app.engine.clone();
-        let graceful = async move {
-            tokio::select! {
-                () = shutdown => (),
-                _ = stopped => (),
-            }
-            engine.drain();
+        let Self { app, outcome } = self;
+        let (engine, drain_timeout) = (app.engine.clone(), app.options.drain_timeout);
+        let mut listener = LimitedListener::new(listener, app.options.max_connections);
+        let mut connections = Connections::new(router(app.clone()), app.options.header_timeout);
+        let outcome = async { outcome.await.unwrap_or_else(|_| Err("it has ended".into())) };
+        tokio::pin!(outcome, shutdown);
+        let ended = tokio::select! {
+            never = connections.accept(&mut listener) => match never {},
+            () = &mut shutdown => None,
+            outcome = &mut outcome => Some(outcome),
         };
-        let drained = app.engine.clone();
-        let drain_timeout = app.options.drain_timeout;
-        let listener = LimitedListener::new(listener, app.options.max_connections);
-        let mut served = tokio::spawn(serve_connections(listener, router(app), graceful));
-        let timeout = wait_drained(drained.clone(), drain_timeout);
-        tokio::pin!(timeout);
-        let mut ended = None;
-        loop {
-            tokio::select! {
-                result = &mut served => {
-                    result.map_err(|error| error.to_string())?;
-                    drained.drain();
-                    return match ended {
-                        Some(outcome) => outcome,
-                        None => outcome.await.unwrap_or(Ok(())),
-                    };
-                }
-                result = &mut outcome, if ended.is_none() => {
-                    let result = result.unwrap_or_else(|_| Err("the engine has ended".into()));
-                    if let Err(reason) = result {
-                        // Wait up to 200 ms, so that the open connections can send the error to their clients.
-                        let _ = stop.send(());
-                        let moment = std::time::Duration::from_millis(200);
-                        let _ = tokio::time::timeout(moment, &mut served).await;
-                        return Err(reason);
-                    }
-                    ended = Some(result);
-                }
-                () = &mut timeout => {
+        // The listener stays open, so that new requests learn that the server shuts down.
+        engine.drain();
+        connections.close_after_answers();
+        let deadline = Instant::now() + drain_timeout;
+        let ended = match ended {
+            Some(ended) => ended,
+            None => tokio::select! {
+                never = connections.accept(&mut listener) => match never {},
+                outcome = &mut outcome => outcome,
+                () = sleep_until(deadline) => {
                     log::warn!("the drain timeout has passed; open requests are cancelled");
-                    served.abort();
                     return Ok(());
                 }
-            }
-        }
+            },
+        };
+        drop(listener);
+        // The last part of an answer, or the error, may still be on its way to the client.
+        let moment = match ended {
+            Ok(()) => deadline,
+            Err(_) => Instant::now() + LAST_MOMENT,
+        };
+        // Connections that are open after the time are cut.
+        let _ = timeout_at(moment, connections.closed()).await;
+        ended
     }
 }
 
-/// The time limit for receiving the headers of a request. Without the limit, an idle connection would count as open forever.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Accepts connections until `shutdown` completes. Then waits until the open connections have sent their responses.
-async fn serve_connections(
-    mut listener: LimitedListener,
-    router: Router,
-    shutdown: impl Future<Output = ()>,
-) {
-    let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIMEOUT);
-    let service = TowerToHyperService::new(router);
-    let connections = GracefulShutdown::new();
-    tokio::pin!(shutdown);
-    loop {
-        tokio::select! {
-            (stream, _) = listener.accept() => {
-                let connection = http.serve_connection(TokioIo::new(stream), service.clone());
-                let connection = connections.watch(connection);
-                tokio::spawn(async move {
-                    // Only log an error, which affects a single connection: the client has disconnected or has not sent
-                    // valid HTTP.
-                    if let Err(error) = connection.await {
-                        log::debug!("connection: {error}");
-                    }
-                });
-            }
-            () = &mut shutdown => break,
-        }
-    }
-    drop(listener);
-    connections.shutdown().await;
-}
-
-/// Returns when `timeout` has passed since the engine began to drain.
-async fn wait_drained(engine: Engine, timeout: std::time::Duration) {
-    const POLL: std::time::Duration = std::time::Duration::from_millis(50);
-    while !engine.is_draining() {
-        tokio::time::sleep(POLL).await;
-    }
-    tokio::time::sleep(timeout).await;
-}
+/// The time that open connections have to receive the reason of a failure.
+const LAST_MOMENT: Duration = Duration::from_millis(200);
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use burn_gemma4::LoadOptions;
+    use crate::testing::gemma;
+    use axum::body::Body;
+    use axum::http::{Request, StatusCode};
+    use http_body_util::BodyExt;
+    use serde_json::json;
+    use tower::ServiceExt;
+
+    async fn send(router: Router, path: &str, stream: bool) -> (StatusCode, String) {
+        let body = json!({
+            "model": "gemma4", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stream": stream,
+        });
+        let request = Request::post(path)
+            .header("content-type", "application/json")
+            .body(Body::from(body.to_string()))
+            .expect("a request");
+        let response = router.oneshot(request).await.expect("infallible");
+        let status = response.status();
+        let body = response.into_body().collect().await.expect("a body");
+        let text = String::from_utf8(body.to_bytes().to_vec());
+        (status, text.expect("UTF-8"))
+    }
 
     #[tokio::test]
-    async fn serve_ends_with_the_reason_of_the_engine() {
-        let device = burn::tensor::Device::flex();
-        let gemma = Gemma4::embedded(&device, LoadOptions::new()).expect("the model loads");
-        let server = Server::new(gemma, EngineOptions::default(), ServerOptions::default());
-        let (failing, outcome) = oneshot::channel();
+    async fn panic_of_the_engine_ends_all_requests_and_the_server_with_its_reason() {
+        const REASON: &str = "kernel 3 failed";
+        let text = TextModel::new(&gemma());
+        let (engine, outcome) = Engine::that_panics(4, REASON);
         let server = Server {
+            app: Arc::new(App::new(engine, text, ServerOptions::default())),
             outcome,
-            ..server.expect("the options fit")
         };
+        let router = server.router();
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let served = tokio::spawn(server.serve(listener, std::future::pending()));
-        let reason = Err("device: lost".to_owned());
-        failing.send(reason.clone()).expect("the server runs");
-        assert_eq!(served.await.expect("the server ends"), reason);
+        let (chat, messages) = ("/v1/chat/completions", "/v1/messages");
+        let answers = tokio::join!(
+            send(router.clone(), chat, false),
+            send(router.clone(), chat, true),
+            send(router.clone(), messages, false),
+            send(router.clone(), messages, true),
+        );
+        for (index, (status, text)) in [answers.0, answers.1, answers.2, answers.3]
+            .into_iter()
+            .enumerate()
+        {
+            // The responses of streams have begun before the panic.
+            let expected = match index % 2 {
+                0 => StatusCode::INTERNAL_SERVER_ERROR,
+                _ => StatusCode::OK,
+            };
+            assert_eq!(status, expected, "{text}");
+            assert!(text.contains(REASON), "{text}");
+            assert!(
+                !text.contains("[DONE]") && !text.contains("message_stop"),
+                "{text}"
+            );
+        }
+        let (status, text) = send(router, chat, false).await;
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert!(text.contains(REASON), "{text}");
+        assert_eq!(served.await.expect("the server ends"), Err(REASON.into()));
     }
 }

@@ -1,6 +1,6 @@
 //! Responses as streams of server-sent events.
 
-use super::app::App;
+use super::events::Events;
 use crate::engine::Event;
 use crate::error::RequestError;
 use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
@@ -10,8 +10,7 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::sync::Arc;
-use tokio::sync::mpsc::UnboundedReceiver;
+use std::time::Duration;
 
 /// A server-sent event: its data, and its name if the API names events.
 #[derive(Debug)]
@@ -81,27 +80,24 @@ pub(crate) trait StreamWriter: Send + 'static {
 }
 
 struct State<W> {
-    app: Arc<App>,
-    events: UnboundedReceiver<Event>,
+    events: Events,
     writer: W,
     pending: VecDeque<Message>,
     is_over: bool,
 }
 
-/// Returns a response that streams the answers. If the client disconnects, the stream and its receiver are dropped, which
-/// cancels the request.
+/// Returns the response that streams the events, with heartbeats at the given interval. If the client leaves, the stream is dropped, and with it the receiver.
 pub(crate) fn respond(
-    app: Arc<App>,
-    events: UnboundedReceiver<Event>,
+    heartbeat: Duration,
+    events: Events,
     mut writer: impl StreamWriter,
 ) -> Response {
-    let mut keep_alive = KeepAlive::new().interval(app.options.heartbeat);
+    let mut keep_alive = KeepAlive::new().interval(heartbeat);
     if let Some(heartbeat) = writer.heartbeat() {
         keep_alive = keep_alive.event(heartbeat.into_event());
     }
     let state = State {
         pending: writer.begin().into(),
-        app,
         events,
         writer,
         is_over: false,
@@ -114,22 +110,18 @@ pub(crate) fn respond(
             if state.is_over {
                 return None;
             }
-            let messages = match state.events.recv().await {
-                Some(Event::Failed(error)) => {
+            let messages = match state.events.next().await {
+                Event::Failed(error) => {
                     state.is_over = true;
                     state.writer.fail(&error)
                 }
-                Some(event) => {
+                event => {
                     let mut messages = state.writer.event(event);
                     if state.writer.has_ended() {
                         state.is_over = true;
                         messages.extend(state.writer.end());
                     }
                     messages
-                }
-                None => {
-                    state.is_over = true;
-                    state.writer.fail(&state.app.engine.stopped())
                 }
             };
             state.pending.extend(messages);

@@ -16,7 +16,7 @@ pub(crate) struct MessageField {
 
 /// The content of a message or a tool result: a text or a list of blocks.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a text or a list of content blocks")]
 pub(crate) enum Blocks {
     Text(String),
     Blocks(Vec<Block>),

@@ -1,16 +1,17 @@
 //! The handlers of `/v1/messages` and `/v1/messages/count_tokens`.
 
 use super::super::answers::{CompleteAnswer, Part, collect};
-use super::super::app::{App, new_id};
+use super::super::app::App;
 use super::super::body::read_json;
 use super::super::form::Form;
+use super::super::request_log::RequestLog;
 use super::super::stream::respond;
 use super::request::MessagesRequest;
 use super::writer::MessageWriter;
 use crate::engine::EndReason;
 use crate::error::{ErrorKind, RequestError};
 use axum::{
-    Json,
+    Extension, Json,
     body::Body,
     extract::State,
     http::Request,
@@ -22,9 +23,13 @@ use std::sync::Arc;
 /// The prefix of the ids of tool calls.
 pub(super) const CALL_PREFIX: &str = "toolu_";
 
-/// Handles a request to `/v1/messages`.
-pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
-    match answer(app, request).await {
+/// Handles a request.
+pub(crate) async fn handle(
+    State(app): State<Arc<App>>,
+    Extension(log): Extension<RequestLog>,
+    request: Request<Body>,
+) -> Response {
+    match answer(app, log, request).await {
         Ok(response) => response,
         Err(error) => Form::Anthropic.response(&error),
     }
@@ -45,16 +50,21 @@ pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -
     }
 }
 
-async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+async fn answer(
+    app: Arc<App>,
+    log: RequestLog,
+    request: Request<Body>,
+) -> Result<Response, RequestError> {
     let request: MessagesRequest = read_json(request, &app.options).await?;
-    let (events, prompt_tokens, stream) = app.submit(|app| request.prepare(app)).await?;
+    let (events, prompt_tokens, stream) = app.submit(&log, |app| request.prepare(app)).await?;
+    let id = log.id("msg_");
     if stream {
-        let writer = MessageWriter::new(app.options.model.clone(), prompt_tokens);
-        return Ok(respond(app, events, writer));
+        let writer = MessageWriter::new(id, app.options.model.clone(), prompt_tokens);
+        return Ok(respond(app.options.heartbeat, events, writer));
     }
-    let mut answers = collect(&app, events, 1, CALL_PREFIX).await?;
+    let mut answers = collect(events, 1, CALL_PREFIX).await?;
     let answer = answers.pop().unwrap_or_default();
-    Ok(Json(complete(&app, &answer, prompt_tokens)).into_response())
+    Ok(Json(complete(&app, id, &answer, prompt_tokens)).into_response())
 }
 
 /// Returns Anthropic's name for the reason why an answer ended, and the stop string or null.
@@ -67,7 +77,7 @@ pub(super) fn stop_reason(reason: &EndReason, has_calls: bool) -> (&'static str,
     }
 }
 
-fn complete(app: &App, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
+fn complete(app: &App, id: String, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
     let content = answer.parts.iter().map(|part| match part {
         Part::Text(text) => json!({"type": "text", "text": text}),
         Part::Thought(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
@@ -79,7 +89,7 @@ fn complete(app: &App, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
     let end = answer.end.as_ref().unwrap_or(&EndReason::Stop);
     let (reason, string) = stop_reason(end, answer.calls().next().is_some());
     json!({
-        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": app.options.model,
+        "id": id, "type": "message", "role": "assistant", "model": app.options.model,
         "content": content.collect::<Value>(), "stop_reason": reason, "stop_sequence": string,
         "usage": {"input_tokens": prompt_tokens, "output_tokens": answer.usage.tokens},
     })

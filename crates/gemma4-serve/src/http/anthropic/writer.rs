@@ -1,7 +1,6 @@
 //! Writes an answer as a stream of Anthropic's events.
 
 use super::super::answers::Part;
-use super::super::app::new_id;
 use super::super::form::Form;
 use super::super::stream::{Message, StreamWriter};
 use super::messages::{CALL_PREFIX, stop_reason};
@@ -28,9 +27,9 @@ pub(super) struct MessageWriter {
 }
 
 impl MessageWriter {
-    pub fn new(model: String, prompt_tokens: usize) -> Self {
+    pub fn new(id: String, model: String, prompt_tokens: usize) -> Self {
         Self {
-            id: new_id("msg_"),
+            id,
             model,
             prompt_tokens,
             blocks: 0,

@@ -1,16 +1,17 @@
 //! The handler of `/v1/chat/completions`.
 
 use super::super::answers::{Call, CompleteAnswer, Part, collect};
-use super::super::app::{App, new_id, now};
+use super::super::app::{App, now};
 use super::super::body::read_json;
 use super::super::form::Form;
+use super::super::request_log::RequestLog;
 use super::super::stream::{Message, StreamWriter, respond};
 use super::chat_request::{ChatContext, ChatRequest};
 use super::logprobs;
 use crate::engine::{EndReason, Event};
 use crate::error::RequestError;
 use axum::{
-    Json,
+    Extension, Json,
     body::Body,
     extract::State,
     http::Request,
@@ -22,22 +23,31 @@ use std::sync::Arc;
 /// The prefix of the ids of tool calls.
 pub(crate) const CALL_PREFIX: &str = "call_";
 
-/// Handles a request to `/v1/chat/completions`.
-pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
-    match answer(app, request).await {
+/// Handles a request.
+pub(crate) async fn handle(
+    State(app): State<Arc<App>>,
+    Extension(log): Extension<RequestLog>,
+    request: Request<Body>,
+) -> Response {
+    match answer(app, log, request).await {
         Ok(response) => response,
         Err(error) => Form::OpenAi.response(&error),
     }
 }
 
-async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+async fn answer(
+    app: Arc<App>,
+    log: RequestLog,
+    request: Request<Body>,
+) -> Result<Response, RequestError> {
     let request: ChatRequest = read_json(request, &app.options).await?;
-    let (events, prompt_tokens, context) = app.submit(|app| request.prepare(app)).await?;
-    let writer = ChatWriter::new(app.clone(), context, prompt_tokens);
+    let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
+    let id = log.id("chatcmpl-");
+    let writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
     if writer.context.stream {
-        return Ok(respond(app, events, writer));
+        return Ok(respond(app.options.heartbeat, events, writer));
     }
-    let answers = collect(&app, events, writer.context.choices, CALL_PREFIX).await?;
+    let answers = collect(events, writer.context.choices, CALL_PREFIX).await?;
     Ok(Json(writer.complete(&answers)).into_response())
 }
 
@@ -69,11 +79,11 @@ struct ChatWriter {
 }
 
 impl ChatWriter {
-    fn new(app: Arc<App>, context: ChatContext, prompt_tokens: usize) -> Self {
+    fn new(app: Arc<App>, id: String, context: ChatContext, prompt_tokens: usize) -> Self {
         Self {
             app,
-            id: new_id("chatcmpl-"),
-            created: now(),
+            id,
+            created: now().as_secs(),
             prompt_tokens,
             tokens: 0,
             thinking_tokens: 0,

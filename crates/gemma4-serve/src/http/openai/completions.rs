@@ -1,9 +1,10 @@
 //! The handler of `/v1/completions`.
 
 use super::super::answers::{CompleteAnswer, collect};
-use super::super::app::{App, new_id, now};
+use super::super::app::{App, now};
 use super::super::body::read_json;
 use super::super::form::Form;
+use super::super::request_log::RequestLog;
 use super::super::stream::{Message, StreamWriter, respond};
 use super::chat::{CALL_PREFIX, finish_reason};
 use super::completions_request::{CompletionContext, CompletionRequest};
@@ -11,7 +12,7 @@ use super::logprobs;
 use crate::engine::{EndReason, Event, TokenProbability};
 use crate::error::RequestError;
 use axum::{
-    Json,
+    Extension, Json,
     body::Body,
     extract::State,
     http::Request,
@@ -20,34 +21,42 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Handles a request to `/v1/completions`.
-pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
-    match answer(app, request).await {
+/// Handles a request.
+pub(crate) async fn handle(
+    State(app): State<Arc<App>>,
+    Extension(log): Extension<RequestLog>,
+    request: Request<Body>,
+) -> Response {
+    match answer(app, log, request).await {
         Ok(response) => response,
         Err(error) => Form::OpenAi.response(&error),
     }
 }
 
-async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+async fn answer(
+    app: Arc<App>,
+    log: RequestLog,
+    request: Request<Body>,
+) -> Result<Response, RequestError> {
     let request: CompletionRequest = read_json(request, &app.options).await?;
     let (context, prompts) = request.split()?;
     let mut submitted = Vec::new();
     for prompt in prompts {
         let context = context.clone();
         let prepare = move |app: &App| Ok((context.request(prompt, app)?, ()));
-        let (events, prompt_tokens, ()) = app.submit(prepare).await?;
+        let (events, prompt_tokens, ()) = app.submit(&log, prepare).await?;
         submitted.push((events, prompt_tokens));
     }
     let prompt_tokens = submitted.iter().map(|(_, tokens)| tokens).sum();
-    let mut writer = CompletionWriter::new(app.clone(), context, prompt_tokens);
+    let mut writer = CompletionWriter::new(app.clone(), log.id("cmpl-"), context, prompt_tokens);
     if writer.context.stream
         && let Some((events, _)) = submitted.pop()
     {
-        return Ok(respond(app, events, writer));
+        return Ok(respond(app.options.heartbeat, events, writer));
     }
     let mut answers = Vec::new();
     for (events, _) in submitted {
-        answers.extend(collect(&app, events, writer.context.choices, CALL_PREFIX).await?);
+        answers.extend(collect(events, writer.context.choices, CALL_PREFIX).await?);
     }
     Ok(Json(writer.complete(&answers)).into_response())
 }
@@ -65,11 +74,11 @@ struct CompletionWriter {
 }
 
 impl CompletionWriter {
-    fn new(app: Arc<App>, context: CompletionContext, prompt_tokens: usize) -> Self {
+    fn new(app: Arc<App>, id: String, context: CompletionContext, prompt_tokens: usize) -> Self {
         Self {
             app,
-            id: new_id("cmpl-"),
-            created: now(),
+            id,
+            created: now().as_secs(),
             prompt_tokens,
             tokens: 0,
             ended: 0,

@@ -45,7 +45,10 @@ pub(crate) struct CompletionRequest {
 
 /// The field `prompt`: one prompt or a list of prompts, as text or as token ids.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "expected a text, tokens, or a list of texts or tokens"
+)]
 enum Prompts {
     Text(String),
     Tokens(Vec<u32>),

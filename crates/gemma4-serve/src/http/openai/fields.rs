@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// The field `stop`: one stop string or a list of stop strings.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a text or a list of texts")]
 pub(crate) enum Stop {
     One(String),
     Several(Vec<String>),
@@ -93,7 +93,10 @@ pub(crate) struct FunctionField {
 
 /// The field `tool_choice`: `auto`, `none`, `required`, or a tool that the answer must call.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "expected a word or an object with the type of a tool"
+)]
 pub(crate) enum ToolChoiceField {
     Word(String),
     Tool(NamedTool),

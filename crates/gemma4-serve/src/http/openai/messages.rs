@@ -29,7 +29,7 @@ pub(crate) struct MessageField {
 
 /// The content of a message: a text or a list of parts.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a text or a list of parts")]
 pub(crate) enum Content {
     Text(String),
     Parts(Vec<ContentPart>),

@@ -3,13 +3,14 @@
 use super::super::app::App;
 use super::super::body::read_json;
 use super::super::form::Form;
+use super::super::request_log::RequestLog;
 use super::super::stream::{StreamWriter, respond};
 use super::responses_request::ResponsesRequest;
 use super::responses_writer::ResponseWriter;
 use crate::engine::Event;
 use crate::error::RequestError;
 use axum::{
-    Json,
+    Extension, Json,
     body::Body,
     extract::State,
     http::Request,
@@ -17,27 +18,39 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// Handles a request to `/v1/responses`.
-pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
-    match answer(app, request).await {
+/// Handles a request.
+pub(crate) async fn handle(
+    State(app): State<Arc<App>>,
+    Extension(log): Extension<RequestLog>,
+    request: Request<Body>,
+) -> Response {
+    match answer(app, log, request).await {
         Ok(response) => response,
         Err(error) => Form::OpenAi.response(&error),
     }
 }
 
-async fn answer(app: Arc<App>, request: Request<Body>) -> Result<Response, RequestError> {
+async fn answer(
+    app: Arc<App>,
+    log: RequestLog,
+    request: Request<Body>,
+) -> Result<Response, RequestError> {
     let request: ResponsesRequest = read_json(request, &app.options).await?;
-    let (mut events, prompt_tokens, context) = app.submit(|app| request.prepare(app)).await?;
+    let (mut events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
     let stream = context.stream;
-    let mut writer = ResponseWriter::new(app.options.model.clone(), context, prompt_tokens);
+    let mut writer = ResponseWriter::new(
+        log.id("resp_"),
+        app.options.model.clone(),
+        context,
+        prompt_tokens,
+    );
     if stream {
-        return Ok(respond(app, events, writer));
+        return Ok(respond(app.options.heartbeat, events, writer));
     }
     while !writer.has_ended() {
-        match events.recv().await {
-            Some(Event::Failed(error)) => return Err(error),
-            Some(event) => drop(writer.event(event)),
-            None => return Err(app.engine.stopped()),
+        match events.next().await {
+            Event::Failed(error) => return Err(error),
+            event => drop(writer.event(event)),
         }
     }
     Ok(Json(writer.response()).into_response())

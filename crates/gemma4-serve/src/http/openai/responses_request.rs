@@ -52,7 +52,7 @@ pub(crate) struct ResponsesRequest {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a text or a list of items")]
 enum Input {
     Text(String),
     Items(Vec<Item>),

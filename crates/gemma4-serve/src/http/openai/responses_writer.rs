@@ -67,10 +67,10 @@ pub(super) struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    pub fn new(model: String, context: ResponsesContext, prompt_tokens: usize) -> Self {
+    pub fn new(id: String, model: String, context: ResponsesContext, prompt_tokens: usize) -> Self {
         Self {
-            id: new_id("resp_"),
-            created: now(),
+            id,
+            created: now().as_secs(),
             model,
             context,
             prompt_tokens,

@@ -1,0 +1,118 @@
+//! The state that the handles and the engine's thread share, and the messages between them.
+
+use super::metrics::Metrics;
+use super::request::{Event, Request};
+use burn_gemma4::Batch;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+use tokio::sync::{mpsc::UnboundedSender, watch};
+
+/// The limits that follow from the options and the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub context: usize,
+    pub kv_tokens: usize,
+    pub max_running: usize,
+    pub max_queue: usize,
+    pub vocabulary: usize,
+}
+
+/// A request on its way to the engine's thread.
+pub(super) struct Job {
+    pub request: Request,
+    pub events: UnboundedSender<Event>,
+    pub arrived: Instant,
+}
+
+impl Job {
+    /// The largest number of tokens that an answer of this request can have in the KV cache.
+    pub fn reserved(&self) -> usize {
+        reserved(&self.request)
+    }
+}
+
+/// The largest number of tokens that an answer of `request` can have in the KV cache.
+pub(super) fn reserved(request: &Request) -> usize {
+    request.prompt.len() + request.options.max_tokens
+}
+
+/// A message to the engine's thread.
+pub(super) enum Message {
+    Submit(Box<Job>),
+    Wake,
+}
+
+/// The state that the handles and the engine's thread share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    waiting: AtomicUsize,
+    draining: AtomicBool,
+    /// The outcome of the engine's thread, once the thread has ended.
+    outcome: watch::Sender<Option<Result<(), String>>>,
+    pub limits: Limits,
+    pub metrics: Metrics,
+}
+
+impl Shared {
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            waiting: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+            outcome: watch::Sender::new(None),
+            limits,
+            metrics: Metrics::new(),
+        }
+    }
+
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Records the end of the engine's thread.
+    pub fn end(&self, outcome: Result<(), String>) {
+        self.outcome.send_replace(Some(outcome));
+    }
+
+    /// Waits for the end of the engine's thread.
+    pub async fn ended(&self) {
+        // The wait cannot fail, because `self` owns the sender.
+        let _ = self.outcome.subscribe().wait_for(Option::is_some).await;
+    }
+
+    /// The reason if the engine's thread has failed.
+    pub fn failure(&self) -> Option<String> {
+        match &*self.outcome.borrow() {
+            Some(Err(reason)) => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Frees the places of `count` requests in the queue.
+    pub fn leave_queue(&self, count: usize) {
+        let before = self.waiting.fetch_sub(count, Ordering::SeqCst);
+        self.metrics.queued.set((before - count) as i64);
+    }
+
+    /// The number of tokens for which the KV cache may allocate memory, in the worst case.
+    pub fn slots(answers: usize, longest: usize) -> usize {
+        Batch::largest_slots(answers, longest)
+    }
+
+    /// Takes a place in the queue. Returns false if the queue is full.
+    pub fn enter_queue(&self) -> bool {
+        let most = self.limits.max_queue;
+        let entered = self
+            .waiting
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |waiting| {
+                (waiting < most).then_some(waiting + 1)
+            });
+        if let Ok(before) = entered {
+            self.metrics.queued.set((before + 1) as i64);
+        }
+        entered.is_ok()
+    }
+}

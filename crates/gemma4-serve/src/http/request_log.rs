@@ -1,0 +1,164 @@
+//! The log of requests: one line of JSON for each request to an API.
+
+use super::app::{App, now};
+use super::form::{ErrorText, Form};
+use crate::engine::AnswerUsage;
+use axum::{
+    body::Body,
+    extract::State,
+    http::{HeaderValue, Request},
+    middleware::Next,
+    response::Response,
+};
+use serde_json::{Value, json};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The target of the log records of requests. The text of each record is a JSON object.
+pub const LOG_TARGET: &str = "gemma4_serve::requests";
+
+/// The entry of one request. Clones share the entry, which is logged when the last clone is dropped.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestLog(Arc<Entry>);
+
+#[derive(Debug)]
+struct Entry {
+    id: String,
+    api: &'static str,
+    model: String,
+    time: f64,
+    started: Instant,
+    state: Mutex<Progress>,
+}
+
+/// The part of an entry that changes while the request is answered.
+#[derive(Debug, Default)]
+struct Progress {
+    /// The status of the response, or `None` as long as the client waits for the response.
+    status: Option<u16>,
+    error: Option<String>,
+    prompt_tokens: usize,
+    output_tokens: usize,
+    first_token: Option<Duration>,
+    /// The number of answers that have not ended.
+    open: usize,
+}
+
+impl RequestLog {
+    fn new(api: &'static str, model: String) -> Self {
+        Self(Arc::new(Entry {
+            id: format!("{:032x}", rand::random::<u128>()),
+            api,
+            model,
+            time: now().as_secs_f64(),
+            started: Instant::now(),
+            state: Mutex::default(),
+        }))
+    }
+
+    /// Returns the id of the request, with a prefix such as `chatcmpl-`.
+    pub fn id(&self, prefix: &str) -> String {
+        format!("{prefix}{}", self.0.id)
+    }
+
+    /// Records a prompt with its number of answers.
+    pub fn submitted(&self, prompt_tokens: usize, answers: usize) {
+        self.change(|state| {
+            state.prompt_tokens += prompt_tokens;
+            state.open += answers;
+        });
+    }
+
+    /// Records the first token of an answer, if no token was recorded before.
+    pub fn has_token(&self) {
+        let waited = self.0.started.elapsed();
+        self.change(|state| _ = state.first_token.get_or_insert(waited));
+    }
+
+    /// Records the end of an answer.
+    pub fn ended(&self, usage: AnswerUsage) {
+        self.change(|state| {
+            state.output_tokens += usage.tokens;
+            state.open = state.open.saturating_sub(1);
+        });
+    }
+
+    /// Records a failure after the beginning of the response.
+    pub fn failed(&self, message: &str) {
+        self.change(|state| state.error = Some(message.to_owned()));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        // The state is consistent after a panic, because each change is a few assignments.
+        change(&mut self.0.state.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Progress {
+    fn outcome(&self) -> &'static str {
+        match self.status {
+            None => "cancelled",
+            Some(400..=499 | 503) => "refused",
+            Some(500..) => "failed",
+            Some(_) if self.error.is_some() => "failed",
+            Some(_) if self.open > 0 => "cancelled",
+            Some(_) => "finished",
+        }
+    }
+}
+
+impl Entry {
+    fn json(&self, state: &Progress) -> Value {
+        let seconds = |duration: Duration| (duration.as_secs_f64() * 1e6).round() / 1e6;
+        json!({
+            "time": self.time, "level": "info", "message": "request", "id": self.id, "api": self.api,
+            "model": self.model, "status": state.status, "prompt_tokens": state.prompt_tokens,
+            "output_tokens": state.output_tokens, "time_to_first_token": state.first_token.map(seconds),
+            "duration": seconds(self.started.elapsed()), "outcome": state.outcome(), "error": state.error,
+        })
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        log::info!(target: LOG_TARGET, "{}", self.json(&state));
+    }
+}
+
+/// Returns the name of the API of a path, or `None` for the paths that are not logged.
+fn api(path: &str) -> Option<&'static str> {
+    match path {
+        "/v1/chat/completions" => Some("chat"),
+        "/v1/completions" => Some("completions"),
+        "/v1/responses" => Some("responses"),
+        "/v1/messages" => Some("messages"),
+        "/v1/messages/count_tokens" => Some("count_tokens"),
+        _ => None,
+    }
+}
+
+/// Creates the entry of a request to an API, and completes the entry with the response.
+pub(crate) async fn log_request(
+    State(app): State<Arc<App>>,
+    mut request: Request<Body>,
+    next: Next,
+) -> Response {
+    let path = request.uri().path();
+    let Some(api) = api(path) else {
+        return next.run(request).await;
+    };
+    let name = Form::of_path(path).id_header();
+    let log = RequestLog::new(api, app.options.model.clone());
+    request.extensions_mut().insert(log.clone());
+    let mut response = next.run(request).await;
+    let error = response.extensions_mut().remove::<ErrorText>();
+    log.change(|state| {
+        state.status = Some(response.status().as_u16());
+        state.error = error.map(|ErrorText(text)| text);
+    });
+    if let Ok(id) = HeaderValue::from_str(&log.0.id) {
+        response.headers_mut().insert(name, id);
+    }
+    response
+}
