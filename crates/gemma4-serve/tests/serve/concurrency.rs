@@ -120,7 +120,7 @@ async fn random_requests_equal_the_same_requests_alone() {
                     }
                     Some(Event::ToolCall { .. }) => (),
                     Some(Event::Failed(error)) => panic!("request {number}: {error}"),
-                    None => panic!("request {number}: {}", engine.stopped()),
+                    None => panic!("request {number}: {}", engine.stopped().await),
                 }
                 received += 1;
                 if is_cancelled && received == 3 {
@@ -278,98 +278,6 @@ async fn heartbeats_are_sent_while_an_answer_waits() {
         second.text
     );
     assert!(third.text.contains("event: ping"), "{}", third.text);
-}
-
-#[tokio::test]
-async fn drain_finishes_requests_and_refuses_new_ones() {
-    let server = Harness::plain().server;
-    let engine = server.engine().clone();
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
-        .await
-        .expect("a port");
-    let address = listener.local_addr().expect("an address");
-    let (shutdown, stopped) = tokio::sync::oneshot::channel::<()>();
-    let serving = tokio::spawn(server.serve(listener, async {
-        let _ = stopped.await;
-    }));
-    let body = with_model(json!({"messages": user("x"), "max_tokens": 200, "ignore_eos": true}))
-        .to_string();
-    let request = format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
-        body.len()
-    );
-    let client = tokio::task::spawn_blocking(move || {
-        use std::io::{Read, Write};
-        let mut stream = std::net::TcpStream::connect(address).expect("a connection");
-        stream
-            .write_all(request.as_bytes())
-            .expect("the request is sent");
-        let mut text = String::new();
-        stream
-            .read_to_string(&mut text)
-            .expect("the response arrives");
-        text
-    });
-    while engine.metrics().running.get() == 0 {
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    shutdown.send(()).expect("the server runs");
-    let text = client.await.expect("the client ends");
-    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
-    assert!(text.contains("\"completion_tokens\":200"), "{text}");
-    assert_eq!(serving.await.expect("the server ends"), Ok(()));
-    let alone = gemma();
-    let request = gemma4_serve::engine::Request {
-        prompt: vec![2],
-        choices: 1,
-        options: answer_options(&alone, 1),
-        constraint: None,
-    };
-    let error = engine.submit(request).expect_err("the engine has drained");
-    assert_eq!(error.status(), 503);
-}
-
-#[tokio::test]
-async fn connection_beyond_the_limit_waits() {
-    let options = ServerOptions {
-        max_connections: 1,
-        ..ServerOptions::default()
-    };
-    let server = Harness::new(EngineOptions::default(), options).server;
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
-        .await
-        .expect("a port");
-    let address = listener.local_addr().expect("an address");
-    let serving = tokio::spawn(server.serve(listener, std::future::pending()));
-    let client = tokio::task::spawn_blocking(move || {
-        use std::io::{Read, Write};
-        let health = "GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
-        let first = std::net::TcpStream::connect(address).expect("a connection");
-        // Wait until the server has accepted the first connection.
-        std::thread::sleep(Duration::from_millis(100));
-        let mut second = std::net::TcpStream::connect(address).expect("a connection");
-        second
-            .write_all(health.as_bytes())
-            .expect("the request is sent");
-        second
-            .set_read_timeout(Some(Duration::from_millis(200)))
-            .expect("a timeout");
-        let mut byte = [0];
-        assert!(
-            second.read(&mut byte).is_err(),
-            "the second connection waits"
-        );
-        drop(first);
-        second.set_read_timeout(None).expect("a timeout");
-        let mut text = String::new();
-        second
-            .read_to_string(&mut text)
-            .expect("the response arrives");
-        text
-    });
-    let text = client.await.expect("the client ends");
-    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
-    serving.abort();
 }
 
 #[tokio::test]

@@ -105,12 +105,13 @@ impl Harness {
 
     /// Creates a server whose chat template supports tools and thoughts.
     pub fn with_tools() -> Self {
+        Self::with_tools_and(EngineOptions::default())
+    }
+
+    /// A server whose chat template supports tools and thoughts, with other options of the engine.
+    pub fn with_tools_and(engine: EngineOptions) -> Self {
         let template = ChatTemplate::from_source(TEMPLATE).expect("the template parses");
-        Self::with_template(
-            EngineOptions::default(),
-            ServerOptions::default(),
-            Some(template),
-        )
+        Self::with_template(engine, ServerOptions::default(), Some(template))
     }
 
     pub fn router(&self) -> Router {

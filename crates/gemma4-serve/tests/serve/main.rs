@@ -1,12 +1,17 @@
 //! Tests the server in the process of the tests, with the small model that burn-gemma4 embeds.
 
 mod harness;
+mod socket;
 
 mod anthropic;
 mod concurrency;
 mod files;
 mod malformed;
+mod malformed_fields;
 mod malformed_requests;
 mod openai;
+mod random_requests;
+mod request_log;
 mod responses;
+mod shutdown;
 mod tools;

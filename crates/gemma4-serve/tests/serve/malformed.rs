@@ -53,13 +53,11 @@ async fn malformed_http_is_refused_in_the_form_of_the_api() {
     let valid = with_model(json!({"messages": user("x"), "max_tokens": 2}));
     let chat = "/v1/chat/completions";
     let json_type = "application/json";
-    let deep = "[".repeat(900);
     for (request, status) in [
         (raw(chat, json_type, "{".into()), 400),
         (raw(chat, json_type, "".into()), 400),
         (raw(chat, json_type, "null".into()), 400),
         (raw(chat, json_type, "\u{0}".into()), 400),
-        (raw(chat, json_type, deep), 400),
         (raw(chat, json_type, format!("{valid}x")), 400),
         (
             raw(chat, json_type, format!("{:2000}", valid.to_string())),

@@ -1,0 +1,468 @@
+//! Malformed requests that are generated from tables of fields: each gets an error in the form of its API that names the field.
+
+use crate::harness::{Answer, Harness, MODEL, user};
+use axum::body::Body;
+use axum::http::{Method, Request};
+use gemma4_serve::ServerOptions;
+use gemma4_serve::engine::EngineOptions;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// The type of a field.
+#[derive(Clone, Copy)]
+enum Type {
+    Count,
+    Integer,
+    Number,
+    Bool,
+    Text,
+    List,
+    Object,
+    /// A text or a list of texts.
+    Texts,
+}
+
+use Type::{Bool, Count, Integer, List, Number, Object, Text, Texts};
+
+impl Type {
+    /// Values that are not of this type.
+    fn wrong(self) -> Vec<Value> {
+        let all = [
+            json!("x"),
+            json!(true),
+            json!(1.5),
+            json!(-1),
+            json!([]),
+            json!({}),
+            json!([{}]),
+        ];
+        let is_wrong = |value: &Value| match self {
+            Count => true,
+            Integer => *value != -1,
+            Number => !value.is_number(),
+            Bool => !value.is_boolean(),
+            Text => !value.is_string(),
+            List => !value.is_array(),
+            Object => !value.is_object(),
+            Texts => !value.is_string() && *value != json!([]),
+        };
+        all.into_iter().filter(is_wrong).collect()
+    }
+}
+
+/// A path with a valid request, the types of its fields, and values outside of the fields' ranges.
+struct Api {
+    path: &'static str,
+    valid: Value,
+    types: &'static [(&'static str, Type)],
+    ranges: &'static [(&'static str, &'static [f64])],
+}
+
+const SAMPLING: [(&str, Type); 16] = [
+    ("model", Text),
+    ("max_tokens", Count),
+    ("min_tokens", Count),
+    ("temperature", Number),
+    ("top_p", Number),
+    ("top_k", Integer),
+    ("min_p", Number),
+    ("seed", Integer),
+    ("n", Count),
+    ("stop", Texts),
+    ("presence_penalty", Number),
+    ("frequency_penalty", Number),
+    ("repetition_penalty", Number),
+    ("logit_bias", Object),
+    ("ignore_eos", Bool),
+    ("stream", Bool),
+];
+
+const RANGES: &[(&str, &[f64])] = &[
+    ("max_tokens", &[0.0]),
+    ("temperature", &[-0.01, 2.01, 1e300, -1e300]),
+    ("top_p", &[-0.01, 1.01]),
+    ("top_k", &[-2.0]),
+    ("min_p", &[-0.01, 1.01]),
+    ("presence_penalty", &[-2.01, 2.01]),
+    ("frequency_penalty", &[-2.01, 2.01]),
+    ("repetition_penalty", &[0.0, -1.0, 11.0]),
+    ("n", &[0.0, 33.0]),
+];
+
+const MESSAGES: &[(&str, Type)] = &[
+    ("model", Text),
+    ("messages", List),
+    ("max_tokens", Count),
+    ("stop_sequences", List),
+    ("stream", Bool),
+    ("temperature", Number),
+    ("top_p", Number),
+    ("top_k", Integer),
+    ("tools", List),
+    ("tool_choice", Object),
+    ("thinking", Object),
+    ("output_config", Object),
+];
+
+fn apis() -> [Api; 5] {
+    let messages =
+        json!({"model": MODEL, "messages": user("x"), "max_tokens": 1, "temperature": 0});
+    let anthropic_ranges: &[(&str, &[f64])] = &[
+        ("max_tokens", &[0.0]),
+        ("temperature", &[-0.01, 1.01]),
+        ("top_p", &[-0.01, 1.01]),
+        ("top_k", &[-2.0]),
+    ];
+    [
+        Api {
+            path: "/v1/chat/completions",
+            valid: messages.clone(),
+            types: &[
+                ("messages", List),
+                ("max_completion_tokens", Count),
+                ("logprobs", Bool),
+                ("top_logprobs", Count),
+                ("stream_options", Object),
+                ("response_format", Object),
+                ("tools", List),
+                ("parallel_tool_calls", Bool),
+                ("reasoning_effort", Text),
+                ("chat_template_kwargs", Object),
+            ],
+            ranges: RANGES,
+        },
+        Api {
+            path: "/v1/completions",
+            valid: json!({"model": MODEL, "prompt": "x", "max_tokens": 1, "temperature": 0}),
+            types: &[
+                ("logprobs", Count),
+                ("stream_options", Object),
+                ("response_format", Object),
+                ("echo", Bool),
+                ("best_of", Count),
+            ],
+            ranges: RANGES,
+        },
+        Api {
+            path: "/v1/responses",
+            valid: json!({"model": MODEL, "input": "x", "max_output_tokens": 1, "temperature": 0}),
+            types: &[
+                ("model", Text),
+                ("instructions", Text),
+                ("max_output_tokens", Count),
+                ("temperature", Number),
+                ("top_p", Number),
+                ("stream", Bool),
+                ("tools", List),
+                ("parallel_tool_calls", Bool),
+                ("text", Object),
+                ("reasoning", Object),
+                ("include", List),
+            ],
+            ranges: &[
+                ("max_output_tokens", &[0.0]),
+                ("temperature", &[-0.01, 2.01]),
+                ("top_p", &[-0.01, 1.01]),
+            ],
+        },
+        Api {
+            path: "/v1/messages",
+            valid: messages.clone(),
+            types: MESSAGES,
+            ranges: anthropic_ranges,
+        },
+        Api {
+            path: "/v1/messages/count_tokens",
+            valid: json!({"model": MODEL, "messages": user("x")}),
+            types: MESSAGES,
+            ranges: &[],
+        },
+    ]
+}
+
+impl Api {
+    fn is_anthropic(&self) -> bool {
+        self.path.starts_with("/v1/messages")
+    }
+
+    /// All types of the API's fields.
+    fn all_types(&self) -> impl Iterator<Item = (&'static str, Type)> {
+        let has_sampling = matches!(self.path, "/v1/chat/completions" | "/v1/completions");
+        let shared = has_sampling.then_some(SAMPLING).into_iter().flatten();
+        shared.chain(self.types.iter().copied())
+    }
+
+    fn with(&self, field: &str, value: Value) -> String {
+        let mut body = self.valid.clone();
+        body[field] = value;
+        body.to_string()
+    }
+
+    /// Bodies, each with the texts of which its error must name one.
+    fn malformed(&self) -> Vec<(Vec<u8>, Vec<String>)> {
+        let mut all = Vec::new();
+        let mut add = |body: String, names: &[&str]| {
+            let names = names.iter().map(ToString::to_string).collect();
+            all.push((body.into_bytes(), names));
+        };
+        for (field, kind) in self.all_types() {
+            kind.wrong()
+                .into_iter()
+                .for_each(|value| add(self.with(field, value), &[field]));
+        }
+        for (field, values) in self.ranges {
+            for value in *values {
+                let value = match value.fract() == 0.0 && value.abs() < 1e9 {
+                    true => json!(*value as i64),
+                    false => json!(value),
+                };
+                add(self.with(field, value), &[field]);
+            }
+        }
+        for name in ["unknown", "Model", "max tokens", "", "\u{0}"] {
+            let shown = format!("unknown field `{name}`");
+            add(self.with(name, json!(1)), &[shown.as_str()]);
+        }
+        let valid = self.valid.to_string();
+        let fields = self.valid.as_object().expect("an object");
+        for (name, value) in fields {
+            let twice = format!("{},{}:{value}}}", &valid[..valid.len() - 1], json!(name));
+            add(twice, &["duplicate field"]);
+            let mut fields = fields.clone();
+            fields.remove(name);
+            let is_required = ["model", "messages", "prompt", "input"].contains(&name.as_str());
+            if is_required {
+                add(json!(fields).to_string(), &[name.as_str()]);
+            }
+        }
+        for end in (0..valid.len()).step_by(3) {
+            add(valid[..end].to_owned(), &["the body", "EOF"]);
+        }
+        for broken in [
+            "null",
+            "1",
+            "\"x\"",
+            "[]",
+            "{}x",
+            "{'a': 1}",
+            "NaN",
+            "{\"a\": 01}",
+            "\u{feff}{}",
+        ] {
+            add(broken.to_owned(), &["the body", "unknown field"]);
+        }
+        add(format!("{valid} {valid}"), &["trailing characters"]);
+        add(
+            valid.replace("\"x\"", "\"\\ud800\""),
+            &["surrogate", "escape", "hex", "expected"],
+        );
+        let open = &valid[..valid.len() - 1];
+        // Closed brackets are valid JSON at any depth, so only a limit of the depth refuses them.
+        for depth in [200, 100_000] {
+            let (begin, end) = ("[".repeat(depth), "]".repeat(depth));
+            add(
+                format!("{open},\"metadata\":{begin}{end}}}"),
+                &["recursion limit", "metadata"],
+            );
+            add(
+                format!("{open},\"tools\":{begin}{end}}}"),
+                &["recursion limit", "tools"],
+            );
+        }
+        add(
+            format!("{open},\"top_p\":1e999}}"),
+            &["number out of range"],
+        );
+        all.push((
+            valid.replace('x', "\u{1}").into_bytes(),
+            vec!["control character".into()],
+        ));
+        let mut bytes = valid.into_bytes();
+        let at = bytes.iter().position(|byte| *byte == b'x').expect("a text");
+        bytes[at] = 0xff;
+        all.push((bytes, vec!["unicode".into(), "UTF-8".into()]));
+        all
+    }
+}
+
+async fn send(harness: &Harness, request: Request<Body>) -> Answer {
+    let answer = tokio::time::timeout(Duration::from_secs(20), harness.send(request));
+    answer.await.expect("an answer without a hang")
+}
+
+fn post(path: &str, body: Vec<u8>) -> Request<Body> {
+    let request = Request::post(path).header("content-type", "application/json");
+    request.body(Body::from(body)).expect("a request")
+}
+
+/// Checks that an error has the form of its API. Returns the message.
+fn checked(path: &str, answer: &Answer) -> String {
+    let json = answer.json();
+    let error = &json["error"];
+    assert!(error["type"].is_string(), "{path}: {json}");
+    match path.starts_with("/v1/messages") {
+        true => assert_eq!(json["type"], "error", "{path}: {json}"),
+        false => assert!(
+            error.get("param").is_some() && error.get("code").is_some(),
+            "{json}"
+        ),
+    }
+    let message = error["message"].as_str().expect("a message");
+    assert!(
+        message.len() < 2000 && !message.contains("untagged"),
+        "{path}: {message}"
+    );
+    message.to_owned()
+}
+
+#[tokio::test]
+async fn generated_malformed_requests_are_refused_and_the_server_stays_healthy() {
+    let harness = Harness::plain();
+    let mut count = 0;
+    for api in apis() {
+        let path = api.path;
+        for (body, names) in api.malformed() {
+            let shown: String = String::from_utf8_lossy(&body).chars().take(300).collect();
+            let answer = send(&harness, post(path, body)).await;
+            assert_eq!(answer.status, 400, "{path} {shown}: {}", answer.text);
+            let message = checked(path, &answer);
+            let is_named = names.iter().any(|name| message.contains(name));
+            assert!(is_named, "{path} {shown}: {message}; expected {names:?}");
+            count += 1;
+        }
+        let valid = api.valid.to_string().into_bytes();
+        send(&harness, post(path, valid)).await.ok();
+    }
+    println!("{count} malformed requests");
+    assert!(count >= 300, "{count}");
+    for name in [
+        "queued_requests",
+        "prefilling_requests",
+        "running_answers",
+        "reserved_tokens",
+    ] {
+        harness.wait_for(&format!("gemma4_{name}"), 0.0).await;
+    }
+    let failed = harness
+        .metric("gemma4_requests_total{outcome=\"failed\"}")
+        .await;
+    assert_eq!(failed, 0.0);
+    assert_eq!(harness.get("/health").await.status, 200);
+}
+
+#[tokio::test]
+async fn wrong_methods_media_types_sizes_and_keys_are_refused_on_every_path() {
+    let options = ServerOptions {
+        max_body: 2000,
+        api_keys: vec!["secret".into()],
+        ..ServerOptions::default()
+    };
+    let harness = Harness::new(EngineOptions::default(), options);
+    let request = |method: Method, path: &str, headers: &[(&str, &str)], body: String| {
+        let request = Request::builder().method(method).uri(path);
+        let request = headers.iter().fold(request, |request, (name, value)| {
+            request.header(*name, *value)
+        });
+        request.body(Body::from(body)).expect("a request")
+    };
+    let key = ("x-api-key", "secret");
+    let json_type = ("content-type", "application/json");
+    for api in apis() {
+        let (path, valid) = (api.path, api.valid.to_string());
+        let check = async |request, status: u16, part: &str| {
+            let answer = send(&harness, request).await;
+            assert_eq!(answer.status, status, "{path}: {}", answer.text);
+            let message = checked(path, &answer);
+            assert!(message.contains(part), "{path}: {message}");
+        };
+        for method in [
+            Method::GET,
+            Method::PUT,
+            Method::DELETE,
+            Method::PATCH,
+            Method::OPTIONS,
+        ] {
+            let name = method.to_string();
+            check(request(method, path, &[key], String::new()), 405, &name).await;
+        }
+        for media_type in [
+            "",
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "application/jsonx",
+        ] {
+            let headers = [key, ("content-type", media_type)];
+            check(
+                request(Method::POST, path, &headers, valid.clone()),
+                415,
+                "Content-Type",
+            )
+            .await;
+        }
+        check(
+            request(Method::POST, path, &[key], valid.clone()),
+            415,
+            "Content-Type",
+        )
+        .await;
+        let large = format!("{valid:3000}");
+        check(
+            request(Method::POST, path, &[key, json_type], large),
+            413,
+            "2000 bytes",
+        )
+        .await;
+        for wrong in [
+            ("accept", "*/*"),
+            ("x-api-key", "Secret"),
+            ("authorization", "secret"),
+            ("authorization", "Basic secret"),
+            ("authorization", "Bearer secret2"),
+        ] {
+            // The key is checked before the body.
+            let headers = [wrong, json_type];
+            check(
+                request(Method::POST, path, &headers, "{".into()),
+                401,
+                "API key",
+            )
+            .await;
+        }
+        let headers = [key, json_type];
+        let answer = send(&harness, request(Method::POST, path, &headers, valid)).await;
+        answer.ok();
+        if api.is_anthropic() {
+            assert!(answer.headers.contains_key("request-id"));
+        } else {
+            assert!(answer.headers.contains_key("x-request-id"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn prompt_that_is_many_times_too_long_is_refused_without_encoding() {
+    let harness = Harness::plain();
+    let long = "word ".repeat(3 << 20);
+    for api in apis() {
+        let body = api
+            .valid
+            .to_string()
+            .replace("\"x\"", &json!(long).to_string());
+        let started = std::time::Instant::now();
+        let answer = send(&harness, post(api.path, body.into_bytes())).await;
+        let elapsed = started.elapsed();
+        println!("{}: {elapsed:?}", api.path);
+        assert_eq!(answer.status, 400, "{:.300}", answer.text);
+        let message = checked(api.path, &answer);
+        assert!(message.contains("the context has 8192 tokens"), "{message}");
+        assert!(
+            elapsed < Duration::from_secs(5),
+            "{}: {elapsed:?}",
+            api.path
+        );
+    }
+    // The bound refuses no prompt that fits: a token of this model has up to 8 spaces.
+    let spaces = " ".repeat(8 * 8100);
+    let body = json!({"prompt": spaces, "max_tokens": 1, "temperature": 0});
+    harness.complete(body).await.ok();
+}

@@ -1,0 +1,344 @@
+//! Tests many random requests at once: each answer equals the answer to the same request alone, also while other clients
+//! leave, and the server is as empty afterwards as before.
+
+use crate::harness::Harness;
+use crate::socket::{Listening, Response, exchange, post, receive};
+use gemma4_serve::engine::EngineOptions;
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// The number of requests. A run with 1,000 takes some minutes.
+const REQUESTS: usize = 250;
+/// The number of clients that send requests at the same time.
+const CLIENTS: usize = 20;
+
+const WORDS: [&str; 12] = [
+    "cache",
+    "fn main()",
+    "the",
+    "Paris",
+    "42",
+    "é",
+    "🙂",
+    "<turn|>",
+    "\n\n",
+    "why",
+    "{\"a\": 1}",
+    "tensor",
+];
+
+/// A request, and the place at which its client leaves.
+#[derive(Clone, Debug)]
+struct Case {
+    path: &'static str,
+    body: Value,
+    /// The milliseconds before the request.
+    delay: u64,
+    /// The bytes of the response after which the client leaves, and the longest wait in milliseconds.
+    leaves: Option<(usize, u64)>,
+}
+
+fn text(rng: &mut StdRng) -> String {
+    // Some prompts are longer than the window of 128 tokens and than a chunk.
+    let count = match rng.random_bool(0.15) {
+        true => rng.random_range(60..150),
+        false => rng.random_range(1..20),
+    };
+    let words = (0..count).map(|_| *WORDS.choose(rng).expect("a word"));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Sets fields of `body`, each with a probability.
+fn set(rng: &mut StdRng, body: &mut Value, fields: &[(&str, f64, Value)]) {
+    for (name, probability, value) in fields {
+        if rng.random_bool(*probability) {
+            body[*name] = value.clone();
+        }
+    }
+}
+
+fn schema() -> Value {
+    json!({
+        "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
+        "required": ["ok", "n"], "additionalProperties": false,
+    })
+}
+
+fn stop(rng: &mut StdRng) -> Value {
+    let strings = ["e", "ab", "\n", " the", "é", "()", "a "];
+    json!(strings.choose_multiple(rng, 3).collect::<Vec<_>>())
+}
+
+/// Adds the options that chat and completions share.
+fn set_openai(rng: &mut StdRng, body: &mut Value) {
+    let (stop, n, max_tokens) = (
+        stop(rng),
+        rng.random_range(1..4),
+        body["max_tokens"].clone(),
+    );
+    let format = match rng.random_range(0..3) {
+        0 => json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema()}}),
+        1 => json!({"type": "regex", "regex": "(red|green){2,9}[0-9]+"}),
+        _ => json!({"type": "grammar", "grammar": "start: (\"x\" | \"é\" | \"yz\")+"}),
+    };
+    let bias = json!({"300": 4, "17": -100, "900": 2.5});
+    let fields = [
+        ("n", 0.3, json!(n)),
+        ("stop", 0.3, stop),
+        ("ignore_eos", 0.3, json!(true)),
+        ("min_tokens", 0.2, max_tokens),
+        ("presence_penalty", 0.15, json!(0.5)),
+        ("frequency_penalty", 0.15, json!(1.5)),
+        ("repetition_penalty", 0.15, json!(1.3)),
+        ("logit_bias", 0.15, bias),
+        ("response_format", 0.25, format),
+    ];
+    set(rng, body, &fields);
+}
+
+fn tools(rng: &mut StdRng, body: &mut Value, tool: Value, named: Value, required: Value) {
+    if body.get("response_format").is_none() && rng.random_bool(0.3) {
+        body["tools"] = json!([tool]);
+        match rng.random_range(0..3) {
+            0 => body["tool_choice"] = named,
+            1 => body["tool_choice"] = required,
+            _ => (),
+        }
+    }
+}
+
+fn case(rng: &mut StdRng) -> Case {
+    let (text, max_tokens) = (text(rng), rng.random_range(1..24));
+    let messages = json!([{"role": "user", "content": text}]);
+    let parameters = json!({"type": "object", "properties": {"x": {"type": "string"}}});
+    let (path, mut body) = match rng.random_range(0..4) {
+        0 => {
+            let mut body = json!({"messages": messages, "max_tokens": max_tokens});
+            set_openai(rng, &mut body);
+            let tool =
+                json!({"type": "function", "function": {"name": "look", "parameters": parameters}});
+            let named = json!({"type": "function", "function": {"name": "look"}});
+            tools(rng, &mut body, tool, named, json!("required"));
+            let fields = [
+                ("logprobs", 0.3, json!(true)),
+                ("reasoning_effort", 0.2, json!("low")),
+            ];
+            set(rng, &mut body, &fields);
+            if body.get("logprobs").is_some() {
+                body["top_logprobs"] = json!(rng.random_range(0..4));
+            }
+            ("/v1/chat/completions", body)
+        }
+        1 => {
+            let mut body = json!({"prompt": text, "max_tokens": max_tokens});
+            set_openai(rng, &mut body);
+            let count = rng.random_range(0..4);
+            set(rng, &mut body, &[("logprobs", 0.3, json!(count))]);
+            ("/v1/completions", body)
+        }
+        2 => {
+            let mut body = json!({"input": text, "max_output_tokens": max_tokens});
+            let tool = json!({"type": "function", "name": "look", "parameters": parameters});
+            let named = json!({"type": "function", "name": "look"});
+            tools(rng, &mut body, tool, named, json!("required"));
+            let effort = json!({"effort": "high"});
+            set(rng, &mut body, &[("reasoning", 0.2, effort)]);
+            ("/v1/responses", body)
+        }
+        _ => {
+            let mut body = json!({"messages": messages, "max_tokens": max_tokens + 2});
+            let tool = json!({"name": "look", "input_schema": parameters});
+            let named = json!({"type": "tool", "name": "look"});
+            tools(rng, &mut body, tool, named, json!({"type": "any"}));
+            let thinking =
+                json!({"type": "enabled", "budget_tokens": rng.random_range(1..=max_tokens)});
+            let stop = stop(rng);
+            set(
+                rng,
+                &mut body,
+                &[("thinking", 0.3, thinking), ("stop_sequences", 0.3, stop)],
+            );
+            ("/v1/messages", body)
+        }
+    };
+    body["temperature"] = json!(0);
+    body["stream"] = json!(rng.random_bool(0.5));
+    Case {
+        path,
+        body,
+        delay: rng.random_range(0..8),
+        leaves: rng
+            .random_bool(0.25)
+            .then(|| (rng.random_range(0..3000), rng.random_range(1..60))),
+    }
+}
+
+/// The parts of a response that do not differ between two runs: the data of a stream, or the body. The answers to one prompt
+/// may take turns in any order, so a stream is divided by the index of the answer.
+fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>> {
+    let mut values = match case.body["stream"] == true {
+        true => response.data(),
+        false => vec![response.json()],
+    };
+    values.iter_mut().for_each(remove_ids);
+    let mut parts = BTreeMap::<_, Vec<Value>>::new();
+    for value in values {
+        let index = match case.body["stream"] == true {
+            true => value["choices"][0]["index"].as_u64(),
+            false => None,
+        };
+        parts.entry(index).or_default().push(value);
+    }
+    parts
+}
+
+fn remove_ids(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            for name in ["id", "created", "created_at", "item_id", "call_id"] {
+                fields.remove(name);
+            }
+            fields.values_mut().for_each(remove_ids);
+        }
+        Value::Array(values) => values.iter_mut().for_each(remove_ids),
+        _ => (),
+    }
+}
+
+/// True if two values are equal, up to the rounding of log-probabilities.
+fn equal(first: &Value, second: &Value) -> bool {
+    match (first, second) {
+        (Value::Object(first), Value::Object(second)) => {
+            let same = |(name, value)| second.get(name).is_some_and(|other| equal(value, other));
+            first.len() == second.len() && first.iter().all(same)
+        }
+        (Value::Array(first), Value::Array(second)) => {
+            first.len() == second.len() && first.iter().zip(second).all(|(a, b)| equal(a, b))
+        }
+        (Value::Number(first), Value::Number(second)) if first.is_f64() && second.is_f64() => {
+            let difference = first
+                .as_f64()
+                .zip(second.as_f64())
+                .map(|(a, b)| (a - b).abs());
+            difference.is_some_and(|difference| difference < 1e-3)
+        }
+        (first, second) => first == second,
+    }
+}
+
+/// Sends all requests from [`CLIENTS`] threads.
+fn send_together(address: SocketAddr, cases: &[Case]) -> Vec<Response> {
+    let next = AtomicUsize::new(0);
+    let send = || {
+        let mut responses = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(case) = cases.get(index) else {
+                return responses;
+            };
+            std::thread::sleep(Duration::from_millis(case.delay));
+            let request = post(case.path, &case.body);
+            let response = match case.leaves {
+                Some((most, wait)) => receive(address, &request, most, Duration::from_millis(wait)),
+                None => exchange(address, &request),
+            };
+            responses.push((index, response));
+        }
+    };
+    std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(send)).collect();
+        let responses = clients
+            .into_iter()
+            .flat_map(|client| client.join().expect("a client"));
+        let mut responses: Vec<_> = responses.collect();
+        responses.sort_by_key(|(index, _)| *index);
+        responses
+            .into_iter()
+            .map(|(_, response)| response)
+            .collect()
+    })
+}
+
+/// Compares the responses with those to the same requests one after the other. Returns the number of compared answers, and
+/// of those that ended early.
+fn check_alone(address: SocketAddr, cases: &[Case], responses: &[Response]) -> (usize, usize) {
+    let (mut whole, mut cut) = (0, 0);
+    for (index, (case, found)) in cases.iter().zip(responses).enumerate() {
+        if case.leaves.is_some() && (found.status == 0 || case.body["stream"] == false) {
+            continue;
+        }
+        let alone = exchange(address, &post(case.path, &case.body));
+        assert_eq!(alone.status, 200, "{index}: {case:?}: {alone:?}");
+        assert_eq!(found.status, 200, "{index}: {case:?}: {found:?}");
+        let (alone, found) = (stable(case, &alone), stable(case, found));
+        let mut is_whole = true;
+        for (choice, alone) in &alone {
+            let found = found.get(choice).map_or(&[][..], Vec::as_slice);
+            let is_equal = alone.iter().zip(found).all(|(a, b)| equal(a, b));
+            assert!(is_equal, "{index}: {case:?}\n{found:#?}\nalone: {alone:#?}");
+            assert!(found.len() <= alone.len(), "{index}: {case:?}");
+            is_whole &= found.len() == alone.len();
+        }
+        assert!(is_whole || case.leaves.is_some(), "{index}: {case:?}");
+        match is_whole {
+            true => whole += 1,
+            false => cut += 1,
+        }
+    }
+    (whole, cut)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
+    let options = EngineOptions {
+        max_running: 9,
+        max_queue: REQUESTS,
+        context: 2048,
+        // Few requests fit together, so that some wait for the KV cache.
+        kv_tokens: Some(9 * 1024),
+        prefill_chunk: Some(50),
+        ..EngineOptions::default()
+    };
+    let server = Listening::start(Harness::with_tools_and(options).server).await;
+    let mut rng = StdRng::seed_from_u64(1);
+    let cases: Vec<Case> = (0..REQUESTS).map(|_| case(&mut rng)).collect();
+    let (address, engine) = (server.address, server.engine.clone());
+    let all = cases.clone();
+    let responses = tokio::task::spawn_blocking(move || send_together(address, &all));
+    let responses = responses.await.expect("the clients end");
+    let metrics = engine.metrics();
+    let gauges = || {
+        [
+            ("queued", &metrics.queued),
+            ("prefilling", &metrics.prefilling),
+            ("running", &metrics.running),
+            ("reserved_tokens", &metrics.reserved_tokens),
+            ("cache_bytes", &metrics.cache_bytes),
+        ]
+        .map(|(name, gauge)| (name, gauge.get()))
+    };
+    let started = std::time::Instant::now();
+    while gauges().iter().any(|(_, value)| *value != 0) {
+        assert!(
+            started.elapsed() < Duration::from_secs(20),
+            "{:?}",
+            gauges()
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let outcome = |name: &str| metrics.requests.with_label_values(&[name]).get();
+    assert_eq!((outcome("failed"), outcome("refused")), (0, 0));
+    assert!(outcome("cancelled") > 0, "no request was cancelled");
+    let compared = tokio::task::spawn_blocking(move || check_alone(address, &cases, &responses));
+    let (whole, cut) = compared.await.expect("each answer equals the answer alone");
+    println!(
+        "{whole} whole answers, {cut} streams whose clients left, {} cancelled",
+        outcome("cancelled")
+    );
+    assert!(whole > REQUESTS / 2 && cut > 0, "{whole} {cut}");
+    assert_eq!(server.stop().await.expect("the server ends"), Ok(()));
+}

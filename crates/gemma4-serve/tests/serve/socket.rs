@@ -1,0 +1,142 @@
+//! A server on a TCP port, and a client that sends raw bytes, so that a test can break off at any byte.
+
+use crate::harness::MODEL;
+use gemma4_serve::Server;
+use gemma4_serve::engine::Engine;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// A server that listens on a free port.
+pub struct Listening {
+    pub address: SocketAddr,
+    pub engine: Engine,
+    shutdown: oneshot::Sender<()>,
+    serving: JoinHandle<Result<(), String>>,
+}
+
+impl Listening {
+    pub async fn start(server: Server) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let engine = server.engine().clone();
+        let (shutdown, stopped) = oneshot::channel();
+        let serving = tokio::spawn(server.serve(listener, async {
+            let _ = stopped.await;
+        }));
+        Self {
+            address,
+            engine,
+            shutdown,
+            serving,
+        }
+    }
+
+    /// Begins the shutdown. The result completes when the server has ended.
+    pub fn stop(self) -> JoinHandle<Result<(), String>> {
+        self.shutdown.send(()).expect("the server runs");
+        self.serving
+    }
+}
+
+/// A response, as far as it has arrived.
+#[derive(Clone, Debug)]
+pub struct Response {
+    pub status: u16,
+    pub head: String,
+    pub body: String,
+}
+
+impl Response {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
+    }
+
+    /// Returns the data of a stream's complete messages, as JSON if it is JSON.
+    pub fn data(&self) -> Vec<Value> {
+        let complete = self.body.rsplit_once("\n\n").map_or("", |(text, _)| text);
+        let lines = complete
+            .lines()
+            .filter_map(|line| line.strip_prefix("data: "));
+        lines
+            .map(|data| serde_json::from_str(data).unwrap_or_else(|_| json!(data)))
+            .collect()
+    }
+}
+
+/// Returns a POST request on a connection of its own, with the model's name in the body.
+pub fn post(path: &str, body: &Value) -> Vec<u8> {
+    let mut body = body.clone();
+    body["model"] = json!(MODEL);
+    let body = body.to_string();
+    format!(
+        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+/// Returns a GET request on a connection of its own.
+pub fn get(path: &str) -> Vec<u8> {
+    format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").into_bytes()
+}
+
+/// Sends a request and returns the whole response.
+pub fn exchange(address: SocketAddr, request: &[u8]) -> Response {
+    receive(address, request, usize::MAX, Duration::from_secs(120))
+}
+
+/// Sends a request, and closes the connection after `most` bytes of the response or after `patience` without a byte.
+pub fn receive(address: SocketAddr, request: &[u8], most: usize, patience: Duration) -> Response {
+    let mut stream = TcpStream::connect(address).expect("a connection");
+    stream
+        .set_read_timeout(Some(patience))
+        .expect("a read timeout");
+    stream.write_all(request).expect("the request is sent");
+    let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
+    while bytes.len() < most {
+        let room = buffer.len().min(most - bytes.len());
+        match stream.read(&mut buffer[..room]) {
+            Ok(0) | Err(_) => break,
+            Ok(count) => bytes.extend_from_slice(&buffer[..count]),
+        }
+    }
+    parse(&bytes)
+}
+
+fn parse(bytes: &[u8]) -> Response {
+    let end = bytes.windows(4).position(|part| part == b"\r\n\r\n");
+    let (head, body) = bytes.split_at(end.map_or(bytes.len(), |end| end + 4));
+    let head = String::from_utf8_lossy(head).to_lowercase();
+    let status = head
+        .split(' ')
+        .nth(1)
+        .and_then(|status| status.parse().ok());
+    let body = match head.contains("transfer-encoding: chunked") {
+        true => unchunked(body),
+        false => body.to_vec(),
+    };
+    Response {
+        status: status.unwrap_or(0),
+        head,
+        body: String::from_utf8_lossy(&body).into_owned(),
+    }
+}
+
+/// Joins the chunks of a body. An incomplete chunk is kept as far as it has arrived.
+fn unchunked(mut bytes: &[u8]) -> Vec<u8> {
+    let mut body = Vec::new();
+    while let Some(end) = bytes.windows(2).position(|part| part == b"\r\n") {
+        let size = std::str::from_utf8(&bytes[..end]).expect("a size");
+        let size = usize::from_str_radix(size, 16).expect("a size");
+        let rest = &bytes[end + 2..];
+        body.extend_from_slice(&rest[..size.min(rest.len())]);
+        bytes = rest.get(size + 2..).unwrap_or_default();
+    }
+    body
+}
