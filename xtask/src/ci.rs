@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::{
-    fuzz, layers,
+    clients, fuzz, layers,
     process::{self, Result},
     setup, test,
 };
@@ -53,6 +53,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "broken files",
         run: broken_files,
+    },
+    Step {
+        name: "clients of the server",
+        run: clients::check_if_possible,
     },
     // The tests run last, so that their result is at the end of the output.
     Step {

@@ -33,7 +33,7 @@ pub fn run(args: &[String]) -> Result<u8> {
     }
     let (card, args) = card(args)?;
     let cuda = Cuda::find()?;
-    let target = target_folder().join("emulator");
+    let target = process::target_folder().join("emulator");
     let libraries = build(&target)?;
     setup::llvm_if_possible();
 
@@ -103,11 +103,6 @@ fn runner(environment: &[String]) -> String {
         .chain(words)
         .collect();
     format!("target.'cfg(unix)'.runner = [{}]", words.join(", "))
-}
-
-fn target_folder() -> PathBuf {
-    let folder = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
-    process::workspace_root().join(folder)
 }
 
 /// Builds the emulator for this CPU, and copies the emulator's library to the file names under which programs load CUDA.

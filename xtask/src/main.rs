@@ -1,6 +1,7 @@
 //! The project's own commands, run as `cargo xtask <command>`.
 
 mod ci;
+mod clients;
 mod emulate;
 mod fuzz;
 mod kernels;

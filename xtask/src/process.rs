@@ -38,6 +38,12 @@ pub fn workspace_root() -> &'static Path {
     PACKAGE.parent().unwrap_or(&PACKAGE)
 }
 
+/// Returns the folder of cargo's build artifacts.
+pub fn target_folder() -> PathBuf {
+    let folder = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    workspace_root().join(folder)
+}
+
 /// Returns a command that runs cargo in the workspace root. If cargo started this program, the same cargo is used.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
