@@ -448,18 +448,12 @@ async fn prompt_that_is_many_times_too_long_is_refused_without_encoding() {
             .valid
             .to_string()
             .replace("\"x\"", &json!(long).to_string());
-        let started = std::time::Instant::now();
         let answer = send(&harness, post(api.path, body.into_bytes())).await;
-        let elapsed = started.elapsed();
-        println!("{}: {elapsed:?}", api.path);
         assert_eq!(answer.status, 400, "{:.300}", answer.text);
         let message = checked(api.path, &answer);
-        assert!(message.contains("the context has 8192 tokens"), "{message}");
-        assert!(
-            elapsed < Duration::from_secs(5),
-            "{}: {elapsed:?}",
-            api.path
-        );
+        // The error of an encoded prompt has the exact number of tokens.
+        let bound = "the context has 8192 tokens, but the prompt has at least 58";
+        assert!(message.contains(bound), "{message}");
     }
     // The bound refuses no prompt that fits: a token of this model has up to 8 spaces.
     let spaces = " ".repeat(8 * 8100);

@@ -1,0 +1,94 @@
+// Checks the chat page in Chromium against a running server, and takes a picture of it.
+//
+//     npm install playwright-core
+//     gemma4 serve --device cpu --port 8123 --name tiny &
+//     node crates/gemma4-serve/tests/page.mjs http://127.0.0.1:8123 page.png
+
+import assert from "node:assert";
+import { mkdtempSync } from "node:fs";
+import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
+
+const [url, picture] = process.argv.slice(2);
+// The package lies in the folder in which the script is started.
+const { chromium } = createRequire(process.cwd() + "/")("playwright-core");
+const profile = mkdtempSync(`${tmpdir()}/chromium-`);
+const context = await chromium.launchPersistentContext(profile, {
+  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync"],
+  viewport: { width: 900, height: 640 },
+});
+const page = await context.newPage();
+const faults = [];
+page.on("pageerror", (error) => faults.push(error.message));
+page.on("console", (message) => message.type() === "error" && faults.push(message.text()));
+const answers = page.locator(".assistant");
+const last = answers.last();
+const send = async (text) => { await page.fill("#input", text); await page.press("#input", "Enter"); };
+const set = (name, value) => page.evaluate(([name, value]) => { document.getElementById(name).value = value; }, [name, value]);
+const ended = () => page.locator("#stop").waitFor({ state: "hidden" });
+
+await page.goto(url);
+await page.waitForFunction(() => document.title !== "gemma4" || document.getElementById("model").textContent !== "");
+assert.equal(await page.textContent("#model"), await page.title());
+
+// A whole answer arrives, with its speed.
+await set("max_tokens", "60");
+await send("What is a cache?");
+await ended();
+assert.match(await last.locator("footer").textContent(), /^\d+ tokens, [\d.]+ tokens\/s/);
+assert.notEqual(await last.locator("div").last().textContent(), "");
+assert(await last.locator("details").isHidden(), "an answer without thoughts shows none");
+
+// An answer is stopped while it arrives, and the server stops too.
+await set("max_tokens", "7000");
+await set("temperature", "1.5");
+await send("Count to a million.");
+await page.waitForFunction(() => [...document.querySelectorAll(".assistant")].at(-1).textContent.length > 20);
+await page.click("#stop");
+await ended();
+assert.equal(await last.locator("footer").textContent(), "stopped");
+await page.waitForFunction(async () => (await (await fetch("/metrics")).text()).includes("gemma4_running_answers 0"));
+
+// The error of a wrong setting is shown, and the next message works.
+await set("temperature", "9");
+await send("Too hot");
+await ended();
+assert.match(await last.locator("footer.error").textContent(), /^temperature: is 9/);
+faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400")));
+await set("temperature", "");
+await set("max_tokens", "60");
+
+// Thoughts are folded. The model in the program does not think, so this answer is prepared.
+const chunk = (delta, reason = null) => `data: ${JSON.stringify({ choices: [{ index: 0, delta, finish_reason: reason }] })}\n\n`;
+const usage = `data: ${JSON.stringify({ choices: [], usage: { completion_tokens: 9 } })}\n\n`;
+await page.route("**/v1/chat/completions", (route) => route.fulfill({
+  contentType: "text/event-stream",
+  body: ": heartbeat\n\n" + chunk({ reasoning_content: "A cache keeps values. " }) + chunk({ reasoning_content: "So it is fast." })
+    + chunk({ content: "A cache keeps results,\nso that <b>they</b> need not be computed again." }) + chunk({}, "stop") + usage + "data: [DONE]\n\n",
+}));
+await page.click("#reset");
+assert.equal(await answers.count(), 0);
+await page.setViewportSize({ width: 900, height: 420 });
+await send("What is a cache?");
+await ended();
+const thoughts = last.locator("details");
+assert(await thoughts.isVisible() && !(await thoughts.locator("div").isVisible()), "thoughts are folded");
+await thoughts.locator("summary").click();
+assert.equal(await thoughts.locator("div").textContent(), "A cache keeps values. So it is fast.");
+assert.match(await last.textContent(), /<b>they<\/b>/, "markup is shown as text");
+await page.unroute("**/v1/chat/completions");
+await last.locator("footer").scrollIntoViewIfNeeded();
+if (picture) await page.screenshot({ path: picture });
+
+await page.setViewportSize({ width: 360, height: 640 });
+const overflow = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
+assert(overflow <= 0, `a narrow page scrolls sideways by ${overflow} pixels`);
+await page.click("#settings summary");
+assert(await page.locator("#thinking").isVisible(), "the settings unfold");
+if (picture) await page.screenshot({ path: picture.replace(/\.png$/, "-narrow.png") });
+
+assert.deepEqual(faults, []);
+await context.close();
+console.log("the chat page works");
