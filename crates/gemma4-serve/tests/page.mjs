@@ -35,8 +35,9 @@ assert.equal(await page.textContent("#model"), await page.title());
 
 // A whole answer arrives, with its speed.
 await set("max_tokens", "60");
-await send("What is a cache?");
+await send("What is a <b>cache</b>?");
 await ended();
+assert.equal(await page.textContent(".user"), "What is a <b>cache</b>?", "markup is shown as text");
 assert.match(await last.locator("footer").textContent(), /^\d+ tokens, [\d.]+ tokens\/s/);
 assert.notEqual(await last.locator("div").last().textContent(), "");
 assert(await last.locator("details").isHidden(), "an answer without thoughts shows none");
@@ -66,7 +67,7 @@ const usage = `data: ${JSON.stringify({ choices: [], usage: { completion_tokens:
 await page.route("**/v1/chat/completions", (route) => route.fulfill({
   contentType: "text/event-stream",
   body: ": heartbeat\n\n" + chunk({ reasoning_content: "A cache keeps values. " }) + chunk({ reasoning_content: "So it is fast." })
-    + chunk({ content: "A cache keeps results,\nso that <b>they</b> need not be computed again." }) + chunk({}, "stop") + usage + "data: [DONE]\n\n",
+    + chunk({ content: "A cache keeps results,\nso that they need not be computed again." }) + chunk({}, "stop") + usage + "data: [DONE]\n\n",
 }));
 await page.click("#reset");
 assert.equal(await answers.count(), 0);
@@ -77,7 +78,6 @@ const thoughts = last.locator("details");
 assert(await thoughts.isVisible() && !(await thoughts.locator("div").isVisible()), "thoughts are folded");
 await thoughts.locator("summary").click();
 assert.equal(await thoughts.locator("div").textContent(), "A cache keeps values. So it is fast.");
-assert.match(await last.textContent(), /<b>they<\/b>/, "markup is shown as text");
 await page.unroute("**/v1/chat/completions");
 await last.locator("footer").scrollIntoViewIfNeeded();
 if (picture) await page.screenshot({ path: picture });
