@@ -372,6 +372,17 @@ mod tests {
     }
 
     #[test]
+    fn code_of_each_kind_of_error_is_distinct() {
+        // The reason of a failed engine is a plain text.
+        let codes = [
+            Error::from("the engine has failed"),
+            WrongArgument("--port".into()).into(),
+            Stopped(Signal::Terminate).into(),
+        ];
+        assert_eq!(codes.map(|error| code_of(&error)), [1, 2, 143]);
+    }
+
+    #[test]
     fn trim_newline_removes_one_line_end() {
         for (input, text) in [
             ("a\n", "a"),

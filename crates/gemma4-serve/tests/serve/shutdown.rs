@@ -78,7 +78,7 @@ async fn drain_finishes_streams_and_refuses_new_requests() {
 #[tokio::test]
 async fn drain_ends_at_its_timeout_and_closes_idle_connections_at_once() {
     let options = ServerOptions {
-        drain_timeout: Duration::from_millis(300),
+        drain_timeout: Duration::from_secs(2),
         ..ServerOptions::default()
     };
     let server = Harness::new(EngineOptions::default(), options).server;
@@ -102,14 +102,14 @@ async fn drain_ends_at_its_timeout_and_closes_idle_connections_at_once() {
     let (text, closed) = closed.await.expect("the client ends");
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");
     assert!(
-        closed - started < Duration::from_millis(250),
+        closed - started < Duration::from_millis(1500),
         "{:?}",
         closed - started
     );
     assert_eq!(ended.await.expect("the server ends"), Ok(()));
     let elapsed = started.elapsed();
-    assert!(elapsed >= Duration::from_millis(300), "{elapsed:?}");
-    assert!(elapsed < Duration::from_secs(5), "{elapsed:?}");
+    assert!(elapsed >= Duration::from_secs(2), "{elapsed:?}");
+    assert!(elapsed < Duration::from_secs(10), "{elapsed:?}");
     // The connection is cut, and its answer leaves the batch.
     assert_eq!(stream.await.expect("the client ends").body, "");
     while engine.metrics().running.get() > 0 {
