@@ -10,6 +10,7 @@ use axum::{
     middleware::Next,
     response::Response,
 };
+use log::Level;
 use serde_json::{Value, json};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -121,8 +122,10 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        log::info!(target: LOG_TARGET, "{}", self.json(&state));
+        if log::log_enabled!(target: LOG_TARGET, Level::Info) {
+            let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            log::info!(target: LOG_TARGET, "{}", self.json(&state));
+        }
     }
 }
 

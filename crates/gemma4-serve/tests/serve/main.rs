@@ -9,6 +9,7 @@ mod files;
 mod malformed;
 mod malformed_fields;
 mod malformed_requests;
+mod malformed_tables;
 mod openai;
 mod random_requests;
 mod request_log;
