@@ -55,6 +55,8 @@ fn environment(folder: &Path) -> Option<PathBuf> {
             "pip",
             "install",
             "--quiet",
+            // Without a network, the index is asked twice.
+            "--retries=1",
             "--disable-pip-version-check",
         ])
         .args(PACKAGES);
