@@ -142,6 +142,7 @@ fn documentation() -> Result<()> {
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",
+        "--package=cpu-gemv",
         "--package=cube-kit",
         "--package=attention-cube",
         "--package=burn-gemma4",

@@ -18,6 +18,18 @@ struct Crate {
 
 const CRATES: &[Crate] = &[
     Crate {
+        folder: "crates/cpu-gemv/src",
+        layers: &[
+            &["layout", "simd", "team"],
+            &["formats", "input", "scales"],
+            &["kernel"],
+            &["dots"],
+            &["isa"],
+            &["lib"],
+        ],
+        tests: &[],
+    },
+    Crate {
         folder: "crates/cube-kit/src",
         layers: &[
             &["launch", "nvidia", "pdl", "rounding"],

@@ -2,9 +2,10 @@
 //! the formats.
 
 pub(crate) mod blocks;
-pub(crate) mod layout;
 pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod quantize;
 pub(crate) mod rows;
 mod super_blocks;
+
+pub(crate) use cpu_gemv::layout;

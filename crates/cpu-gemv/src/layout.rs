@@ -7,7 +7,7 @@
 //! Burn 0.22's quantized tensors are symmetric, and lack the minimums or zero points of half of the formats. Burn's GEMM and
 //! row selection also dequantize the whole matrix.
 
-use burn::tensor::{bf16, f16};
+use half::{bf16, f16};
 
 /// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32. `zero` is the zero
 /// point, and `least` is the minimum of the group. A format without zero points has no `zero`, and a format without minimums
@@ -18,6 +18,7 @@ pub struct Format {
     pub bits: usize,
     /// The number of columns per group, or `None` if the whole row is one group.
     pub group: Option<usize>,
+    /// The parameters of a group, and their storage.
     pub scales: Scales,
     /// The rounding of each dequantized element.
     pub rounding: Rounding,
@@ -27,16 +28,25 @@ pub struct Format {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// Each group has an f16 scale, and two scales share a word.
-    Half { zero: u32 },
+    Half {
+        /// The zero point of all groups.
+        zero: u32,
+    },
     /// Each group has one word, with an f16 scale in the low half and an f16 minimum in the high half.
     HalfAndLeast,
     /// Each group has one word, which holds an f32 scale.
-    Single { zero: u32 },
+    Single {
+        /// The zero point of all groups.
+        zero: u32,
+    },
     /// Each group has two words: an f32 scale, and the zero point that is subtracted from each code.
     SingleAndZero,
     /// Each run of [`SUPER`] columns has five words: an f16 scale, and a signed byte for each of 16 groups. The scale of a
     /// group is the f16 scale times the byte.
-    Bytes { zero: u32 },
+    Bytes {
+        /// The zero point of all groups.
+        zero: u32,
+    },
     /// Each run of [`SUPER`] columns has five words: the f16 multiplier of scales, the f16 multiplier of minimums, 8 bytes
     /// of group scales and 8 bytes of group minimums. `least` is the negative product of the group's minimum and the
     /// multiplier of minimums.
@@ -46,21 +56,25 @@ pub enum Scales {
 /// The dtype to which an element is rounded (half to even) before it is converted to the requested dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
+    /// No rounding.
     None,
+    /// Rounding to f16.
     F16,
+    /// Rounding to bf16.
     BF16,
 }
 
 /// The number of columns in a super-block of ggml. All group scales in a super-block are multiplied by the same f16 number.
-pub(crate) const SUPER: usize = 256;
+pub const SUPER: usize = 256;
 /// The number of words that hold the multipliers, the group scales and any group minimums of [`SUPER`] columns.
-pub(crate) const SUPER_WORDS: usize = 5;
+pub const SUPER_WORDS: usize = 5;
 /// The number of 4-bit codes in a word. Every group size is a multiple of this number.
 const CODES: usize = 8;
 /// The number of words in one vector load. The length of a row is padded to a multiple of this number.
 const VECTOR: usize = 4;
 
 impl Rounding {
+    /// Rounds a number.
     pub fn of(self, number: f32) -> f32 {
         match self {
             Self::None => number,
@@ -94,7 +108,9 @@ impl Format {
 /// The layout of rows that have a certain format and number of columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
+    /// The format of codes and scales.
     pub format: Format,
+    /// The number of elements in a row.
     pub columns: usize,
 }
 

@@ -1,0 +1,182 @@
+//! Products of input rows in bf16 by AVX-512's dot products of bf16 pairs. An instruction multiplies 32 weights, which is
+//! twice as many as in f32. The products of two bf16 elements are exact in f32, and the sums are in f32.
+//!
+//! The instruction counts subnormal numbers as zero.
+
+use crate::kernel::{AHEAD, Task, prefetch_scales};
+use crate::layout::{Layout, Rounding, Scales};
+use crate::scales::{Groups, Lanes, has_least, shared_zero};
+use crate::simd::{Avx512, MOST_LANES, Simd};
+use half::bf16;
+use std::{arch::x86_64::*, ops::Range};
+
+/// The number of bf16 elements in a vector.
+pub(crate) const HALVES: usize = 32;
+/// The number of vectors in a block of bf16 weights.
+pub(crate) const FLOAT_STEPS: usize = 4;
+/// The number of codes in the 16 bits of a lane, which is the number of vectors in a block of quantized weights.
+pub(crate) const CODE_STEPS: usize = 4;
+
+/// True if the kernels of this module multiply by rows of `layout`.
+pub(crate) fn serves(layout: Layout) -> bool {
+    let format = layout.format;
+    format.bits == 4 && format.rounding == Rounding::None && format.scales != Scales::SingleAndZero
+}
+
+/// Multiplies by the rows `range` of bf16 weights, for `R` input rows. Each sum has `A` parts.
+///
+/// # Safety
+/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
+pub(crate) unsafe fn floats<const R: usize, const A: usize>(task: &Task, range: Range<usize>) {
+    const WIDTH: usize = FLOAT_STEPS * HALVES;
+    let (whole, rest) = (task.columns / WIDTH, task.columns % WIDTH);
+    unsafe {
+        for output in range {
+            let row = task.weights.add(output * task.row_bytes);
+            let mut totals = [[_mm512_setzero_ps(); A]; R];
+            let mut input = task.input.halves.as_ptr();
+            for block in 0..whole {
+                for step in 0..FLOAT_STEPS {
+                    let weights = halves(row.add(block * 2 * WIDTH + step * 64));
+                    for (row, total) in totals.iter_mut().enumerate() {
+                        let x = halves(input.add((row * FLOAT_STEPS + step) * HALVES).cast());
+                        total[step % A] = _mm512_dpbf16_ps(total[step % A], weights, x);
+                    }
+                }
+                input = input.add(R * WIDTH);
+            }
+            if rest > 0 {
+                let mut bytes = [0u8; 2 * WIDTH];
+                let from = row.add(whole * 2 * WIDTH);
+                std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), 2 * rest);
+                for step in 0..FLOAT_STEPS {
+                    let weights = halves(bytes.as_ptr().add(step * 64));
+                    for (row, total) in totals.iter_mut().enumerate() {
+                        let x = halves(input.add((row * FLOAT_STEPS + step) * HALVES).cast());
+                        total[step % A] = _mm512_dpbf16_ps(total[step % A], weights, x);
+                    }
+                }
+            }
+            let mut sums = [_mm512_setzero_ps(); R];
+            for (sum, parts) in sums.iter_mut().zip(totals) {
+                for part in parts {
+                    *sum = _mm512_add_ps(*sum, part);
+                }
+            }
+            task.store::<Avx512, R>(output, sums);
+        }
+    }
+}
+
+/// Multiplies by the rows `range` of 4-bit weights, for `R` input rows.
+///
+/// # Safety
+/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
+/// [`serves`] is true for the task's layout.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
+pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>) {
+    let Some(layout) = task.layout else {
+        return;
+    };
+    let mut groups = Groups::new(layout, MOST_LANES, 8);
+    let has_least = has_least(layout.format.scales);
+    let words = layout.columns / 8;
+    let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
+    unsafe {
+        let lanes = Lanes::<Avx512>::new(layout.group() / 8);
+        // A permutation reads the low 5 bits of an index, of which the highest belongs to the next code.
+        let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
+            bf16::from_f32((code % 16) as f32 - shared_zero(layout.format.scales))
+        });
+        let table = _mm512_loadu_si512(numbers.as_ptr().cast());
+        for output in range {
+            let row = task.weights.add(output * task.row_bytes).cast::<u32>();
+            prefetch_scales::<Avx512>(layout, row.cast());
+            groups.read::<Avx512>(layout, row.add(layout.scales()));
+            let mut totals = [_mm512_setzero_ps(); R];
+            let parameters = [groups.scale.as_ptr(), groups.least.as_ptr()];
+            for block in 0..whole {
+                let from = row.add(block * MOST_LANES).cast::<u8>();
+                Avx512::prefetch(from.wrapping_add(AHEAD));
+                let words = _mm512_loadu_si512(from.cast());
+                add(
+                    task,
+                    &mut totals,
+                    block,
+                    words,
+                    table,
+                    lanes,
+                    parameters,
+                    has_least,
+                );
+            }
+            if rest > 0 {
+                let mut last = [0u32; MOST_LANES];
+                let from = row.add(whole * MOST_LANES);
+                std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), rest);
+                let words = _mm512_loadu_si512(last.as_ptr().cast());
+                add(
+                    task,
+                    &mut totals,
+                    whole,
+                    words,
+                    table,
+                    lanes,
+                    parameters,
+                    has_least,
+                );
+            }
+            task.store::<Avx512, R>(output, totals);
+        }
+    }
+}
+
+/// Adds the products of one block. `parameters` points to the scales and the minimums of the row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
+#[allow(clippy::too_many_arguments, reason = "the arguments stay in registers")]
+unsafe fn add<const R: usize>(
+    task: &Task,
+    totals: &mut [__m512; R],
+    block: usize,
+    words: __m512i,
+    table: __m512i,
+    lanes: Lanes<Avx512>,
+    parameters: [*const f32; 2],
+    has_least: bool,
+) {
+    unsafe {
+        let input = task.input.halves.as_ptr();
+        let input = input.add(block * R * CODE_STEPS * HALVES);
+        let mut sums = [_mm512_setzero_ps(); R];
+        for step in 0..CODE_STEPS {
+            let count = _mm_cvtsi32_si128(4 * step as i32);
+            let codes = _mm512_permutexvar_epi16(_mm512_srl_epi16(words, count), table);
+            let codes = std::mem::transmute::<__m512i, __m512bh>(codes);
+            for (row, sum) in sums.iter_mut().enumerate() {
+                let x = halves(input.add((row * CODE_STEPS + step) * HALVES).cast());
+                *sum = _mm512_dpbf16_ps(*sum, codes, x);
+            }
+        }
+        let scale = lanes.spread(parameters[0], block);
+        for (total, sum) in totals.iter_mut().zip(sums) {
+            *total = _mm512_fmadd_ps(sum, scale, *total);
+        }
+        if has_least {
+            let least = lanes.spread(parameters[1], block);
+            for (row, total) in totals.iter_mut().enumerate() {
+                let sums = task.input.sums.as_ptr();
+                let sum = Avx512::load(sums.add((block * R + row) * MOST_LANES));
+                *total = _mm512_fmadd_ps(sum, least, *total);
+            }
+        }
+    }
+}
+
+/// Loads 32 bf16 elements.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn halves(elements: *const u8) -> __m512bh {
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(elements.cast())) }
+}

@@ -1,0 +1,180 @@
+//! The elements of a row in vectors of f32, by the format in which the row is stored.
+//!
+//! A row is read in blocks, and a block in steps of one vector each. A format chooses the columns of a vector so that few
+//! instructions convert the elements: neighbouring elements of one word are in different steps.
+
+use crate::simd::Simd;
+
+/// A format of floats.
+pub(crate) trait Floats<S: Simd> {
+    /// The number of vectors in a block.
+    const STEPS: usize;
+    /// The number of bytes of an element.
+    const BYTES: usize;
+
+    /// Returns the column of a vector's lane in a block.
+    fn column(step: usize, lane: usize) -> usize {
+        step * S::LANES + lane
+    }
+
+    /// Converts one vector of a block.
+    ///
+    /// # Safety
+    /// `block` points to a whole block, and the CPU has the instruction set.
+    unsafe fn numbers(block: *const u8, step: usize) -> S::Floats;
+}
+
+pub(crate) struct F32;
+pub(crate) struct F16;
+pub(crate) struct Bf16;
+
+impl<S: Simd> Floats<S> for F32 {
+    const STEPS: usize = 4;
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn numbers(block: *const u8, step: usize) -> S::Floats {
+        unsafe { S::load(block.add(step * 4 * S::LANES).cast()) }
+    }
+}
+
+impl<S: Simd> Floats<S> for F16 {
+    const STEPS: usize = 4;
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn numbers(block: *const u8, step: usize) -> S::Floats {
+        unsafe { S::load_f16(block.add(step * 2 * S::LANES)) }
+    }
+}
+
+/// A word holds two elements. The first is in the low half, and the bits of a bf16 are the high half of an f32.
+impl<S: Simd> Floats<S> for Bf16 {
+    const STEPS: usize = 4;
+    const BYTES: usize = 2;
+
+    fn column(step: usize, lane: usize) -> usize {
+        step / 2 * 2 * S::LANES + 2 * lane + step % 2
+    }
+
+    #[inline(always)]
+    unsafe fn numbers(block: *const u8, step: usize) -> S::Floats {
+        unsafe {
+            let words = S::load_words(block.add(step / 2 * 4 * S::LANES));
+            S::bits(match step % 2 {
+                0 => S::shift_left(words, 16),
+                _ => S::and(words, 0xffff_0000),
+            })
+        }
+    }
+}
+
+/// A format of integer codes. A block has one vector of words. Step `i` has the `i`-th code of each word.
+pub(crate) trait Codes<S: Simd> {
+    /// The number of codes whose lower bits fit into a word.
+    const CODES: usize;
+    /// The number of upper bits of a code, which are stored apart.
+    const TOP_BITS: usize;
+    /// What turns codes into floats.
+    type Table: Copy;
+
+    /// Returns the table of the floats `code - zero`.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set.
+    unsafe fn table(zero: f32) -> Self::Table;
+
+    /// Returns the upper bits of a block's codes, shifted left by 4.
+    ///
+    /// # Safety
+    /// `top` points to the upper bits of a whole block, and the CPU has the instruction set.
+    #[inline(always)]
+    unsafe fn top(top: *const u8) -> S::Words {
+        unsafe { S::load_words(top) }
+    }
+
+    /// Returns one vector of the floats `code - zero`.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set.
+    unsafe fn codes(low: S::Words, top: S::Words, step: usize, table: Self::Table) -> S::Floats;
+}
+
+pub(crate) struct FourBits;
+pub(crate) struct FiveBits;
+pub(crate) struct SixBits;
+pub(crate) struct EightBits;
+
+impl<S: Simd> Codes<S> for FourBits {
+    const CODES: usize = 8;
+    const TOP_BITS: usize = 0;
+    type Table = S::FourBits;
+
+    #[inline(always)]
+    unsafe fn table(zero: f32) -> S::FourBits {
+        unsafe { S::four_bits(zero) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes(low: S::Words, _top: S::Words, step: usize, table: S::FourBits) -> S::Floats {
+        unsafe { S::code_of_4(low, step, table) }
+    }
+}
+
+impl<S: Simd> Codes<S> for FiveBits {
+    const CODES: usize = 8;
+    const TOP_BITS: usize = 1;
+    type Table = S::FiveBits;
+
+    #[inline(always)]
+    unsafe fn table(zero: f32) -> S::FiveBits {
+        unsafe { S::five_bits(zero) }
+    }
+
+    #[inline(always)]
+    unsafe fn top(top: *const u8) -> S::Words {
+        unsafe { S::shift_left(S::load_bytes(top), 4) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes(low: S::Words, top: S::Words, step: usize, table: S::FiveBits) -> S::Floats {
+        unsafe { S::code_of_5(low, top, step, table) }
+    }
+}
+
+impl<S: Simd> Codes<S> for SixBits {
+    const CODES: usize = 8;
+    const TOP_BITS: usize = 2;
+    type Table = f32;
+
+    #[inline(always)]
+    unsafe fn table(zero: f32) -> f32 {
+        zero
+    }
+
+    #[inline(always)]
+    unsafe fn top(top: *const u8) -> S::Words {
+        unsafe { S::shift_left(S::load_u16(top), 4) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes(low: S::Words, top: S::Words, step: usize, zero: f32) -> S::Floats {
+        unsafe { S::code_of_6(low, top, step, zero) }
+    }
+}
+
+impl<S: Simd> Codes<S> for EightBits {
+    const CODES: usize = 4;
+    const TOP_BITS: usize = 0;
+    type Table = f32;
+
+    #[inline(always)]
+    unsafe fn table(zero: f32) -> f32 {
+        zero
+    }
+
+    #[inline(always)]
+    unsafe fn codes(low: S::Words, _top: S::Words, step: usize, zero: f32) -> S::Floats {
+        unsafe { S::code_of_8(low, step, zero) }
+    }
+}

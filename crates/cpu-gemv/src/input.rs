@@ -1,0 +1,134 @@
+//! The input rows in the order in which the kernels read them.
+
+use crate::simd::MOST_LANES;
+use half::bf16;
+
+/// The input rows of a product, `[rows, columns in]`.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// Elements in f32.
+    F32(&'a [f32]),
+    /// Elements in bf16.
+    Bf16(&'a [bf16]),
+}
+
+impl Rows<'_> {
+    /// Returns the number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(numbers) => numbers.len(),
+            Self::Bf16(numbers) => numbers.len(),
+        }
+    }
+
+    /// True if there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Input rows, rearranged as `[blocks, rows, steps, lanes]`. Columns past the end are 0.
+#[derive(Default)]
+pub(crate) struct Input {
+    pub numbers: Vec<f32>,
+    /// The elements, if the kernel reads bf16.
+    pub halves: Vec<bf16>,
+    /// The sums over a block's elements of each word, `[blocks, rows, words]`, or nothing if the format has no minimums.
+    pub sums: Vec<f32>,
+}
+
+/// The order of a block's columns.
+#[derive(Clone, Copy)]
+pub(crate) struct Order {
+    pub steps: usize,
+    pub lanes: usize,
+    /// Returns the column of a lane of a step in a block.
+    pub column: fn(step: usize, lane: usize) -> usize,
+}
+
+impl Input {
+    /// Rearranges `input`, `[rows, columns]`. Rows from the input's number up to `rows` are 0. The kernel reads bf16 if
+    /// `reads_halves`.
+    pub fn new(
+        input: Rows,
+        columns: usize,
+        rows: usize,
+        order: Order,
+        has_sums: bool,
+        reads_halves: bool,
+    ) -> Self {
+        let mut made = Self::default();
+        match (input, reads_halves) {
+            (Rows::F32(input), false) => {
+                made.numbers = rearranged(input, columns, rows, order, |number| number);
+            }
+            (Rows::Bf16(input), false) => {
+                made.numbers = rearranged(input, columns, rows, order, bf16::to_f32);
+            }
+            (Rows::F32(input), true) => {
+                made.halves = rearranged(input, columns, rows, order, bf16::from_f32);
+            }
+            (Rows::Bf16(input), true) => {
+                made.halves = rearranged(input, columns, rows, order, |number| number);
+            }
+        }
+        if has_sums {
+            let width = order.steps * order.lanes;
+            made.sums = match reads_halves {
+                false => sums(&made.numbers, width, order.lanes, 1, |number| number),
+                true => sums(&made.halves, width, order.lanes, 2, bf16::to_f32),
+            };
+        }
+        made
+    }
+}
+
+fn rearranged<T: Copy, N: Copy + Default>(
+    input: &[T],
+    columns: usize,
+    rows: usize,
+    order: Order,
+    number: impl Fn(T) -> N,
+) -> Vec<N> {
+    let Order { steps, lanes, .. } = order;
+    let width = steps * lanes;
+    let mut numbers = vec![N::default(); columns.div_ceil(width) * rows * width];
+    let mut places = [0; 8 * MOST_LANES];
+    let places = &mut places[..width];
+    for (at, place) in places.iter_mut().enumerate() {
+        *place = (order.column)(at / lanes, at % lanes);
+    }
+    for (row, input) in input.chunks_exact(columns).enumerate() {
+        for (block, columns) in input.chunks(width).enumerate() {
+            let written = &mut numbers[(block * rows + row) * width..][..width];
+            for (written, place) in written.iter_mut().zip(places.iter()) {
+                if let Some(column) = columns.get(*place) {
+                    *written = number(*column);
+                }
+            }
+        }
+    }
+    numbers
+}
+
+/// Adds the elements of each word in each block. A word has `of_word` neighbouring lanes in each of a block's steps.
+fn sums<T: Copy>(
+    numbers: &[T],
+    width: usize,
+    lanes: usize,
+    of_word: usize,
+    number: impl Fn(T) -> f32,
+) -> Vec<f32> {
+    let mut sums = vec![0.0; numbers.len() / width * (lanes / of_word)];
+    let blocks = numbers.chunks_exact(width);
+    for (sums, steps) in sums.chunks_exact_mut(lanes / of_word).zip(blocks) {
+        for step in steps.chunks_exact(lanes) {
+            for (sum, of_word) in sums.iter_mut().zip(step.chunks_exact(of_word)) {
+                for element in of_word {
+                    *sum += number(*element);
+                }
+            }
+        }
+    }
+    sums
+}

@@ -1,0 +1,244 @@
+//! The choice of kernels by the CPU's instruction set.
+
+#[cfg(target_arch = "x86_64")]
+use crate::dots;
+use crate::formats::{Bf16, Codes, EightBits, F16, F32, FiveBits, Floats, FourBits, SixBits};
+use crate::input::Order;
+use crate::kernel::Task;
+use crate::layout::Layout;
+#[cfg(target_arch = "aarch64")]
+use crate::simd::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{Avx2, Avx512};
+use crate::simd::{Portable, Simd};
+use std::{ops::Range, sync::OnceLock};
+
+/// An instruction set for which there are kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust, on any CPU.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 with the extensions F, BW, VL and DQ.
+    Avx512,
+    /// AVX-512 with these extensions, and dot products of bf16 pairs.
+    Avx512Bf16,
+    /// NEON.
+    Neon,
+}
+
+impl Isa {
+    /// Returns the instruction sets of this CPU. The fastest is the last.
+    pub fn available() -> Vec<Self> {
+        #[allow(unused_mut, reason = "some CPUs have only the portable kernels")]
+        let mut found = vec![Self::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            let has_avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            if has_avx2 {
+                found.push(Self::Avx2);
+            }
+            let has_avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512dq");
+            if has_avx2 && has_avx512 {
+                found.push(Self::Avx512);
+                if is_x86_feature_detected!("avx512bf16") {
+                    found.push(Self::Avx512Bf16);
+                }
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            found.push(Self::Neon);
+        }
+        found
+    }
+
+    /// Returns the fastest instruction set of this CPU.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| Self::available().pop().unwrap_or(Self::Portable))
+    }
+
+    /// Returns the kernel of a format for `rows` input rows. The rows are in bf16 if `has_halves`.
+    pub(crate) fn kernel(self, format: Format, rows: usize, has_halves: bool) -> Kernel {
+        match self {
+            Self::Portable => portable::kernel(format, rows),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2::kernel(format, rows),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 if has_halves && dots_serve(format) => dots_kernel(format, rows),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 | Self::Avx512Bf16 => avx512::kernel(format, rows),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => neon::kernel(format, rows),
+            #[allow(unreachable_patterns, reason = "each architecture has other sets")]
+            _ => panic!("isa: {self:?} is not of this architecture; expected one of `available`"),
+        }
+    }
+}
+
+/// The format of the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    F32,
+    F16,
+    Bf16,
+    Words(Layout),
+}
+
+/// A kernel, and the input that it reads.
+pub(crate) struct Kernel {
+    /// Multiplies by a range of rows of the weights.
+    pub run: unsafe fn(&Task, Range<usize>),
+    /// The number of input rows that the kernel reads.
+    pub rows: usize,
+    pub order: Order,
+    /// True if the kernel reads the input in bf16, and else in f32.
+    pub reads_halves: bool,
+}
+
+#[cfg(target_arch = "x86_64")]
+fn dots_serve(format: Format) -> bool {
+    match format {
+        Format::Bf16 => true,
+        Format::F32 | Format::F16 => false,
+        Format::Words(layout) => dots::serves(layout),
+    }
+}
+
+/// Returns the kernel for input rows in bf16.
+#[cfg(target_arch = "x86_64")]
+fn dots_kernel(format: Format, rows: usize) -> Kernel {
+    let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match (format, rows) {
+        (Format::Words(_), 1) => (dots::four_bits::<1>, 1),
+        (Format::Words(_), 2) => (dots::four_bits::<2>, 2),
+        (Format::Words(_), 3) => (dots::four_bits::<3>, 3),
+        (Format::Words(_), 4) => (dots::four_bits::<4>, 4),
+        (Format::Words(_), 5 | 6) => (dots::four_bits::<6>, 6),
+        (Format::Words(_), _) => (dots::four_bits::<8>, 8),
+        (_, 1) => (dots::floats::<1, 4>, 1),
+        (_, 2) => (dots::floats::<2, 2>, 2),
+        (_, 3) => (dots::floats::<3, 2>, 3),
+        (_, 4) => (dots::floats::<4, 2>, 4),
+        (_, 5 | 6) => (dots::floats::<6, 1>, 6),
+        _ => (dots::floats::<8, 1>, 8),
+    };
+    let order = match format {
+        Format::Words(_) => Order {
+            steps: dots::CODE_STEPS,
+            lanes: dots::HALVES,
+            column: |step, lane| dots::CODE_STEPS * lane + step,
+        },
+        _ => Order {
+            steps: dots::FLOAT_STEPS,
+            lanes: dots::HALVES,
+            column: |step, lane| step * dots::HALVES + lane,
+        },
+    };
+    Kernel {
+        run,
+        rows,
+        order,
+        reads_halves: true,
+    }
+}
+
+/// Defines the kernels of an instruction set.
+macro_rules! kernels {
+    ($name:ident, $simd:ty, $features:meta) => {
+        mod $name {
+            use super::*;
+
+            #[$features]
+            unsafe fn floats<F: Floats<$simd>, const N: usize, const R: usize, const A: usize>(
+                task: &Task,
+                range: Range<usize>,
+            ) {
+                unsafe { crate::kernel::floats::<$simd, F, N, R, A>(task, range) }
+            }
+
+            #[$features]
+            unsafe fn quantized<C: Codes<$simd>, const R: usize>(task: &Task, range: Range<usize>) {
+                if let Some(layout) = task.layout {
+                    unsafe { crate::kernel::quantized::<$simd, C, R>(task, layout, range) }
+                }
+            }
+
+            fn of_floats<F: Floats<$simd>>(rows: usize) -> Kernel {
+                let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
+                    1 => (floats::<F, 1, 1, 4>, 1),
+                    2 => (floats::<F, 1, 2, 2>, 2),
+                    3 => (floats::<F, 1, 3, 2>, 3),
+                    4 => (floats::<F, 1, 4, 1>, 4),
+                    5 | 6 => (floats::<F, 2, 6, 1>, 6),
+                    _ => (floats::<F, 2, 8, 1>, 8),
+                };
+                let order = Order {
+                    steps: F::STEPS,
+                    lanes: <$simd>::LANES,
+                    column: F::column,
+                };
+                Kernel {
+                    run,
+                    rows,
+                    order,
+                    reads_halves: false,
+                }
+            }
+
+            fn of_codes<C: Codes<$simd>>(rows: usize) -> Kernel {
+                let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
+                    1 => (quantized::<C, 1>, 1),
+                    2 => (quantized::<C, 2>, 2),
+                    3 => (quantized::<C, 3>, 3),
+                    4 => (quantized::<C, 4>, 4),
+                    5 | 6 => (quantized::<C, 6>, 6),
+                    _ => (quantized::<C, 8>, 8),
+                };
+                let order = Order {
+                    steps: C::CODES,
+                    lanes: <$simd>::LANES,
+                    column: |step, lane| lane * C::CODES + step,
+                };
+                Kernel {
+                    run,
+                    rows,
+                    order,
+                    reads_halves: false,
+                }
+            }
+
+            pub(super) fn kernel(format: Format, rows: usize) -> Kernel {
+                match format {
+                    Format::F32 => of_floats::<F32>(rows),
+                    Format::F16 => of_floats::<F16>(rows),
+                    Format::Bf16 => of_floats::<Bf16>(rows),
+                    Format::Words(layout) => match layout.format.bits {
+                        4 => of_codes::<FourBits>(rows),
+                        5 => of_codes::<FiveBits>(rows),
+                        6 => of_codes::<SixBits>(rows),
+                        _ => of_codes::<EightBits>(rows),
+                    },
+                }
+            }
+        }
+    };
+}
+
+kernels!(portable, Portable, inline(never));
+#[cfg(target_arch = "x86_64")]
+kernels!(avx2, Avx2, target_feature(enable = "avx2,fma,f16c"));
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    avx512,
+    Avx512,
+    target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+);
+#[cfg(target_arch = "aarch64")]
+kernels!(neon, Neon, target_feature(enable = "neon"));

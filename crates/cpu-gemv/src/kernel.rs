@@ -1,0 +1,307 @@
+//! The products of prepared input rows with a range of output rows.
+
+use crate::formats::{Codes, Floats};
+use crate::input::Input;
+use crate::layout::{Layout, Rounding, Scales};
+use crate::scales::{Groups, Lanes, has_least, shared_zero};
+use crate::simd::{MOST_LANES, Simd};
+use std::ops::Range;
+
+/// One product, which several threads compute.
+pub(crate) struct Task<'a> {
+    pub input: &'a Input,
+    /// The first byte of the weights.
+    pub weights: *const u8,
+    /// The number of bytes from one row of the weights to the next.
+    pub row_bytes: usize,
+    /// The layout of quantized rows; `None` for floats.
+    pub layout: Option<Layout>,
+    pub columns: usize,
+    /// The number of input rows.
+    pub rows: usize,
+    /// The number of output columns, which is the number of rows of the weights.
+    pub outputs: usize,
+    /// The output, `[rows, outputs]`.
+    pub output: *mut f32,
+}
+
+// SAFETY: threads only read the input and the weights, and each writes other elements of the output.
+unsafe impl Sync for Task<'_> {}
+
+impl Task<'_> {
+    /// Writes one output row of the weights for all input rows.
+    ///
+    /// # Safety
+    /// `output` is below `self.outputs`, and no other thread writes this output. The CPU has the instruction set.
+    #[inline(always)]
+    pub(crate) unsafe fn store<S: Simd, const R: usize>(
+        &self,
+        output: usize,
+        totals: [S::Floats; R],
+    ) {
+        for (row, total) in totals.into_iter().enumerate().take(self.rows) {
+            unsafe { *self.output.add(row * self.outputs + output) = S::sum(total) };
+        }
+    }
+}
+
+/// Multiplies by the rows `range` of float weights. The kernel reads `N` rows of the weights at once, for `R` input rows. Each
+/// sum has `A` parts, so that an addition need not wait for the previous one.
+///
+/// # Safety
+/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
+#[inline(always)]
+pub(crate) unsafe fn floats<S, F, const N: usize, const R: usize, const A: usize>(
+    task: &Task,
+    range: Range<usize>,
+) where
+    S: Simd,
+    F: Floats<S>,
+{
+    let mut output = range.start;
+    unsafe {
+        while output + N <= range.end {
+            rows_of_floats::<S, F, N, R, A>(task, output);
+            output += N;
+        }
+        for output in output..range.end {
+            rows_of_floats::<S, F, 1, R, A>(task, output);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
+    task: &Task,
+    first: usize,
+) where
+    S: Simd,
+    F: Floats<S>,
+{
+    let width = F::STEPS * S::LANES;
+    let (whole, rest) = (task.columns / width, task.columns % width);
+    unsafe {
+        let rows: [*const u8; N] =
+            std::array::from_fn(|index| task.weights.add((first + index) * task.row_bytes));
+        let mut totals = [[[S::splat(0.0); A]; R]; N];
+        let mut input = task.input.numbers.as_ptr();
+        for block in 0..whole {
+            for step in 0..F::STEPS {
+                for (totals, row) in totals.iter_mut().zip(rows) {
+                    let numbers = F::numbers(row.add(block * width * F::BYTES), step);
+                    for (row, total) in totals.iter_mut().enumerate() {
+                        let x = S::load(input.add((row * F::STEPS + step) * S::LANES));
+                        total[step % A] = S::mul_add(numbers, x, total[step % A]);
+                    }
+                }
+            }
+            input = input.add(R * width);
+        }
+        if rest > 0 {
+            for (totals, row) in totals.iter_mut().zip(rows) {
+                let mut bytes = [0u8; 4 * 4 * MOST_LANES];
+                let from = row.add(whole * width * F::BYTES);
+                std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), rest * F::BYTES);
+                for step in 0..F::STEPS {
+                    let numbers = F::numbers(bytes.as_ptr(), step);
+                    for (row, total) in totals.iter_mut().enumerate() {
+                        let x = S::load(input.add((row * F::STEPS + step) * S::LANES));
+                        total[step % A] = S::mul_add(numbers, x, total[step % A]);
+                    }
+                }
+            }
+        }
+        for (index, totals) in totals.into_iter().enumerate() {
+            task.store::<S, R>(first + index, totals.map(|parts| added::<S, A>(parts)));
+        }
+    }
+}
+
+/// Adds the parts of a sum.
+#[inline(always)]
+unsafe fn added<S: Simd, const A: usize>(parts: [S::Floats; A]) -> S::Floats {
+    let mut sum = parts[0];
+    for part in parts.into_iter().skip(1) {
+        sum = unsafe { S::add(sum, part) };
+    }
+    sum
+}
+
+/// The distance in bytes at which the kernels of quantized weights ask for weights. The CPU itself looks ahead only while
+/// addresses increase, but a row's scales are read before its codes.
+pub(crate) const AHEAD: usize = 2048;
+
+/// Asks for the scales of a row that follows `row` at about the distance [`AHEAD`].
+#[inline(always)]
+pub(crate) fn prefetch_scales<S: Simd>(layout: Layout, row: *const u8) {
+    let of_row = 4 * layout.words();
+    let first = AHEAD.div_ceil(of_row) * of_row + 4 * layout.scales();
+    for line in (0..4 * (layout.words() - layout.scales())).step_by(64) {
+        S::prefetch(row.wrapping_add(first + line));
+    }
+}
+
+/// Multiplies by the rows `range` of quantized weights, for `R` input rows.
+///
+/// # Safety
+/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set. The task has
+/// a layout with the codes `C`.
+#[inline(always)]
+pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
+    task: &Task,
+    layout: Layout,
+    range: Range<usize>,
+) {
+    let mut groups = Groups::new(layout, S::LANES, C::CODES);
+    unsafe {
+        let lanes = Lanes::<S>::new(layout.group() / C::CODES);
+        let table = C::table(shared_zero(layout.format.scales));
+        for output in range {
+            let row = task.weights.add(output * task.row_bytes).cast::<u32>();
+            prefetch_scales::<S>(layout, row.cast());
+            groups.read::<S>(layout, row.add(layout.scales()));
+            let row = Row {
+                words: row.cast(),
+                top: row.add(layout.top()).cast(),
+                groups: &groups,
+                lanes,
+                layout,
+            };
+            let totals = match (layout.format.scales, layout.format.rounding) {
+                (scales, _) if has_least(scales) => row.totals::<C, R, LEAST>(task.input, table),
+                (Scales::SingleAndZero, _) | (_, Rounding::F16 | Rounding::BF16) => {
+                    row.totals::<C, R, EACH>(task.input, table)
+                }
+                _ => row.totals::<C, R, PLAIN>(task.input, table),
+            };
+            task.store::<S, R>(output, totals);
+        }
+    }
+}
+
+/// A group has a scale, which multiplies the sum of its products.
+const PLAIN: u8 = 0;
+/// A group has a scale and a minimum. The minimum multiplies the sum of the inputs.
+const LEAST: u8 = 1;
+/// Each element is dequantized by itself, because it is rounded, or because the group has its own zero point.
+const EACH: u8 = 2;
+
+/// A quantized row.
+struct Row<'a, S: Simd> {
+    words: *const u8,
+    top: *const u8,
+    groups: &'a Groups,
+    lanes: Lanes<S>,
+    layout: Layout,
+}
+
+impl<S: Simd> Row<'_, S> {
+    /// Returns the lanes' sums for each input row.
+    ///
+    /// # Safety
+    /// The pointers point to a row of `layout`, whose codes are `C`, and the CPU has the instruction set.
+    #[inline(always)]
+    unsafe fn totals<C: Codes<S>, const R: usize, const KIND: u8>(
+        &self,
+        input: &Input,
+        table: C::Table,
+    ) -> [S::Floats; R] {
+        let words = self.layout.columns / C::CODES;
+        let (whole, rest) = (words / S::LANES, words % S::LANES);
+        // The number of bytes with the upper bits of a block.
+        let of_top = S::LANES * C::CODES * C::TOP_BITS / 8;
+        unsafe {
+            let mut totals = [S::splat(0.0); R];
+            for block in 0..whole {
+                let from = self.words.add(block * 4 * S::LANES);
+                S::prefetch(from.wrapping_add(AHEAD));
+                let low = S::load_words(from);
+                let top = match C::TOP_BITS {
+                    0 => low,
+                    _ => {
+                        let from = self.top.add(block * of_top);
+                        S::prefetch(from.wrapping_add(AHEAD));
+                        C::top(from)
+                    }
+                };
+                self.add::<C, R, KIND>(&mut totals, input, block, [low, top], table);
+            }
+            if rest > 0 {
+                let (mut low, mut top) = ([0u8; 4 * MOST_LANES], [0u8; 4 * MOST_LANES]);
+                let from = self.words.add(whole * 4 * S::LANES);
+                std::ptr::copy_nonoverlapping(from, low.as_mut_ptr(), rest * 4);
+                let from = self.top.add(whole * of_top);
+                let bytes = rest * C::CODES * C::TOP_BITS / 8;
+                std::ptr::copy_nonoverlapping(from, top.as_mut_ptr(), bytes);
+                let low = S::load_words(low.as_ptr());
+                let top = match C::TOP_BITS {
+                    0 => low,
+                    _ => C::top(top.as_ptr()),
+                };
+                self.add::<C, R, KIND>(&mut totals, input, whole, [low, top], table);
+            }
+            totals
+        }
+    }
+
+    /// Adds the products of one block.
+    #[inline(always)]
+    unsafe fn add<C: Codes<S>, const R: usize, const KIND: u8>(
+        &self,
+        totals: &mut [S::Floats; R],
+        input: &Input,
+        block: usize,
+        [low, top]: [S::Words; 2],
+        table: C::Table,
+    ) {
+        unsafe {
+            let scale = self.lanes.spread(self.groups.scale.as_ptr(), block);
+            let first = input.numbers.as_ptr().add(block * R * C::CODES * S::LANES);
+            if KIND == EACH {
+                let zero = match self.groups.zero.is_empty() {
+                    true => S::splat(0.0),
+                    false => self.lanes.spread(self.groups.zero.as_ptr(), block),
+                };
+                let mut sums = [[S::splat(0.0); 2]; R];
+                for step in 0..C::CODES {
+                    let code = C::codes(low, top, step, table);
+                    let number = S::mul(S::sub(code, zero), scale);
+                    let number = match self.layout.format.rounding {
+                        Rounding::None => number,
+                        Rounding::BF16 => S::round_bf16(number),
+                        Rounding::F16 => S::round_f16(number),
+                    };
+                    for (row, sum) in sums.iter_mut().enumerate() {
+                        let x = S::load(first.add((row * C::CODES + step) * S::LANES));
+                        sum[step % 2] = S::mul_add(number, x, sum[step % 2]);
+                    }
+                }
+                for (total, [even, odd]) in totals.iter_mut().zip(sums) {
+                    *total = S::add(*total, S::add(even, odd));
+                }
+                return;
+            }
+            let mut sums = [S::splat(0.0); R];
+            for step in 0..C::CODES {
+                let code = C::codes(low, top, step, table);
+                for (row, sum) in sums.iter_mut().enumerate() {
+                    let x = S::load(first.add((row * C::CODES + step) * S::LANES));
+                    *sum = match step {
+                        0 => S::mul(code, x),
+                        _ => S::mul_add(code, x, *sum),
+                    };
+                }
+            }
+            for (total, sum) in totals.iter_mut().zip(sums) {
+                *total = S::mul_add(sum, scale, *total);
+            }
+            if KIND == LEAST {
+                let least = self.lanes.spread(self.groups.least.as_ptr(), block);
+                for (row, total) in totals.iter_mut().enumerate() {
+                    let sum = input.sums.as_ptr().add((block * R + row) * S::LANES);
+                    *total = S::mul_add(S::load(sum), least, *total);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Products of few input rows with a matrix of weights on the CPU: `y[r, n] = Σ x[r, k] · w[n, k]`.
+//!
+//! The kernels read the weights as they are stored, in f32, f16, bf16 or quantized, and accumulate in f32. A product of few
+//! rows takes the time in which the memory delivers the weights. A copy of the weights in f32 would take longer.
+
+#[cfg(target_endian = "big")]
+compile_error!("the kernels read two elements per word, in the order of little-endian CPUs");
+
+#[cfg(target_arch = "x86_64")]
+mod dots;
+mod formats;
+mod input;
+mod isa;
+mod kernel;
+pub mod layout;
+mod scales;
+mod simd;
+mod team;
+
+pub use input::Rows;
+pub use isa::Isa;
+pub use team::{parallel, threads};
+
+use half::{bf16, f16};
+use input::Input;
+use isa::Format;
+use kernel::Task;
+use layout::Layout;
+use scales::has_least;
+use std::ops::Range;
+
+/// The largest number of input rows of a product.
+pub const MAX_ROWS: usize = 8;
+
+/// The number of bytes of weights that a thread reads at once. A thread that another process holds up then keeps the others
+/// waiting for a short time.
+const PART_BYTES: usize = 1 << 17;
+
+/// A matrix of weights, `[columns out, columns in]`, row by row.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    /// Elements in f32.
+    F32(&'a [f32]),
+    /// Elements in f16.
+    F16(&'a [f16]),
+    /// Elements in bf16.
+    Bf16(&'a [bf16]),
+    /// Quantized rows, of [`Layout::words`] words each.
+    Words(&'a [u32], Layout),
+}
+
+impl Weights<'_> {
+    /// Returns the number of rows, if a row has `columns` elements.
+    ///
+    /// # Panics
+    /// If the elements do not form whole rows.
+    pub fn outputs(&self, columns: usize) -> usize {
+        let (length, of_row) = match self {
+            Self::F32(numbers) => (numbers.len(), columns),
+            Self::F16(numbers) => (numbers.len(), columns),
+            Self::Bf16(numbers) => (numbers.len(), columns),
+            Self::Words(words, layout) => {
+                assert_eq!(
+                    layout.columns, columns,
+                    "weights: expected rows of {columns} columns"
+                );
+                (words.len(), layout.words())
+            }
+        };
+        assert!(
+            of_row > 0 && length.is_multiple_of(of_row),
+            "weights: {length} elements; expected whole rows of {of_row}"
+        );
+        length / of_row
+    }
+
+    /// Writes the rows `rows` in f32, `[rows, columns]`.
+    ///
+    /// # Panics
+    /// If `numbers` has another length than the rows.
+    pub fn dequantize(&self, rows: Range<usize>, columns: usize, numbers: &mut [f32]) {
+        assert_eq!(
+            numbers.len(),
+            rows.len() * columns,
+            "numbers: expected all rows"
+        );
+        let elements = rows.start * columns..rows.end * columns;
+        match self {
+            Self::F32(weights) => numbers.copy_from_slice(&weights[elements]),
+            Self::F16(weights) => {
+                use half::slice::HalfFloatSliceExt;
+                weights[elements].convert_to_f32_slice(numbers);
+            }
+            Self::Bf16(weights) => {
+                for (number, weight) in numbers.iter_mut().zip(&weights[elements]) {
+                    *number = f32::from_bits(u32::from(weight.to_bits()) << 16);
+                }
+            }
+            Self::Words(words, layout) => {
+                let words = words[rows.start * layout.words()..].chunks_exact(layout.words());
+                for (words, numbers) in words.zip(numbers.chunks_exact_mut(columns)) {
+                    layout.dequantize(words, numbers);
+                }
+            }
+        }
+    }
+
+    fn format(&self) -> Format {
+        match self {
+            Self::F32(_) => Format::F32,
+            Self::F16(_) => Format::F16,
+            Self::Bf16(_) => Format::Bf16,
+            Self::Words(_, layout) => Format::Words(*layout),
+        }
+    }
+
+    fn first_byte(&self) -> *const u8 {
+        match self {
+            Self::F32(numbers) => numbers.as_ptr().cast(),
+            Self::F16(numbers) => numbers.as_ptr().cast(),
+            Self::Bf16(numbers) => numbers.as_ptr().cast(),
+            Self::Words(words, _) => words.as_ptr().cast(),
+        }
+    }
+
+    fn row_bytes(&self, columns: usize) -> usize {
+        match self {
+            Self::F32(_) => 4 * columns,
+            Self::F16(_) | Self::Bf16(_) => 2 * columns,
+            Self::Words(_, layout) => 4 * layout.words(),
+        }
+    }
+}
+
+/// Multiplies `input` by the transpose of `weights`, on all CPU cores.
+///
+/// # Shapes
+/// - `input`: `[rows, columns in]`, with 1 to [`MAX_ROWS`] rows.
+/// - `weights`: `[columns out, columns in]`.
+/// - `output`: `[rows, columns out]`.
+///
+/// # Panics
+/// If a length does not fit, or if there are more rows than [`MAX_ROWS`].
+pub fn multiply(input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
+    multiply_by(Isa::best(), input, columns, weights, output);
+}
+
+/// Computes [`multiply`] by the kernels of an instruction set.
+///
+/// # Panics
+/// As [`multiply`], and if this CPU lacks the instruction set.
+pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
+    assert!(
+        isa == Isa::best() || Isa::available().contains(&isa),
+        "isa: this CPU has no {isa:?}; expected one of `available`"
+    );
+    let outputs = weights.outputs(columns);
+    let rows = input.len() / columns;
+    assert!(
+        input.len().is_multiple_of(columns) && (1..=MAX_ROWS).contains(&rows),
+        "input: {} elements; expected 1 to {MAX_ROWS} rows of {columns}",
+        input.len()
+    );
+    assert_eq!(
+        output.len(),
+        rows * outputs,
+        "output: expected {rows} rows of {outputs}"
+    );
+    if outputs == 0 {
+        return;
+    }
+    let (format, row_bytes) = (weights.format(), weights.row_bytes(columns));
+    let layout = match weights {
+        Weights::Words(_, layout) => Some(layout),
+        _ => None,
+    };
+    let kernel = isa.kernel(format, rows, matches!(input, Rows::Bf16(_)));
+    let has_sums = layout.is_some_and(|layout| has_least(layout.format.scales));
+    let input = Input::new(
+        input,
+        columns,
+        kernel.rows,
+        kernel.order,
+        has_sums,
+        kernel.reads_halves,
+    );
+    let task = Task {
+        input: &input,
+        weights: weights.first_byte(),
+        row_bytes,
+        layout,
+        columns,
+        rows,
+        outputs,
+        output: output.as_mut_ptr(),
+    };
+    let of_part = (PART_BYTES / row_bytes.max(1)).clamp(4, outputs.max(4));
+    parallel(outputs.div_ceil(of_part), |part| {
+        let first = part * of_part;
+        // SAFETY: the lengths were checked above, the parts are disjoint, and this CPU has the instruction set.
+        unsafe { (kernel.run)(&task, first..(first + of_part).min(outputs)) };
+    });
+}

@@ -1,0 +1,193 @@
+//! The parameters of a row's groups: scales, minimums and zero points, as f32.
+
+use crate::layout::{Layout, SUPER, SUPER_WORDS, Scales};
+use crate::simd::{MOST_LANES, Simd};
+
+/// The parameters of one row's groups. If a block of words neither consists of whole groups nor belongs to one group, the
+/// parameters are repeated for each word of their group.
+///
+/// Each buffer ends with the lanes of a vector in zeros. Lanes past the end of a row read these.
+pub(crate) struct Groups {
+    pub scale: Vec<f32>,
+    pub least: Vec<f32>,
+    pub zero: Vec<f32>,
+    /// The number of words per group, if the parameters are repeated.
+    repeats: Option<usize>,
+}
+
+/// Returns the zero point that all groups share. Formats with a zero point per group, or without zero points, have 0.
+pub(crate) fn shared_zero(scales: Scales) -> f32 {
+    match scales {
+        Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero as f32,
+        Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0.0,
+    }
+}
+
+/// True if the groups have minimums.
+pub(crate) fn has_least(scales: Scales) -> bool {
+    matches!(scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
+}
+
+impl Groups {
+    /// Makes the buffers for rows of `layout`, and blocks of `lanes` words with `codes` codes each.
+    pub fn new(layout: Layout, lanes: usize, codes: usize) -> Self {
+        let words = layout.group() / codes;
+        let is_whole = words.is_multiple_of(lanes) || lanes.is_multiple_of(words);
+        let repeats = (!is_whole).then_some(words);
+        let groups = layout.columns / layout.group();
+        let length = groups * repeats.unwrap_or(1) + MOST_LANES;
+        let buffer = |is_used: bool| vec![0.0; if is_used { length } else { 0 }];
+        Self {
+            scale: buffer(true),
+            least: buffer(has_least(layout.format.scales)),
+            zero: buffer(layout.format.scales == Scales::SingleAndZero),
+            repeats,
+        }
+    }
+
+    /// Reads the parameters of a row, whose scales begin at `words`.
+    ///
+    /// # Safety
+    /// `words` points to all scales of a row of `layout`, and the CPU has the instruction set.
+    #[inline(always)]
+    pub unsafe fn read<S: Simd>(&mut self, layout: Layout, words: *const u32) {
+        let groups = layout.columns / layout.group();
+        unsafe { self.read_groups::<S>(layout, words, groups) };
+        if let Some(words) = self.repeats {
+            repeat(&mut self.scale, groups, words);
+            repeat(&mut self.least, groups, words);
+            repeat(&mut self.zero, groups, words);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn read_groups<S: Simd>(&mut self, layout: Layout, words: *const u32, groups: usize) {
+        unsafe {
+            match layout.format.scales {
+                Scales::Half { .. } => {
+                    let halves = words.cast::<u16>();
+                    let whole = groups / S::LANES * S::LANES;
+                    for group in (0..whole).step_by(S::LANES) {
+                        let scale = S::load_f16(halves.add(group).cast());
+                        S::store(self.scale.as_mut_ptr().add(group), scale);
+                    }
+                    for group in whole..groups {
+                        self.scale[group] = S::half(*halves.add(group));
+                    }
+                }
+                Scales::HalfAndLeast => {
+                    for group in 0..groups {
+                        let word = *words.add(group);
+                        self.scale[group] = S::half(word as u16);
+                        self.least[group] = S::half((word >> 16) as u16);
+                    }
+                }
+                Scales::Single { .. } => {
+                    let scales = std::slice::from_raw_parts(words.cast::<f32>(), groups);
+                    self.scale[..groups].copy_from_slice(scales);
+                }
+                Scales::SingleAndZero => {
+                    for group in 0..groups {
+                        self.scale[group] = f32::from_bits(*words.add(2 * group));
+                        self.zero[group] = *words.add(2 * group + 1) as f32;
+                    }
+                }
+                Scales::Bytes { .. } => {
+                    let scales = self.scale.chunks_exact_mut(16);
+                    for (index, scales) in scales.take(layout.columns / SUPER).enumerate() {
+                        let words = words.add(index * SUPER_WORDS);
+                        let factor = S::half(*words as u16);
+                        let bytes = words.add(1).cast::<[i8; 16]>().read_unaligned();
+                        for (scale, byte) in scales.iter_mut().zip(bytes) {
+                            *scale = factor * f32::from(byte);
+                        }
+                    }
+                }
+                Scales::BytesAndLeast => {
+                    let parts = self.scale.chunks_exact_mut(8);
+                    let parts = parts.zip(self.least.chunks_exact_mut(8));
+                    for (index, (scales, least)) in parts.take(layout.columns / SUPER).enumerate() {
+                        let words = words.add(index * SUPER_WORDS);
+                        let of_scales = S::half(*words as u16);
+                        let of_least = S::half((*words >> 16) as u16);
+                        let bytes = words.add(1).cast::<[u8; 16]>().read_unaligned();
+                        let (first, last) = bytes.split_at(8);
+                        for (scale, byte) in scales.iter_mut().zip(first) {
+                            *scale = of_scales * f32::from(*byte);
+                        }
+                        for (least, byte) in least.iter_mut().zip(last) {
+                            *least = -(of_least * f32::from(*byte));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Repeats each of the first `groups` parameters `words` times, in place.
+fn repeat(parameters: &mut [f32], groups: usize, words: usize) {
+    if parameters.is_empty() {
+        return;
+    }
+    for group in (0..groups).rev() {
+        let parameter = parameters[group];
+        parameters[group * words..][..words].fill(parameter);
+    }
+}
+
+/// The assignment of a row's groups to the lanes of blocks of words.
+#[derive(Clone, Copy)]
+pub(crate) enum Lanes<S: Simd> {
+    /// A group consists of this many whole blocks.
+    Blocks(u32),
+    /// A block consists of whole groups.
+    Groups {
+        of_block: usize,
+        /// The group of each lane, counted from the first group of the block.
+        of_lanes: S::Words,
+    },
+}
+
+impl<S: Simd> Lanes<S> {
+    /// Describes groups of `words` words.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set.
+    #[inline(always)]
+    pub unsafe fn new(words: usize) -> Self {
+        if words.is_multiple_of(S::LANES) {
+            return Self::Blocks((words / S::LANES) as u32);
+        }
+        let words = match S::LANES % words {
+            0 => words,
+            // The parameters are repeated for each word.
+            _ => 1,
+        };
+        let groups: [u32; MOST_LANES] = std::array::from_fn(|lane| (lane / words) as u32);
+        Self::Groups {
+            of_block: S::LANES / words,
+            of_lanes: unsafe { S::load_words(groups.as_ptr().cast()) },
+        }
+    }
+
+    /// Returns the parameter of each lane of a block.
+    ///
+    /// # Safety
+    /// The block has a word of the row, `parameters` points to a buffer of [`Groups`], and the CPU has the instruction set.
+    #[inline(always)]
+    pub unsafe fn spread(self, parameters: *const f32, block: usize) -> S::Floats {
+        unsafe {
+            match self {
+                Self::Blocks(count) => {
+                    let group = block as u32 / count;
+                    S::splat(*parameters.add(group as usize))
+                }
+                Self::Groups { of_block, of_lanes } => {
+                    let first = parameters.add(block * of_block);
+                    S::permute(S::load_first(first, of_block), of_lanes)
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! The vector operations of the kernels, and their implementation for each instruction set.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+pub(crate) use portable::Portable;
+
+/// The largest number of f32 lanes of a vector.
+pub(crate) const MOST_LANES: usize = 16;
+
+/// Vectors of 32-bit lanes.
+///
+/// # Safety
+/// The caller of a method guarantees that the CPU has the instruction set. Pointers must point to as many elements as a
+/// vector has lanes, in any alignment.
+pub(crate) trait Simd: Copy {
+    const LANES: usize;
+    /// A vector of f32.
+    type Floats: Copy;
+    /// A vector of u32.
+    type Words: Copy;
+    /// What turns a 4-bit code into the float `code - zero`.
+    type FourBits: Copy;
+    /// What turns a 5-bit code into the float `code - zero`.
+    type FiveBits: Copy;
+
+    /// Asks for the cache line at an address, which need not be valid.
+    fn prefetch(address: *const u8);
+    unsafe fn splat(number: f32) -> Self::Floats;
+    unsafe fn load(numbers: *const f32) -> Self::Floats;
+    /// Loads the first `count` lanes, a power of two. The other lanes are unspecified. A CPU delivers elements that it has just
+    /// stored without delay if a single store wrote all of them.
+    #[inline(always)]
+    unsafe fn load_first(numbers: *const f32, _count: usize) -> Self::Floats {
+        unsafe { Self::load(numbers) }
+    }
+    unsafe fn store(numbers: *mut f32, vector: Self::Floats);
+    /// Converts the bits of an f16.
+    unsafe fn half(bits: u16) -> f32;
+    /// Converts f16 elements.
+    unsafe fn load_f16(numbers: *const u8) -> Self::Floats;
+    unsafe fn load_words(words: *const u8) -> Self::Words;
+    /// Zero-extends bytes.
+    unsafe fn load_bytes(bytes: *const u8) -> Self::Words;
+    /// Zero-extends little-endian 16-bit elements.
+    unsafe fn load_u16(numbers: *const u8) -> Self::Words;
+    unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    unsafe fn sub(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Computes `a · b + c`.
+    unsafe fn mul_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Adds all lanes.
+    unsafe fn sum(vector: Self::Floats) -> f32;
+    /// Selects `vector[lanes[i]]` for lane `i`.
+    unsafe fn permute(vector: Self::Floats, lanes: Self::Words) -> Self::Floats;
+
+    unsafe fn and(a: Self::Words, mask: u32) -> Self::Words;
+    unsafe fn shift_left(words: Self::Words, count: u32) -> Self::Words;
+    unsafe fn shift_right(words: Self::Words, count: u32) -> Self::Words;
+    /// Interprets the bits as f32.
+    unsafe fn bits(words: Self::Words) -> Self::Floats;
+
+    /// Rounds to bf16, half to even.
+    unsafe fn round_bf16(vector: Self::Floats) -> Self::Floats;
+    /// Rounds to f16, half to even.
+    unsafe fn round_f16(vector: Self::Floats) -> Self::Floats;
+
+    unsafe fn four_bits(zero: f32) -> Self::FourBits;
+    /// Returns `code - zero` of the 4-bit code at bit `4 · index`.
+    unsafe fn code_of_4(words: Self::Words, index: usize, table: Self::FourBits) -> Self::Floats;
+    unsafe fn five_bits(zero: f32) -> Self::FiveBits;
+    /// Returns `code - zero`. Bit 4 of the code is at bit `index + 4` of `top`.
+    unsafe fn code_of_5(
+        words: Self::Words,
+        top: Self::Words,
+        index: usize,
+        table: Self::FiveBits,
+    ) -> Self::Floats;
+    /// Returns `code - zero`. Bits 4 and 5 of the code are at bit `2 · index + 4` of `top`.
+    unsafe fn code_of_6(
+        words: Self::Words,
+        top: Self::Words,
+        index: usize,
+        zero: f32,
+    ) -> Self::Floats;
+    /// Returns `code - zero` of the 8-bit code at bit `8 · index`.
+    unsafe fn code_of_8(words: Self::Words, index: usize, zero: f32) -> Self::Floats;
+}

@@ -1,0 +1,217 @@
+//! NEON: 4 lanes.
+
+use super::Simd;
+use half::f16;
+use std::arch::aarch64::*;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Neon;
+
+impl Simd for Neon {
+    const LANES: usize = 4;
+    type Floats = float32x4_t;
+    type Words = uint32x4_t;
+    type FourBits = f32;
+    type FiveBits = f32;
+
+    #[inline(always)]
+    fn prefetch(_address: *const u8) {}
+
+    #[inline(always)]
+    unsafe fn splat(number: f32) -> float32x4_t {
+        unsafe { vdupq_n_f32(number) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(numbers: *const f32) -> float32x4_t {
+        unsafe { vld1q_f32(numbers) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(numbers: *mut f32, vector: float32x4_t) {
+        unsafe { vst1q_f32(numbers, vector) }
+    }
+
+    #[inline(always)]
+    unsafe fn half(bits: u16) -> f32 {
+        f16::from_bits(bits).to_f32()
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(numbers: *const u8) -> float32x4_t {
+        unsafe {
+            let bits = Self::load_u16(numbers);
+            let size = vshlq_n_u32::<13>(Self::and(bits, 0x7fff));
+            // Multiply by 2¹¹², because the exponents of f32 and f16 have different biases. Subnormals become exact too.
+            let number = vmulq_n_f32(vreinterpretq_f32_u32(size), f32::from_bits(0x7780_0000));
+            // Give infinities and NaN the largest exponent of f32.
+            let is_largest = vcgeq_u32(size, vdupq_n_u32(0x0f80_0000));
+            let exponent = vandq_u32(is_largest, vdupq_n_u32(0x7f80_0000));
+            let sign = vshlq_n_u32::<16>(Self::and(bits, 0x8000));
+            let number = vreinterpretq_u32_f32(number);
+            vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(number, exponent), sign))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_words(words: *const u8) -> uint32x4_t {
+        unsafe { vreinterpretq_u32_u8(vld1q_u8(words)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bytes(bytes: *const u8) -> uint32x4_t {
+        unsafe {
+            let four = bytes.cast::<u32>().read_unaligned();
+            let eight = vreinterpret_u8_u32(vdup_n_u32(four));
+            vmovl_u16(vget_low_u16(vmovl_u8(eight)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_u16(numbers: *const u8) -> uint32x4_t {
+        unsafe { vmovl_u16(vreinterpret_u16_u8(vld1_u8(numbers))) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vaddq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vsubq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vmulq_f32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        unsafe { vfmaq_f32(c, a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(vector: float32x4_t) -> f32 {
+        unsafe { vaddvq_f32(vector) }
+    }
+
+    #[inline(always)]
+    unsafe fn permute(vector: float32x4_t, lanes: uint32x4_t) -> float32x4_t {
+        unsafe {
+            // The bytes of lane `i` are at `4 · i`.
+            let first = vmulq_n_u32(lanes, 0x0404_0404);
+            let bytes = vaddq_u32(first, vdupq_n_u32(0x0302_0100));
+            let table = vreinterpretq_u8_f32(vector);
+            vreinterpretq_f32_u8(vqtbl1q_u8(table, vreinterpretq_u8_u32(bytes)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: uint32x4_t, mask: u32) -> uint32x4_t {
+        unsafe { vandq_u32(a, vdupq_n_u32(mask)) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_left(words: uint32x4_t, count: u32) -> uint32x4_t {
+        unsafe { vshlq_u32(words, vdupq_n_s32(count as i32)) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(words: uint32x4_t, count: u32) -> uint32x4_t {
+        unsafe { vshlq_u32(words, vdupq_n_s32(-(count as i32))) }
+    }
+
+    #[inline(always)]
+    unsafe fn bits(words: uint32x4_t) -> float32x4_t {
+        unsafe { vreinterpretq_f32_u32(words) }
+    }
+
+    #[inline(always)]
+    unsafe fn round_bf16(vector: float32x4_t) -> float32x4_t {
+        unsafe {
+            let bits = vreinterpretq_u32_f32(vector);
+            let size = Self::and(bits, 0x7fff_ffff);
+            let odd = Self::and(vshrq_n_u32::<16>(bits), 1);
+            let rounded = vaddq_u32(vaddq_u32(size, vdupq_n_u32(0x7fff)), odd);
+            // Keep a NaN whose mantissa is all ones from overflowing into the sign.
+            let rounded = vminq_u32(rounded, vdupq_n_u32(0x7fff_ffff));
+            let rounded = Self::and(rounded, 0xffff_0000);
+            let sign = Self::and(bits, 0x8000_0000);
+            vreinterpretq_f32_u32(vorrq_u32(rounded, sign))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round_f16(vector: float32x4_t) -> float32x4_t {
+        let mut numbers = [0.0; 4];
+        unsafe {
+            vst1q_f32(numbers.as_mut_ptr(), vector);
+            let rounded = numbers.map(|number| f16::from_f32(number).to_f32());
+            vld1q_f32(rounded.as_ptr())
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn four_bits(zero: f32) -> f32 {
+        zero
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_4(words: uint32x4_t, index: usize, zero: f32) -> float32x4_t {
+        unsafe {
+            let codes = Self::and(Self::shift_right(words, 4 * index as u32), 15);
+            float(codes, zero)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn five_bits(zero: f32) -> f32 {
+        zero
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_5(
+        words: uint32x4_t,
+        top: uint32x4_t,
+        index: usize,
+        zero: f32,
+    ) -> float32x4_t {
+        unsafe {
+            let index = index as u32;
+            let low = Self::and(Self::shift_right(words, 4 * index), 15);
+            let top = Self::and(Self::shift_right(top, index), 16);
+            float(vorrq_u32(low, top), zero)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_6(
+        words: uint32x4_t,
+        top: uint32x4_t,
+        index: usize,
+        zero: f32,
+    ) -> float32x4_t {
+        unsafe {
+            let index = index as u32;
+            let low = Self::and(Self::shift_right(words, 4 * index), 15);
+            let top = Self::and(Self::shift_right(top, 2 * index), 48);
+            float(vorrq_u32(low, top), zero)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_8(words: uint32x4_t, index: usize, zero: f32) -> float32x4_t {
+        unsafe {
+            let codes = Self::and(Self::shift_right(words, 8 * index as u32), 255);
+            float(codes, zero)
+        }
+    }
+}
+
+/// Returns the codes minus `zero`.
+#[inline(always)]
+unsafe fn float(codes: uint32x4_t, zero: f32) -> float32x4_t {
+    unsafe { vsubq_f32(vcvtq_f32_u32(codes), vdupq_n_f32(zero)) }
+}
