@@ -18,6 +18,8 @@ pub enum Shape {
     Small,
     /// A small model for a CPU, with the same kinds of layers as the larger dense models.
     SmallDense,
+    /// A model of 420 million parameters for a CPU: 10 layers of E2B, and a vocabulary of 32,768 tokens.
+    Medium,
 }
 
 impl Shape {
@@ -33,6 +35,19 @@ impl Shape {
                 hidden_size_per_layer_input: 16,
                 use_double_wide_mlp: true,
                 ..small()
+            },
+            Self::Medium => Gemma4Config {
+                layer_types: [LayerType::Sliding; 4]
+                    .into_iter()
+                    .chain([LayerType::Full])
+                    .cycle()
+                    .take(10)
+                    .collect(),
+                num_kv_shared_layers: 0,
+                hidden_size_per_layer_input: 0,
+                use_double_wide_mlp: false,
+                vocab_size: 32_768,
+                ..Gemma4Config::e2b()
             },
             Self::SmallDense => Gemma4Config {
                 num_kv_shared_layers: 0,
@@ -52,7 +67,7 @@ impl Shape {
     pub fn drafter(self) -> DrafterConfig {
         let target = self.config();
         let (hidden_size, intermediate_size, heads, has_groups) = match self {
-            Self::E2b | Self::E4b => (256, 2048, 4, true),
+            Self::E2b | Self::E4b | Self::Medium => (256, 2048, 4, true),
             Self::Dense12b | Self::Moe26b => (1024, 8192, 16, false),
             Self::Dense31b => (1024, 8192, 32, false),
             Self::Small => (32, 64, 4, true),

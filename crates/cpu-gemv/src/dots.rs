@@ -5,7 +5,7 @@
 
 use crate::kernel::{AHEAD, Task, prefetch_scales};
 use crate::layout::{Layout, Rounding, Scales};
-use crate::scales::{Groups, Lanes, has_least, shared_zero};
+use crate::scales::{Groups, Lanes};
 use crate::simd::{Avx512, MOST_LANES, Simd};
 use half::bf16;
 use std::{arch::x86_64::*, ops::Range};
@@ -80,14 +80,14 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
         return;
     };
     let mut groups = Groups::new(layout, MOST_LANES, 8);
-    let has_least = has_least(layout.format.scales);
+    let has_least = layout.format.has_least();
     let words = layout.columns / 8;
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
         // A permutation reads the low 5 bits of an index, of which the highest belongs to the next code.
         let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
-            bf16::from_f32((code % 16) as f32 - shared_zero(layout.format.scales))
+            bf16::from_f32((code % 16) as f32 - layout.format.zero() as f32)
         });
         let table = _mm512_loadu_si512(numbers.as_ptr().cast());
         for output in range {

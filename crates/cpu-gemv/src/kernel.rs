@@ -3,7 +3,7 @@
 use crate::formats::{Codes, Floats};
 use crate::input::Input;
 use crate::layout::{Layout, Rounding, Scales};
-use crate::scales::{Groups, Lanes, has_least, shared_zero};
+use crate::scales::{Groups, Lanes};
 use crate::simd::{MOST_LANES, Simd};
 use std::ops::Range;
 
@@ -155,7 +155,7 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
     let mut groups = Groups::new(layout, S::LANES, C::CODES);
     unsafe {
         let lanes = Lanes::<S>::new(layout.group() / C::CODES);
-        let table = C::table(shared_zero(layout.format.scales));
+        let table = C::table(layout.format.zero() as f32);
         for output in range {
             let row = task.weights.add(output * task.row_bytes).cast::<u32>();
             prefetch_scales::<S>(layout, row.cast());
@@ -168,7 +168,7 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
                 layout,
             };
             let totals = match (layout.format.scales, layout.format.rounding) {
-                (scales, _) if has_least(scales) => row.totals::<C, R, LEAST>(task.input, table),
+                _ if layout.format.has_least() => row.totals::<C, R, LEAST>(task.input, table),
                 (Scales::SingleAndZero, _) | (_, Rounding::F16 | Rounding::BF16) => {
                     row.totals::<C, R, EACH>(task.input, table)
                 }

@@ -99,6 +99,24 @@ impl Format {
         self.bits - self.low_bits()
     }
 
+    /// Returns the zero point that all codes of the format have in common, or 0 if the format has no common zero point.
+    pub const fn zero(self) -> u32 {
+        match self.scales {
+            Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
+            Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0,
+        }
+    }
+
+    /// True if dequantization adds a minimum per group (`least`) to the scaled codes.
+    pub const fn has_least(self) -> bool {
+        matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
+    }
+
+    /// True if each dequantized value is exactly `scale · (code − zero)`.
+    pub fn is_linear(self) -> bool {
+        !self.has_least() && self.rounding == Rounding::None
+    }
+
     /// Returns the number of codes whose lower bits fit into one word.
     pub const fn codes_of_word(self) -> usize {
         32 / self.low_bits()

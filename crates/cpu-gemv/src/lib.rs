@@ -26,7 +26,6 @@ use input::Input;
 use isa::Format;
 use kernel::Task;
 use layout::Layout;
-use scales::has_least;
 use std::ops::Range;
 
 /// The largest number of input rows of a product.
@@ -175,7 +174,7 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         _ => None,
     };
     let kernel = isa.kernel(format, rows, matches!(input, Rows::Bf16(_)));
-    let has_sums = layout.is_some_and(|layout| has_least(layout.format.scales));
+    let has_sums = layout.is_some_and(|layout| layout.format.has_least());
     let input = Input::new(
         input,
         columns,

@@ -15,19 +15,6 @@ pub(crate) struct Groups {
     repeats: Option<usize>,
 }
 
-/// Returns the zero point that all groups share. Formats with a zero point per group, or without zero points, have 0.
-pub(crate) fn shared_zero(scales: Scales) -> f32 {
-    match scales {
-        Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero as f32,
-        Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0.0,
-    }
-}
-
-/// True if the groups have minimums.
-pub(crate) fn has_least(scales: Scales) -> bool {
-    matches!(scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
-}
-
 impl Groups {
     /// Makes the buffers for rows of `layout`, and blocks of `lanes` words with `codes` codes each.
     pub fn new(layout: Layout, lanes: usize, codes: usize) -> Self {
@@ -39,7 +26,7 @@ impl Groups {
         let buffer = |is_used: bool| vec![0.0; if is_used { length } else { 0 }];
         Self {
             scale: buffer(true),
-            least: buffer(has_least(layout.format.scales)),
+            least: buffer(layout.format.has_least()),
             zero: buffer(layout.format.scales == Scales::SingleAndZero),
             repeats,
         }

@@ -35,26 +35,6 @@ pub(in crate::op) struct Group {
     pub least: f32,
 }
 
-impl Format {
-    /// Returns the zero point that all codes of the format have in common, or 0 if the format has no common zero point.
-    fn zero(self) -> u32 {
-        match self.scales {
-            Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
-            Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0,
-        }
-    }
-
-    /// True if dequantization adds a minimum per group (`least`) to the scaled codes.
-    fn has_least(self) -> bool {
-        matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
-    }
-
-    /// True if each dequantized value is exactly `scale · (code − zero)`.
-    pub(in crate::op) fn is_linear(self) -> bool {
-        !self.has_least() && self.rounding == Rounding::None
-    }
-}
-
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn dequantize<E: Float, N: Size>(
     words: &Tensor<u32>,

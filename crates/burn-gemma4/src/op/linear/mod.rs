@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cuda")]
 mod concat;
+#[cfg(feature = "flex")]
+mod flex;
 mod matrix;
 mod multiply;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
@@ -10,6 +12,8 @@ mod whole;
 
 #[cfg(feature = "cuda")]
 pub(crate) use concat::side_by_side;
+#[cfg(feature = "flex")]
+pub(crate) use flex::{is_on_flex, rows_of_words};
 #[cfg(feature = "cube")]
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};

@@ -13,6 +13,10 @@ use burn_cubecl::CubeBackend;
 /// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is
 /// `[rows, columns out]`.
 pub(crate) fn whole_rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if super::flex::serves(&input) {
+        return super::flex::rows_of_floats(input, weight);
+    }
     #[cfg(feature = "cuda")]
     if input.dims()[0] == 1 && input.dtype() == DType::F32 && operator(&input).is_some() {
         let outputs = weight.dims()[0];

@@ -66,6 +66,10 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
             gemv::Origin::Computed,
         );
     }
+    #[cfg(feature = "flex")]
+    if super::linear::is_on_flex(&input) {
+        return super::linear::rows_of_words(input, weight);
+    }
     in_slices(input, weight, SLICE_NUMBERS)
 }
 
