@@ -199,7 +199,7 @@ mod tests {
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
     fn drawn(shape: [usize; 2], dtype: DType) -> Tensor<2> {
-        let drawn = Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex());
+        let drawn = Tensor::<2>::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex());
         drawn.cast(dtype)
     }
 
