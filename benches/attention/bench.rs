@@ -8,7 +8,7 @@ use crate::measure::Entry;
 use crate::peers::{Peer, Prepared};
 use crate::report::{Ceilings, CliffRow, Outcome, Pass, Report, Row, Unit};
 use crate::{Cli, restriction};
-use attention_cube::{Engine, Explanation, explain};
+use attention_cube::{Explanation, explain};
 use attention_workspace::{
     Error,
     accuracy::Oracle,
@@ -181,10 +181,9 @@ impl<'a> Bench<'a> {
             Peer::Burn => "burn".into(),
             Peer::Composed => "composed".into(),
         };
-        let keeps_scores = !ours || selection.kernel.engine() == Engine::Reference;
         let memory = Prepared::memory(entry.workload, entry.pass == Pass::Backward);
         let mut note = None;
-        let outcome = if keeps_scores && memory > self.peer_bytes {
+        let outcome = if !ours && memory > self.peer_bytes {
             Outcome::Skipped(format!("needs {:.0} GB", memory / 1e9))
         } else if !ours && !runs_burns_products(&self.chosen) {
             Outcome::Skipped("Burn's matrix product crashes this software driver".into())

@@ -44,11 +44,11 @@ fn profile() -> DeviceProfile {
 }
 
 #[test]
-fn explain_flex_selects_reference() {
+fn explain_flex_selects_blocks() {
     let explanation = explain(&problem(64), &Device::flex());
     assert_eq!(explanation.device, None);
     for selection in [&explanation.forward, &explanation.backward] {
-        assert_eq!(selection.kernel.engine(), Engine::Reference);
+        assert_eq!(selection.kernel.engine(), Engine::Blocks);
         assert!(
             selection
                 .refusals
@@ -81,7 +81,7 @@ fn explain_cube_device_selects_kernels() {
             for selection in [&explanation.forward, &explanation.backward] {
                 assert_ne!(
                     selection.kernel.engine(),
-                    Engine::Reference,
+                    Engine::Blocks,
                     "{}: {text}",
                     device.name
                 );
@@ -102,7 +102,7 @@ fn explain_unsupported_dtype_is_named() {
                 },
                 &device.device,
             );
-            let served = explanation.forward.kernel.engine() != Engine::Reference;
+            let served = explanation.forward.kernel.engine() != Engine::Blocks;
             assert_eq!(
                 served,
                 device.is_cube() && device.supports(dtype),
@@ -123,8 +123,8 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Asserts that the reference serves the forward and the backward of `problem`. The unit engine's refusal must satisfy
-/// `matches` and contain each string in `text`.
+/// Asserts that the engine `Blocks` serves both passes of `problem`, and that the unit engine's refusal satisfies `matches` and
+/// contains each string in `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -136,7 +136,7 @@ fn assert_refused(
         let selection = select(problem, Some(profile), READABLE, pass);
         assert_eq!(
             selection.kernel.engine(),
-            Engine::Reference,
+            Engine::Blocks,
             "{pass:?}: {selection:?}"
         );
         let refusal = refusal_of(Engine::Unit, &selection);
@@ -309,7 +309,7 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
                     let engine = selection.kernel.engine();
                     assert_ne!(
                         engine,
-                        Engine::Reference,
+                        Engine::Blocks,
                         "{head_dim}, {pass:?}: {selection:?}"
                     );
                 }
@@ -318,7 +318,7 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks a device on which an engine is disabled. The device must run the next engine, here the reference, and the refusal
+/// Checks a device on which an engine is disabled. The device must run the next engine, here `Blocks`, and the refusal
 /// must name the reason.
 #[test]
 fn select_disabled_engine_is_refused() {
@@ -327,7 +327,7 @@ fn select_disabled_engine_is_refused() {
         ..profile()
     };
     let selection = select(&problem(64), Some(&without_units), READABLE, Pass::Forward);
-    assert_eq!(selection.kernel.engine(), Engine::Reference);
+    assert_eq!(selection.kernel.engine(), Engine::Blocks);
     assert_eq!(
         refusal_of(Engine::Unit, &selection),
         Some(&Refusal::LeftOut)
@@ -337,7 +337,7 @@ fn select_disabled_engine_is_refused() {
         command
             .args(["--device", device.name, "--dtype", "f32"])
             .args(["--q-len", "5", "--kv-len", "7", "--head-dim", "8"]);
-        let restricted = succeed(command.env("ATTENTION_ENGINES", "reference"));
+        let restricted = succeed(command.env("ATTENTION_ENGINES", "blocks"));
         let refusal = "Unit refused: it is left out by ATTENTION_ENGINES";
         assert!(restricted.stdout.contains(refusal), "{restricted:?}");
         let ended = run(command.env("ATTENTION_ENGINES", "units"));

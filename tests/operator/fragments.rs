@@ -226,7 +226,7 @@ fn select_int8_with_f16_fragments_is_refused() {
         };
         assert!(selection.refusals.iter().all(is_told), "{selection:?}");
         let backward = select(&problem, Some(&card), layouts, Pass::Backward);
-        assert_eq!(backward.kernel.engine(), Engine::Reference, "{backward:?}");
+        assert_eq!(backward.kernel.engine(), Engine::Blocks, "{backward:?}");
     }
 }
 

@@ -32,8 +32,8 @@ fn gradcheck_prints_a_row_per_requested_case() {
     ]));
     let rows = rows(&ended);
     assert_eq!(rows.len(), 2 * 4 * 2, "{ended:?}");
-    assert_eq!(rows[0][..4], ["5", "causal", "f32", "reference"]);
-    assert_eq!(rows[15][..4], ["64", "all", "bf16", "reference"]);
+    assert_eq!(rows[0][..4], ["5", "causal", "f32", "blocks"]);
+    assert_eq!(rows[15][..4], ["64", "all", "bf16", "blocks"]);
     assert!(
         ended.stdout.contains("16 rows, all within tolerance"),
         "{ended:?}"

@@ -42,7 +42,7 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
             }
             let variables = [
                 (CONFIGURED, name.as_str()),
-                ("ATTENTION_ENGINES", "reference"),
+                ("ATTENTION_ENGINES", "blocks"),
                 ("ATTENTION_TEST_DEVICES", device.name),
             ];
             let what = format!("{}, {name}", device.name);

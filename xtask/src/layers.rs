@@ -43,7 +43,7 @@ const CRATES: &[Crate] = &[
         layers: &[
             &["error", "math", "options", "problem", "types"],
             &["device", "kernel_args", "reference", "tile_ops"],
-            &["auxiliary"],
+            &["auxiliary", "blocks"],
             &["engine"],
             &["select"],
             &["backend"],

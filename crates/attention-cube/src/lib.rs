@@ -18,8 +18,8 @@
 //! # Contract
 //! `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
 //! `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. Query head `h` reads key head
-//! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served on devices
-//! that run the [reference](mod@reference).
+//! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served by the engine
+//! [`Blocks`](Engine::Blocks), which then computes in f64.
 //!
 //! Scores are f32 for every input dtype. The operations on a score are, in order: scale, softcap, [score mod](score_mod),
 //! bias, visibility, sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is
@@ -59,6 +59,7 @@
 
 mod auxiliary;
 mod backend;
+mod blocks;
 mod call;
 mod device;
 mod engine;

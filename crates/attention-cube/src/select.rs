@@ -1,7 +1,7 @@
 //! Selects the kernel for a problem on a device, and records why each faster engine refused the problem.
 //!
-//! Selection tries the engines in order, the fastest first. Each engine returns a plan or a typed [`Refusal`]. The
-//! [`reference`](crate::reference) implementation comes last and serves every problem.
+//! Selection tries the engines in order, the fastest first. Each engine returns a plan or a typed [`Refusal`]. The engine
+//! [`Blocks`](Engine::Blocks) comes last and serves every problem.
 
 use crate::engine::{BackwardKernel, ForwardKernel, Kernel};
 use crate::problem::AttentionProblem;
@@ -80,7 +80,7 @@ pub(crate) fn select_forward(
     let (kernel, refusals) = first_plan(problem, device, Pass::Forward, |engine, device| {
         engine.plan_forward(problem, device, layouts)
     });
-    let kernel = kernel.unwrap_or(ForwardKernel::Reference);
+    let kernel = kernel.unwrap_or(ForwardKernel::Blocks);
     let copies_pages = problem
         .page_len
         .is_some_and(|page_len| !kernel.reads_pages(page_len));
@@ -101,7 +101,7 @@ pub(crate) fn select_backward(
     let (kernel, refusals) = first_plan(problem, device, Pass::Backward, |engine, device| {
         engine.plan_backward(problem, device, layouts)
     });
-    let kernel = kernel.unwrap_or(BackwardKernel::Reference);
+    let kernel = kernel.unwrap_or(BackwardKernel::Blocks);
     Selection {
         warnings: kernel.warnings(problem),
         kernel,

@@ -26,7 +26,7 @@ impl AttentionBackend for CubeBackend {
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
         if problem.is_empty() {
-            return reference::forward_in_parts::<Self>(inputs, &problem);
+            return reference::empty::forward_in_parts::<Self>(&inputs, &problem);
         }
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);

@@ -4,13 +4,14 @@
 //! | backend | implementation |
 //! |---|---|
 //! | CubeCL devices, with or without Burn's fusion | the kernel that [`select`](crate::select) chooses (`cube.rs`) |
-//! | flex | the [reference](crate::reference), which is also the trait's default body |
+//! | flex | Burn's own operations on [blocks](crate::blocks), which are also the trait's default bodies |
 //! | autodiff over any of these | a separate node in Burn's graph (`autodiff.rs`) |
 
 mod autodiff;
 #[cfg(feature = "cube")]
 mod cube;
 
+use crate::blocks;
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 use crate::reference;
@@ -149,7 +150,7 @@ pub trait AttentionBackend: Backend {
         #[extension_type] inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        reference::forward_in_parts::<Self>(inputs, &problem)
+        blocks::forward::<Self>(inputs, &problem)
     }
 
     /// Returns the gradients of a validated problem.
@@ -160,7 +161,7 @@ pub trait AttentionBackend: Backend {
         problem: AttentionProblem,
         request: BackwardRequest,
     ) -> AttentionGradients<Self> {
-        reference::gradients::backward::<Self>(inputs, saved, &problem, request)
+        blocks::backward::<Self>(inputs, saved, &problem, request)
     }
 
     /// Returns the output and the logsumexp of a validated problem over quantized keys and values. The logsumexp consists of

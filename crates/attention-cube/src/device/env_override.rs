@@ -1,7 +1,7 @@
 //! Environment variables that restrict a device's profile. With these variables, tests reach engines and tiles that
 //! selection would not choose on the device.
 //!
-//! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The reference implementation is always
+//! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The engine `blocks` is always
 //!   enabled as the last engine.
 //! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer GPU.
 //! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). `device` enables
@@ -75,7 +75,7 @@ impl DeviceOverride {
             let known = || {
                 Engine::WITH_KERNELS
                     .iter()
-                    .chain(&[Engine::Reference])
+                    .chain(&[Engine::Blocks])
                     .copied()
             };
             let is_named = |engine: &Engine| engine.to_string().eq_ignore_ascii_case(word.trim());

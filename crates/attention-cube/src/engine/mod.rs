@@ -16,9 +16,9 @@ pub use self::api::AttentionEngine;
 pub use self::api::{Int8Scales, Launch};
 use self::portable::{cmma, unit};
 use self::tensor_core::{mma, wgmma};
-use crate::problem::AttentionProblem;
 #[cfg(feature = "cube")]
-use crate::reference;
+use crate::blocks;
+use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
 pub use crate::types::engine::Engine;
 use crate::types::engine::with_engines;
@@ -47,7 +47,7 @@ macro_rules! engines {
                         Self::$engine => $module::$engine::plan_forward(problem, device, layouts)
                             .map(ForwardKernel::$engine),
                     )+
-                    Self::Reference => Ok(ForwardKernel::Reference),
+                    Self::Blocks => Ok(ForwardKernel::Blocks),
                 }
             }
 
@@ -64,7 +64,7 @@ macro_rules! engines {
                             .map(Box::new)
                             .map(BackwardKernel::$engine),
                     )+
-                    Self::Reference => Ok(BackwardKernel::Reference),
+                    Self::Blocks => Ok(BackwardKernel::Blocks),
                 }
             }
 
@@ -83,7 +83,7 @@ macro_rules! engines {
                                 .map(ForwardKernel::$engine)
                         }
                     )+
-                    Self::Reference => Ok(ForwardKernel::Reference),
+                    Self::Blocks => Ok(ForwardKernel::Blocks),
                 }
             }
 
@@ -91,7 +91,7 @@ macro_rules! engines {
             pub(crate) fn most_int8_rows(self) -> usize {
                 match self {
                     $(Self::$engine => $module::$engine::MOST_INT8_ROWS,)+
-                    Self::Reference => 0,
+                    Self::Blocks => 0,
                 }
             }
 
@@ -99,7 +99,7 @@ macro_rules! engines {
             pub(crate) fn goes_first(self, problem: &AttentionProblem, pass: Pass) -> bool {
                 match self {
                     $(Self::$engine => $module::$engine::goes_first(problem, pass),)+
-                    Self::Reference => false,
+                    Self::Blocks => false,
                 }
             }
         }
@@ -112,8 +112,8 @@ macro_rules! engines {
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(<$module::$engine as AttentionEngine>::Forward),
             )+
-            /// The reference implementation, which computes attention in Burn's own operations: see [`Engine::Reference`].
-            Reference,
+            /// Burn's own operations on blocks of scores: see [`Engine::Blocks`].
+            Blocks,
         }
 
         impl ForwardKernel {
@@ -121,7 +121,7 @@ macro_rules! engines {
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
-                    Self::Reference => Engine::Reference,
+                    Self::Blocks => Engine::Blocks,
                 }
             }
 
@@ -130,7 +130,7 @@ macro_rules! engines {
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+
-                    Self::Reference => 1,
+                    Self::Blocks => 1,
                 }
             }
 
@@ -138,7 +138,7 @@ macro_rules! engines {
             pub(crate) fn reads_pages(&self, page_len: usize) -> bool {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::reads_pages(plan, page_len),)+
-                    Self::Reference => false,
+                    Self::Blocks => false,
                 }
             }
 
@@ -158,7 +158,7 @@ macro_rules! engines {
                             stringify!($engine), " is refused in builds without the feature ", $feature
                         )),
                     )+
-                    Self::Reference => reference::forward_in_parts::<CubeBackend>(inputs, problem),
+                    Self::Blocks => blocks::forward::<CubeBackend>(inputs, problem),
                 }
             }
 
@@ -181,7 +181,7 @@ macro_rules! engines {
                             stringify!($engine), " is refused in builds without the feature ", $feature
                         )),
                     )+
-                    Self::Reference => unreachable!("selection never gives int8 keys and values to the reference"),
+                    Self::Blocks => unreachable!("selection never gives int8 keys and values to `Blocks`"),
                 }
             }
         }
@@ -194,8 +194,8 @@ macro_rules! engines {
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(Box<<$module::$engine as AttentionEngine>::Backward>),
             )+
-            /// The reference implementation, which computes attention in Burn's own operations: see [`Engine::Reference`].
-            Reference,
+            /// Burn's own operations on blocks of scores: see [`Engine::Blocks`].
+            Blocks,
         }
 
         impl BackwardKernel {
@@ -203,7 +203,7 @@ macro_rules! engines {
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
-                    Self::Reference => Engine::Reference,
+                    Self::Blocks => Engine::Blocks,
                 }
             }
 
@@ -211,7 +211,7 @@ macro_rules! engines {
             pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+
-                    Self::Reference => Vec::new(),
+                    Self::Blocks => Vec::new(),
                 }
             }
 
@@ -236,8 +236,8 @@ macro_rules! engines {
                             stringify!($engine), " is refused in builds without the feature ", $feature
                         )),
                     )+
-                    Self::Reference => {
-                        reference::gradients::backward::<CubeBackend>(inputs, saved, problem, request)
+                    Self::Blocks => {
+                        blocks::backward::<CubeBackend>(inputs, saved, problem, request)
                     }
                 }
             }

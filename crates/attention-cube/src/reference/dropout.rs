@@ -1,43 +1,36 @@
 //! The dropout factors of the reference implementation, drawn on the host.
 
+use super::block::Block;
 use crate::math::dropout::{bits, head_key};
 use crate::options::Dropout;
-use crate::problem::AttentionProblem;
 use crate::types::tensors::logsumexp_dtype;
-use burn::backend::{
-    Backend,
-    tensor::{Device, FloatTensor},
-};
+use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::TensorData;
 
-/// Returns the dropout factors of all probabilities, `[batch, q_heads, q_len, kv_len]`. A dropped probability has the factor
-/// 0.
-pub(super) fn factors<B: Backend>(
-    dropout: &Dropout,
-    problem: &AttentionProblem,
-    device: &Device<B>,
-) -> FloatTensor<B> {
-    let AttentionProblem {
-        batch,
-        q_heads,
-        q_len,
-        kv_len,
-        ..
-    } = *problem;
+/// Returns the dropout factors of a block's probabilities, `[batch, q_heads, q_len, kv_len]`. A dropped probability has the
+/// factor 0.
+pub(crate) fn factors<B: Backend>(dropout: &Dropout, block: &Block<B>) -> FloatTensor<B> {
+    let (problem, place) = (&block.problem, block.place);
+    let [batch, q_heads, q_len] = problem.logsumexp_shape();
+    let kv_len = problem.kv_len;
+    let indices = |first: usize, count: usize| first as u32..(first + count) as u32;
     let threshold = dropout.threshold();
     let kept = threshold.kept_scale();
     let mut factors = Vec::with_capacity(batch * q_heads * q_len * kv_len);
-    for plane in 0..(batch * q_heads) as u32 {
-        let own = head_key(dropout.seed, plane);
-        for query in 0..q_len as u32 {
-            factors.extend((0..kv_len as u32).map(
-                |key| match threshold.keeps(bits(own, query, key)) {
-                    true => kept,
-                    false => 0.0,
-                },
-            ));
+    for sequence in indices(place.sequence, batch) {
+        for head in indices(place.q_head, q_heads) {
+            let own = head_key(dropout.seed, sequence * place.q_heads as u32 + head);
+            for query in indices(place.query, q_len) {
+                factors.extend(indices(place.key, kv_len).map(|key| {
+                    match threshold.keeps(bits(own, query, key)) {
+                        true => kept,
+                        false => 0.0,
+                    }
+                }));
+            }
         }
     }
     let data = TensorData::new(factors, [batch, q_heads, q_len, kv_len]);
-    B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), device)
+    let device = block.inputs.query.device();
+    B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), &device)
 }

@@ -52,6 +52,24 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
+/// Computes [`forward`], with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole logsumexp,
+/// and the second part is 0.
+pub(crate) fn forward_in_parts<B: Backend>(
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> AttentionOutput<B> {
+    let AttentionOutput { output, logsumexp } = forward(inputs, problem);
+    let logsumexp = match has_rows(problem) {
+        true => {
+            let dtype = float_dtype(logsumexp.dtype());
+            let logarithms = B::float_zeros(logsumexp.shape(), &logsumexp.device(), dtype);
+            B::float_cat(vec![logsumexp, logarithms], 0)
+        }
+        false => B::float_reshape(logsumexp, Shape::new(problem.logsumexp_parts_shape())),
+    };
+    AttentionOutput { output, logsumexp }
+}
+
 /// Computes the gradients of an empty problem. Only the gradient of the sinks may be nonzero: without keys, the logsumexp is
 /// the sink.
 pub(crate) fn backward<B: Backend>(

@@ -1,31 +1,29 @@
 //! The reference implementation: the definition of attention in Burn's own tensor operations. Tests compare every kernel
-//! with this implementation, and devices without CubeCL run it.
+//! with this implementation. Devices without kernels compute the same scores in blocks, in the crate's module `blocks`.
 //!
 //! The reference implementation computes in f32 (in f64 for f64 inputs) and holds all scores in memory. Burn's autodiff can
 //! differentiate [`attention`].
 
-mod dropout;
-mod e4m3;
+pub(crate) mod block;
+pub(crate) mod dropout;
 pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
 pub(crate) mod quantized;
 mod score_mod;
-mod scores;
+pub(crate) mod scores;
 pub(crate) mod tensors;
-mod visibility;
+pub(crate) mod visibility;
 
+use self::block::Block;
 use self::scores::{Scores, Weights};
-use self::tensors::{cast, fill_rows, float_dtype, from_groups, to_groups};
+use self::tensors::{cast, fill_rows, from_groups, to_groups};
 use crate::error::AttentionError;
 use crate::options::AttentionOptions;
 use crate::problem::AttentionProblem;
 use crate::types::quantized::QuantizedRows;
 use crate::types::tensors::{AttentionInputs, AttentionOutput};
-use burn::backend::{
-    Backend, Dispatch, TensorMetadata,
-    tensor::{BoolTensor, FloatTensor},
-};
+use burn::backend::{Backend, Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{Shape, Tensor};
 
 /// Computes output and logsumexp of attention by the definition, in tensor operations that Burn's autodiff can differentiate.
@@ -80,26 +78,20 @@ pub(crate) fn forward<B: Backend>(
         true => empty::forward(&inputs, problem),
         false => {
             let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
-            forward_and_blind(inputs, &problem).0
+            forward_whole(Block::whole(inputs, problem))
         }
     }
 }
 
-/// Computes the forward of a non-empty problem. Also returns a mask of the queries that see no key,
-/// `[batch, q_heads, q_len, 1]`.
-fn forward_and_blind<B: Backend>(
-    inputs: AttentionInputs<B>,
-    problem: &AttentionProblem,
-) -> (AttentionOutput<B>, BoolTensor<B>) {
-    let dtype = inputs.query.dtype();
-    let scores = Scores::<B>::new(&inputs, problem);
+/// Computes the forward of a block that covers a whole call.
+fn forward_whole<B: Backend>(block: Block<B>) -> AttentionOutput<B> {
+    let problem = &block.problem;
+    let dtype = block.inputs.query.dtype();
+    let scores = Scores::<B>::new(&block);
     let value = scores.value;
-    let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
+    let weights = Weights::<B>::new(scores.scores, Scores::<B>::sinks(&block), problem);
     let p = match &problem.dropout {
-        Some(dropout) => {
-            let device = weights.p.device();
-            B::float_mul(weights.p, dropout::factors::<B>(dropout, problem, &device))
-        }
+        Some(dropout) => B::float_mul(weights.p, dropout::factors::<B>(dropout, &block)),
         None => weights.p,
     };
     let output = from_groups::<B>(B::float_matmul(to_groups::<B>(p, problem), value), problem);
@@ -109,43 +101,10 @@ fn forward_and_blind<B: Backend>(
         weights.unseeing,
         f64::NEG_INFINITY.into(),
     );
-    let output = AttentionOutput {
+    AttentionOutput {
         output: cast::<B>(output, dtype),
         logsumexp: B::float_reshape(logsumexp, Shape::new(problem.logsumexp_shape())),
-    };
-    (output, weights.blind)
-}
-
-/// Computes the forward. The first half of the returned logsumexp holds the logsumexp of each query as one number. The
-/// second half is −0 for a query that sees no key, and +0 for any other query. In a problem without queries or keys, the
-/// second half is +0 throughout.
-pub(crate) fn forward_in_parts<B: Backend>(
-    inputs: AttentionInputs<B>,
-    problem: &AttentionProblem,
-) -> AttentionOutput<B> {
-    let (AttentionOutput { output, logsumexp }, blind) = match problem.is_empty() {
-        true => (empty::forward(&inputs, problem), None),
-        false => {
-            let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
-            let (output, blind) = forward_and_blind(inputs, &problem);
-            (output, Some(blind))
-        }
-    };
-    let mut logarithms = B::float_zeros(
-        logsumexp.shape(),
-        &logsumexp.device(),
-        float_dtype(logsumexp.dtype()),
-    );
-    if let Some(blind) = blind {
-        // Sets the logarithm of queries that see no key to −0. The backward of a kernel recognizes these queries by −0.
-        let blind = B::bool_reshape(blind, Shape::new(problem.logsumexp_shape()));
-        logarithms = B::float_mask_fill(logarithms, blind, (-0.0).into());
     }
-    let logsumexp = match problem.logsumexp_shape().contains(&0) {
-        true => B::float_reshape(logsumexp, Shape::new(problem.logsumexp_parts_shape())),
-        false => B::float_cat(vec![logsumexp, logarithms], 0),
-    };
-    AttentionOutput { output, logsumexp }
 }
 
 /// Splits a logsumexp `[2 · batch, q_heads, q_len]` into its halves: the reference scores and the logarithms of the softmax

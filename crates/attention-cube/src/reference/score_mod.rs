@@ -1,9 +1,9 @@
 //! Score mods and mask mods, run on the CPU for every score.
 
+use super::block::Block;
 use super::tensors::{cast, clamped_integers};
 use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
-use crate::problem::AttentionProblem;
-use crate::types::tensors::{AttentionInputs, MaybeFloat, MaybeInt, logsumexp_dtype};
+use crate::types::tensors::{MaybeFloat, MaybeInt, logsumexp_dtype};
 use burn::backend::{
     Backend, TensorMetadata, read_sync,
     tensor::{BoolTensor, FloatTensor},
@@ -16,17 +16,16 @@ pub(super) struct Changed<B: Backend> {
     pub derivative: FloatTensor<B>,
 }
 
-/// Changes all scores, `[batch, q_heads, q_len, kv_len]`, by `code`. The derivative at `hidden` scores is 0.
+/// Changes the scores of a block, `[batch, q_heads, q_len, kv_len]`, by `code`. The derivative at `hidden` scores is 0.
 pub(super) fn changed<B: Backend>(
     scores: FloatTensor<B>,
     hidden: Option<BoolTensor<B>>,
     code: ScoreCode,
-    inputs: &AttentionInputs<B>,
-    problem: &AttentionProblem,
+    block: &Block<B>,
 ) -> Changed<B> {
-    let table = table::<B>(&inputs.score_table);
+    let table = table::<B>(&block.inputs.score_table);
     let before = floats::<B>(scores.clone());
-    let places = places::<B>(inputs, problem);
+    let places = places::<B>(block);
     let (after, derivative): (Vec<f32>, Vec<f32>) = before
         .into_iter()
         .zip(places)
@@ -38,7 +37,7 @@ pub(super) fn changed<B: Backend>(
     let device = scores.device();
     let tensor = |elements| {
         let data = TensorData::new(elements, scores.shape());
-        B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), &device)
+        B::float_from_data(data.convert_dtype(logsumexp_dtype(&block.problem)), &device)
     };
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
@@ -63,48 +62,40 @@ pub(super) fn changed<B: Backend>(
 /// Returns a mask of the keys that the mask mod `code` leaves visible to each query, `[batch, q_heads, q_len, kv_len]`.
 pub(super) fn visible<B: Backend>(
     code: MaskCode,
-    inputs: &AttentionInputs<B>,
-    problem: &AttentionProblem,
+    block: &Block<B>,
     bools: BoolDType,
 ) -> BoolTensor<B> {
-    let table = table::<B>(&inputs.mask_table);
-    let visible: Vec<bool> = places::<B>(inputs, problem)
+    let table = table::<B>(&block.inputs.mask_table);
+    let visible: Vec<bool> = places::<B>(block)
         .into_iter()
         .map(|place| (code.visible)(place, &table))
         .collect();
-    let shape = [
-        problem.batch,
-        problem.q_heads,
-        problem.q_len,
-        problem.kv_len,
-    ];
+    let problem = &block.problem;
+    let [batch, q_heads, q_len] = problem.logsumexp_shape();
+    let shape = [batch, q_heads, q_len, problem.kv_len];
     let data = TensorData::new(visible, shape).convert_dtype(DType::from(bools));
-    B::bool_from_data(data, &inputs.query.device())
+    B::bool_from_data(data, &block.inputs.query.device())
 }
 
-/// Returns the sequence, head, query and key of every score, in the order of `[batch, q_heads, q_len, kv_len]`.
-fn places<B: Backend>(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -> Vec<ScorePlace> {
-    let AttentionProblem {
-        batch,
-        q_heads,
-        q_len,
-        kv_len,
-        ..
-    } = *problem;
-    let keys = lengths::<B>(&inputs.kv_lengths, kv_len, batch);
-    let queries = lengths::<B>(&inputs.query_lengths, q_len, batch);
+/// Returns the places of a block's scores in order.
+fn places<B: Backend>(block: &Block<B>) -> Vec<ScorePlace> {
+    let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
+    let [batch, q_heads, q_len] = problem.logsumexp_shape();
+    let kv_len = problem.kv_len;
+    let keys = lengths::<B>(&inputs.kv_lengths, place.kv_len, batch);
+    let queries = lengths::<B>(&inputs.query_lengths, place.q_len, batch);
     let mut places = Vec::with_capacity(batch * q_heads * q_len * kv_len);
     for (index, (keys, queries)) in keys.into_iter().zip(queries).enumerate() {
         let offset = match problem.is_bottom_right() {
             true => keys - queries,
             false => 0,
         };
-        for head in 0..q_heads as u32 {
-            for query in 0..q_len as i32 {
-                places.extend(
-                    (0..kv_len as i32)
-                        .map(|key| ScorePlace::new(index as u32, head, query, key, offset)),
-                );
+        let sequence = (place.sequence + index) as u32;
+        for head in place.q_head..place.q_head + q_heads {
+            for query in place.query..place.query + q_len {
+                places.extend((place.key..place.key + kv_len).map(|key| {
+                    ScorePlace::new(sequence, head as u32, query as i32, key as i32, offset)
+                }));
             }
         }
     }

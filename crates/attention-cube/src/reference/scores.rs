@@ -1,22 +1,20 @@
 //! The scores of the reference implementation, and their softmax.
 
-use super::tensors::{
-    bool_dtype, cast, elementwise_max, fill_rows, from_groups, is_negative_infinity, to_groups,
-};
+use super::tensors::{bool_dtype, cast, elementwise_max, fill_rows, from_groups, to_groups};
 use super::visibility::{unused, visibility};
-use super::{parts, score_mod};
+use super::{block::Block, score_mod};
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
-use crate::types::tensors::{AttentionInputs, logsumexp_dtype};
+use crate::types::tensors::logsumexp_dtype;
 use burn::backend::{
     Backend, TensorMetadata,
     tensor::{BoolTensor, FloatTensor},
 };
 use burn::tensor::{DType, Shape};
 
-/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees, and queries that see no
-/// key, are set to zero.
-pub(super) struct Scores<B: Backend> {
+/// The inputs of a block in the dtype of the computation, and its scores. Keys and values that no query of the block sees, and
+/// queries that see no key of the block, are set to zero.
+pub(crate) struct Scores<B: Backend> {
     /// The queries, grouped by KV head: `[batch, kv_heads, group · q_len, head_dim]`.
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
@@ -25,19 +23,19 @@ pub(super) struct Scores<B: Backend> {
     pub scores: FloatTensor<B>,
     /// The derivative of each score with respect to `scale · q·k`, or `None` without softcap and score mod.
     pub slope: Option<FloatTensor<B>>,
-    /// Sinks, `[1, q_heads, 1, 1]`.
-    pub sinks: Option<FloatTensor<B>>,
-    /// A mask of the queries that see no key, `[batch, q_heads, q_len, 1]`, or `None` if every query sees every key.
+    /// A mask of the queries that see no key of the block, `[batch, q_heads, q_len, 1]`, or `None` if every query sees every
+    /// key.
     pub blind: Option<BoolTensor<B>>,
 }
 
 impl<B: Backend> Scores<B> {
-    pub fn new(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -> Self {
+    pub fn new(block: &Block<B>) -> Self {
+        let (inputs, problem) = (&block.inputs, &block.problem);
         let compute = logsumexp_dtype(problem);
         let mut query = cast::<B>(inputs.query.clone(), compute);
         let mut key = cast::<B>(inputs.key.clone(), compute);
         let mut value = cast::<B>(inputs.value.clone(), compute);
-        let visible = visibility(inputs, problem);
+        let visible = visibility(block);
         let mut blind = None;
         if let Some(visible) = &visible {
             // Fill with zeros all queries that see no key, and all keys and values that no query sees. These rows may
@@ -70,7 +68,7 @@ impl<B: Backend> Scores<B> {
             let hidden = visible
                 .as_ref()
                 .map(|visible| B::bool_expand(B::bool_not(visible.clone()), scores.shape()));
-            let changed = score_mod::changed::<B>(scores, hidden, code, inputs, problem);
+            let changed = score_mod::changed::<B>(scores, hidden, code, block);
             scores = changed.scores;
             slope = Some(match slope {
                 Some(slope) => B::float_mul(slope, changed.derivative),
@@ -84,21 +82,30 @@ impl<B: Backend> Scores<B> {
             let hidden = B::bool_expand(B::bool_not(visible), scores.shape());
             scores = B::float_mask_fill(scores, hidden, f64::NEG_INFINITY.into());
         }
-        let sinks = inputs.sinks.clone().into_option().map(|sinks| {
-            B::float_reshape(
-                cast::<B>(sinks, compute),
-                Shape::new([1, problem.q_heads, 1, 1]),
-            )
-        });
         Self {
             query,
             key,
             value,
             scores,
             slope,
-            sinks,
             blind,
         }
+    }
+
+    /// Returns the sinks of a block in the dtype of the computation, `[1, q_heads, 1, 1]`.
+    pub fn sinks(block: &Block<B>) -> Option<FloatTensor<B>> {
+        let sinks = block.inputs.sinks.as_option()?;
+        let sinks = cast::<B>(sinks.clone(), logsumexp_dtype(&block.problem));
+        let shape = Shape::new([1, block.problem.q_heads, 1, 1]);
+        Some(B::float_reshape(sinks, shape))
+    }
+}
+
+/// Returns the lowest finite number in the dtype of the computation.
+pub(crate) fn lowest(problem: &AttentionProblem) -> f64 {
+    match logsumexp_dtype(problem) {
+        DType::F64 => f64::MIN,
+        _ => f64::from(f32::MIN),
     }
 }
 
@@ -143,42 +150,13 @@ pub(super) struct Weights<B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Returns the probabilities of the keys of one shard. `logsumexp` holds the reference scores and the logarithms over
-    /// all shards.
-    pub fn of_shard(
-        scores: FloatTensor<B>,
-        logsumexp: FloatTensor<B>,
-        problem: &AttentionProblem,
-    ) -> Self {
-        let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-        let [max, logarithm] =
-            parts::<B>(logsumexp, problem).map(|part| B::float_reshape(part, rows.clone()));
-        let unseeing = is_negative_infinity::<B>(&max);
-        let max = fill_rows::<B>(max, &unseeing);
-        let sum = B::float_exp(logarithm);
-        let scores = B::float_sub(scores, max.clone());
-        let p = B::float_exp(B::float_sub(scores, B::float_log(sum.clone())));
-        let hidden = B::float_sum_dim(p.clone(), 3);
-        let blind = B::float_equal_elem(hidden, 0.0.into(), bool_dtype::<B>(&p));
-        Self {
-            p: fill_rows::<B>(p, &unseeing),
-            max,
-            sum,
-            unseeing,
-            blind,
-        }
-    }
-
     pub fn new(
         scores: FloatTensor<B>,
         sinks: Option<FloatTensor<B>>,
         problem: &AttentionProblem,
     ) -> Self {
-        let lowest = match logsumexp_dtype(problem) {
-            DType::F64 => f64::MIN,
-            _ => f64::from(f32::MIN),
-        };
-        let mut max = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), lowest.into());
+        let lowest = lowest(problem).into();
+        let mut max = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), lowest);
         if let Some(sinks) = &sinks {
             max = elementwise_max::<B>(max, sinks.clone());
         }

@@ -12,7 +12,7 @@ use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 pub(crate) const INTS: IntDType = IntDType::I32;
 
 /// Casts narrower integers to i32. Otherwise a comparison might truncate an i32 number to the narrower dtype.
-pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
+pub(crate) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     match integers.dtype().size() < DType::from(INTS).size() {
         true => B::int_cast(integers, INTS),
         false => integers,
@@ -27,7 +27,7 @@ pub(crate) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) 
 
 /// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`, so that a matmul needs no repeated keys
 /// and values.
-pub(super) fn to_groups<B: Backend>(
+pub(crate) fn to_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
 ) -> FloatTensor<B> {
@@ -40,7 +40,7 @@ pub(super) fn to_groups<B: Backend>(
 }
 
 /// Reshapes the result of [`to_groups`] back to `[batch, q_heads, q_len, n]`.
-pub(super) fn from_groups<B: Backend>(
+pub(crate) fn from_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
 ) -> FloatTensor<B> {
@@ -50,7 +50,7 @@ pub(super) fn from_groups<B: Backend>(
 }
 
 /// Sets the elements of the tensor to zero where the mask, broadcast to the tensor's shape, is true.
-pub(super) fn fill_rows<B: Backend>(
+pub(crate) fn fill_rows<B: Backend>(
     tensor: FloatTensor<B>,
     mask: &BoolTensor<B>,
 ) -> FloatTensor<B> {
@@ -59,7 +59,7 @@ pub(super) fn fill_rows<B: Backend>(
 }
 
 /// Sums the tensor over the dimensions that have size 1 in `shape`.
-pub(super) fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
+pub(crate) fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
     for dim in 0..shape.num_dims() {
         if shape[dim] == 1 && tensor.shape()[dim] != 1 {
             tensor = B::float_sum_dim(tensor, dim);
@@ -68,7 +68,7 @@ pub(super) fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> F
     tensor
 }
 
-pub(super) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
+pub(crate) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
     let b = B::float_expand(b, a.shape());
     let bools = bool_dtype::<B>(&a);
     let smaller = B::float_lower(a.clone(), b.clone(), bools);
@@ -76,22 +76,22 @@ pub(super) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) 
 }
 
 /// Returns a mask of the elements that are −∞. A sink of −∞, for example, counts as no sink.
-pub(super) fn is_negative_infinity<B: Backend>(tensor: &FloatTensor<B>) -> BoolTensor<B> {
+pub(crate) fn is_negative_infinity<B: Backend>(tensor: &FloatTensor<B>) -> BoolTensor<B> {
     let bools = bool_dtype::<B>(tensor);
     B::float_equal_elem(tensor.clone(), f64::NEG_INFINITY.into(), bools)
 }
 
-pub(super) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+pub(crate) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
     if tensor.dtype() == dtype {
         return tensor;
     }
     B::float_cast(tensor, float_dtype(dtype))
 }
 
-pub(super) fn float_dtype(dtype: DType) -> FloatDType {
+pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     dtype.into()
 }
 
-pub(super) fn bool_dtype<B: Backend>(tensor: &FloatTensor<B>) -> BoolDType {
+pub(crate) fn bool_dtype<B: Backend>(tensor: &FloatTensor<B>) -> BoolDType {
     get_or_init_device_settings::<B>(&tensor.device()).bool_dtype
 }

@@ -1,58 +1,55 @@
 //! Decides which keys a query sees, by causal mask, lengths, window, segments, intervals, mask and bias.
 
+use super::block::Block;
 use super::score_mod;
 use super::tensors::{INTS, clamped_integers};
 use crate::problem::AttentionProblem;
-use crate::types::tensors::AttentionInputs;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, Device, IntTensor},
 };
 use burn::tensor::{BoolDType, DType, Shape, Slice};
 
-/// Returns a mask of the keys that each query sees, or `None` if every query sees every key. The mask broadcasts to the
-/// scores.
-pub(super) fn visibility<B: Backend>(
-    inputs: &AttentionInputs<B>,
-    problem: &AttentionProblem,
-) -> Option<BoolTensor<B>> {
+/// Returns a mask of the keys of a block that each query sees, or `None` if every query sees every key. The mask broadcasts to
+/// the scores.
+pub(super) fn visibility<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> {
+    let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let device = inputs.query.device();
     // Use the mask tensor's own bool dtype. The default bool dtype of this backend may differ.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
         None => get_or_init_device_settings::<B>(&device).bool_dtype,
     };
-    let (q_len, kv_len) = (problem.q_len, problem.kv_len);
+    let queries = || positions::<B>(place.query, problem.q_len, 2, &device);
+    let keys = positions::<B>(place.key, problem.kv_len, 3, &device);
     let mut conditions = Vec::new();
 
     let lengths = inputs.kv_lengths.as_option();
-    let lengths = lengths.map(|lengths| clamped::<B>(lengths, kv_len, problem.batch));
+    let lengths = lengths.map(|lengths| clamped::<B>(lengths, place.kv_len, problem.batch));
     let query_lengths = inputs.query_lengths.as_option();
-    let query_lengths = query_lengths.map(|lengths| clamped::<B>(lengths, q_len, problem.batch));
-    let keys = positions::<B>(kv_len, 3, &device);
+    let query_lengths =
+        query_lengths.map(|lengths| clamped::<B>(lengths, place.q_len, problem.batch));
     if let Some(lengths) = &lengths {
         conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
     }
     if let Some(lengths) = &query_lengths {
-        let queries = positions::<B>(q_len, 2, &device);
-        conditions.push(B::int_lower(queries, lengths.clone(), bools));
+        conditions.push(B::int_lower(queries(), lengths.clone(), bools));
     }
     if let Some(intervals) = inputs.intervals.as_option() {
-        conditions.push(within_intervals::<B>(intervals, &keys, problem, bools));
+        conditions.push(within_intervals::<B>(intervals, &keys, block, bools));
     }
     if problem.right().is_some() || problem.window_left.is_some() {
-        let queries = positions::<B>(q_len, 2, &device);
         let plus_length = |queries| match lengths {
-            None => B::int_add_scalar(queries, (kv_len as i64).into()),
+            None => B::int_add_scalar(queries, (place.kv_len as i64).into()),
             Some(lengths) => B::int_add(queries, lengths),
         };
         let minus_queries = |queries| match query_lengths {
-            None => B::int_sub_scalar(queries, (q_len as i64).into()),
+            None => B::int_sub_scalar(queries, (place.q_len as i64).into()),
             Some(lengths) => B::int_sub(queries, lengths),
         };
         let own = match problem.is_bottom_right() {
-            true => minus_queries(plus_length(queries)),
-            false => queries,
+            true => minus_queries(plus_length(queries())),
+            false => queries(),
         };
         if let Some(right) = problem.right() {
             let last = B::int_add_scalar(own.clone(), clamp_window(right).into());
@@ -65,18 +62,24 @@ pub(super) fn visibility<B: Backend>(
     }
     let segments = inputs.query_segments.as_option();
     if let Some((queries, keys)) = segments.zip(inputs.key_segments.as_option()) {
+        let AttentionProblem {
+            batch,
+            q_len,
+            kv_len,
+            ..
+        } = *problem;
         let queries = B::int_reshape(
             B::int_cast(queries.clone(), INTS),
-            Shape::new([problem.batch, 1, q_len, 1]),
+            Shape::new([batch, 1, q_len, 1]),
         );
         let keys = B::int_reshape(
             B::int_cast(keys.clone(), INTS),
-            Shape::new([problem.batch, 1, 1, kv_len]),
+            Shape::new([batch, 1, 1, kv_len]),
         );
-        let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
+        let scores = || Shape::new([batch, 1, q_len, kv_len]);
         conditions.push(B::int_equal(
-            B::int_expand(queries, scores(1)),
-            B::int_expand(keys, scores(1)),
+            B::int_expand(queries, scores()),
+            B::int_expand(keys, scores()),
             bools,
         ));
     }
@@ -91,7 +94,7 @@ pub(super) fn visibility<B: Backend>(
         ));
     }
     if let Some(code) = problem.mask_mod {
-        conditions.push(score_mod::visible::<B>(code, inputs, problem, bools));
+        conditions.push(score_mod::visible::<B>(code, block, bools));
     }
     conditions.into_iter().reduce(|all, next| {
         let shape = broadcast(&all.shape(), &next.shape());
@@ -110,16 +113,14 @@ fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> Int
 
 /// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if there are
 /// no such rows.
-pub(super) fn absent_queries<B: Backend>(
-    inputs: &AttentionInputs<B>,
-    problem: &AttentionProblem,
-) -> Option<BoolTensor<B>> {
+pub(crate) fn absent_queries<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> {
+    let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let lengths = inputs.query_lengths.as_option()?;
     let device = inputs.query.device();
     let bools = get_or_init_device_settings::<B>(&device).bool_dtype;
-    let lengths = clamped::<B>(lengths, problem.q_len, problem.batch);
+    let lengths = clamped::<B>(lengths, place.q_len, problem.batch);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    let queries = positions::<B>(problem.q_len, 2, &device);
+    let queries = positions::<B>(place.query, problem.q_len, 2, &device);
     let absent = B::int_greater_equal(queries, lengths, bools);
     Some(B::bool_expand(absent, rows))
 }
@@ -128,17 +129,18 @@ pub(super) fn absent_queries<B: Backend>(
 fn within_intervals<B: Backend>(
     intervals: &IntTensor<B>,
     keys: &IntTensor<B>,
-    problem: &AttentionProblem,
+    block: &Block<B>,
     bools: BoolDType,
 ) -> BoolTensor<B> {
     let AttentionProblem {
         batch,
         q_len,
         kv_len,
+        intervals: count,
         ..
-    } = *problem;
-    // Clamp the integers before the cast to i32, because i32 may not represent all integers of their dtype.
-    let limit = (kv_len as i64).into();
+    } = block.problem;
+    // The clamp comes first, because i32 may not represent all integers of this dtype.
+    let limit = (block.place.kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
         false => intervals.clone(),
@@ -155,7 +157,7 @@ fn within_intervals<B: Backend>(
             scores(),
         )
     };
-    let visible = (0..problem.intervals).map(|interval| {
+    let visible = (0..count).map(|interval| {
         B::bool_and(
             B::int_greater_equal(keys.clone(), value(2 * interval), bools),
             B::int_lower(keys.clone(), value(2 * interval + 1), bools),
@@ -172,12 +174,17 @@ fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }
 
-/// Returns `0..length` along dimension `dim` of a 4-dimensional tensor.
-fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTensor<B> {
+/// Returns the positions of `length` rows from `first` on, along dimension `dim` of a 4-dimensional tensor.
+fn positions<B: Backend>(
+    first: usize,
+    length: usize,
+    dim: usize,
+    device: &Device<B>,
+) -> IntTensor<B> {
     let mut shape = [1; 4];
     shape[dim] = length;
     B::int_reshape(
-        B::int_arange(0..length as i64, device, INTS),
+        B::int_arange(first as i64..(first + length) as i64, device, INTS),
         Shape::new(shape),
     )
 }
@@ -196,12 +203,24 @@ pub(super) fn unused<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    let visible = B::bool_expand(visible, Shape::new([batch, q_heads, q_len, kv_len]));
-    let seeing = B::bool_any_dim(visible.clone(), 3);
-    let by_group = Shape::new([batch, kv_heads, problem.group() * q_len, kv_len]);
-    let seen = B::bool_any_dim(B::bool_reshape(visible, by_group), 2);
-    let seen = B::bool_reshape(seen, Shape::new([batch, kv_heads, kv_len, 1]));
-    (B::bool_not(seeing), B::bool_not(seen))
+    // The mask is reduced in its own shape, which is smaller than the shape of the scores if all heads share the mask.
+    let blind = B::bool_not(B::bool_any_dim(visible.clone(), 3));
+    let blind = B::bool_expand(blind, Shape::new([batch, q_heads, q_len, 1]));
+    let shape = visible.shape();
+    let [sequences, heads, rows, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let by_group = match heads {
+        1 => visible,
+        _ => B::bool_reshape(
+            visible,
+            Shape::new([sequences, kv_heads, problem.group() * rows, columns]),
+        ),
+    };
+    let unseen = B::bool_not(B::bool_any_dim(by_group, 2));
+    let unseen = B::bool_swap_dims(unseen, 2, 3);
+    (
+        blind,
+        B::bool_expand(unseen, Shape::new([batch, kv_heads, kv_len, 1])),
+    )
 }
 
 fn broadcast(a: &Shape, b: &Shape) -> Shape {

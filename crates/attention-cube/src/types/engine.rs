@@ -26,8 +26,8 @@ macro_rules! names {
                 #[doc = concat!("The engine of the module `", stringify!($module), "`.")]
                 $engine,
             )+
-            /// The reference implementation in Burn's own tensor operations, with all scores in memory.
-            Reference,
+            /// Burn's own tensor operations on blocks of scores. The engine serves every problem on every device.
+            Blocks,
         }
 
         impl Engine {
@@ -39,7 +39,7 @@ macro_rules! names {
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {
                     $(Self::$engine => (!cfg!(feature = $feature)).then_some($feature),)+
-                    Self::Reference => None,
+                    Self::Blocks => None,
                 }
             }
         }
@@ -48,7 +48,7 @@ macro_rules! names {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(match self {
                     $(Self::$engine => stringify!($module),)+
-                    Self::Reference => "reference",
+                    Self::Blocks => "blocks",
                 })
             }
         }

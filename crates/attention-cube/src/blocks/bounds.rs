@@ -1,0 +1,300 @@
+//! Decides on the host whether the queries of a block see keys of the block, by causal mask, window, lengths, segments and
+//! intervals.
+
+use crate::problem::AttentionProblem;
+use crate::reference::block::Block;
+use burn::backend::{Backend, read_sync, tensor::IntTensor};
+use std::ops::Range;
+
+/// The keys of a block that its queries see. Masks, biases and mask mods may hide further keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// No query sees a key.
+    Nothing,
+    /// Some queries may see some keys.
+    Something,
+    /// Every query sees every key.
+    Everything,
+}
+
+impl Seen {
+    fn of(is_hidden: bool, is_visible: bool) -> Self {
+        match (is_hidden, is_visible) {
+            (true, _) => Self::Nothing,
+            (_, true) => Self::Everything,
+            _ => Self::Something,
+        }
+    }
+
+    /// Returns what a block's queries see under two conditions.
+    fn and(self, other: Self) -> Self {
+        Self::of(
+            self == Self::Nothing || other == Self::Nothing,
+            self == Self::Everything && other == Self::Everything,
+        )
+    }
+}
+
+/// The lengths, segment ids and intervals of one sequence.
+struct Sequence {
+    q_len: i64,
+    kv_len: i64,
+    /// The segment ids of queries and keys, or empty lists without segments.
+    query_ids: Vec<i32>,
+    key_ids: Vec<i32>,
+    /// The first key and the end of each interval of each query.
+    intervals: Vec<i64>,
+}
+
+/// The options of a call that restrict which keys a query sees by their positions, on the host.
+pub(super) struct Bounds {
+    problem: AttentionProblem,
+    /// The sequences, or `None` if the host cannot read the device at once. No block is skipped then.
+    sequences: Option<Vec<Sequence>>,
+}
+
+impl Bounds {
+    /// Reads the bounds of a block that covers a whole call.
+    pub fn new<B: Backend>(whole: &Block<B>) -> Self {
+        Self {
+            problem: whole.problem.clone(),
+            sequences: sequences(whole),
+        }
+    }
+
+    /// Returns what the queries see of the keys in any of the sequences.
+    pub fn seen(
+        &self,
+        sequences: Range<usize>,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+    ) -> Seen {
+        let Some(known) = &self.sequences else {
+            return Seen::Something;
+        };
+        let [queries, keys] = [queries, keys].map(|rows| rows.start as i64..rows.end as i64);
+        let of_all = known[sequences].iter();
+        let of_all = of_all.map(|sequence| self.seen_of(sequence, queries.clone(), keys.clone()));
+        of_all
+            .reduce(|one, other| match one == other {
+                true => one,
+                false => Seen::Something,
+            })
+            .unwrap_or(Seen::Nothing)
+    }
+
+    fn seen_of(&self, sequence: &Sequence, queries: Range<i64>, keys: Range<i64>) -> Seen {
+        let rows = queries.start..queries.end.min(sequence.q_len);
+        let columns = keys.start..keys.end.min(sequence.kv_len);
+        if rows.is_empty() || columns.is_empty() {
+            return Seen::Nothing;
+        }
+        let problem = &self.problem;
+        let mut seen = Seen::of(false, rows == queries && columns == keys);
+        let offset = match problem.is_bottom_right() {
+            true => sequence.kv_len - sequence.q_len,
+            false => 0,
+        };
+        let (first, last) = (rows.start + offset, rows.end - 1 + offset);
+        let reach = |keys: usize| keys.min(1 << 30) as i64;
+        if let Some(right) = problem.right().map(reach) {
+            let is_hidden = columns.start > last + right;
+            seen = seen.and(Seen::of(is_hidden, columns.end - 1 <= first + right));
+        }
+        if let Some(left) = problem.window_left.map(reach) {
+            let is_hidden = columns.end - 1 < first - left;
+            seen = seen.and(Seen::of(is_hidden, columns.start >= last - left));
+        }
+        if problem.segments {
+            let of_queries = span(&sequence.query_ids[indices(&rows)]);
+            let of_keys = span(&sequence.key_ids[indices(&columns)]);
+            let is_hidden = of_queries.0 > of_keys.1 || of_keys.0 > of_queries.1;
+            let is_one = of_queries == of_keys && of_keys.0 == of_keys.1;
+            seen = seen.and(Seen::of(is_hidden, is_one));
+        }
+        if problem.intervals > 0 {
+            seen = seen.and(self.seen_in_intervals(sequence, &rows, &columns));
+        }
+        seen
+    }
+
+    fn seen_in_intervals(
+        &self,
+        sequence: &Sequence,
+        rows: &Range<i64>,
+        columns: &Range<i64>,
+    ) -> Seen {
+        let count = self.problem.intervals;
+        let records = || sequence.intervals.chunks_exact(2 * count);
+        let records = || {
+            records()
+                .skip(rows.start as usize)
+                .take(indices(rows).len())
+        };
+        let is_outside = |interval: &[i64]| {
+            let [start, end] = [interval[0], interval[1]];
+            start >= end || start >= columns.end || end <= columns.start
+        };
+        let is_hidden = records().all(|record| record.chunks_exact(2).all(is_outside));
+        let covers = |interval: &[i64]| interval[0] <= columns.start && interval[1] >= columns.end;
+        let is_visible = records().all(|record| record.chunks_exact(2).any(covers));
+        Seen::of(is_hidden, is_visible)
+    }
+}
+
+fn indices(rows: &Range<i64>) -> Range<usize> {
+    rows.start as usize..rows.end as usize
+}
+
+/// Returns the smallest and the largest of the ids. There is at least one.
+fn span(ids: &[i32]) -> (i32, i32) {
+    let first = (i32::MAX, i32::MIN);
+    ids.iter()
+        .fold(first, |(low, high), id| (low.min(*id), high.max(*id)))
+}
+
+fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
+    let (inputs, problem) = (&whole.inputs, &whole.problem);
+    let lengths = |tensor: Option<&IntTensor<B>>, most: usize| match tensor {
+        None => Some(vec![most as i64; problem.batch]),
+        Some(lengths) => {
+            let lengths = integers::<B>(lengths)?;
+            let clamped = lengths
+                .into_iter()
+                .map(|length| length.clamp(0, most as i64));
+            Some(clamped.collect())
+        }
+    };
+    let q_lens = lengths(inputs.query_lengths.as_option(), problem.q_len)?;
+    let kv_lens = lengths(inputs.kv_lengths.as_option(), problem.kv_len)?;
+    let optional = |tensor: Option<&IntTensor<B>>| match tensor {
+        None => Some(Vec::new()),
+        Some(tensor) => integers::<B>(tensor),
+    };
+    let query_ids = optional(inputs.query_segments.as_option())?;
+    let key_ids = optional(inputs.key_segments.as_option())?;
+    let intervals = optional(inputs.intervals.as_option())?;
+    let own = |all: &[i64], index: usize| {
+        let count = all.len() / problem.batch;
+        all[index * count..(index + 1) * count].to_vec()
+    };
+    // Comparisons of ids count their lowest 32 bits only.
+    let ids = |all: &[i64], index| own(all, index).into_iter().map(|id| id as i32).collect();
+    let of_index = |index| Sequence {
+        q_len: q_lens[index],
+        kv_len: kv_lens[index],
+        query_ids: ids(&query_ids, index),
+        key_ids: ids(&key_ids, index),
+        intervals: own(&intervals, index),
+    };
+    Some((0..problem.batch).map(of_index).collect())
+}
+
+fn integers<B: Backend>(tensor: &IntTensor<B>) -> Option<Vec<i64>> {
+    let data = read_sync(B::int_into_data(tensor.clone())).ok()?;
+    Some(data.iter::<i64>().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::CausalAlignment;
+    use crate::testing::problem;
+
+    fn bounds(change: impl FnOnce(&mut AttentionProblem, &mut Sequence)) -> Bounds {
+        let mut problem = problem([1, 1, 1, 8, 12, 4]);
+        let mut sequence = Sequence {
+            q_len: 8,
+            kv_len: 12,
+            query_ids: Vec::new(),
+            key_ids: Vec::new(),
+            intervals: Vec::new(),
+        };
+        change(&mut problem, &mut sequence);
+        Bounds {
+            problem,
+            sequences: Some(vec![sequence]),
+        }
+    }
+
+    #[test]
+    fn seen_causal_block_is_classified_by_its_corners() {
+        let bounds = bounds(|problem, _| problem.causal = Some(CausalAlignment::BottomRight));
+        // Query `i` sees the keys up to `i + 4`.
+        for (queries, keys, seen) in [
+            (0..2, 0..5, Seen::Everything),
+            (0..2, 0..6, Seen::Something),
+            (0..2, 5..6, Seen::Something),
+            (0..2, 6..12, Seen::Nothing),
+        ] {
+            assert_eq!(
+                bounds.seen(0..1, &queries, &keys),
+                seen,
+                "{queries:?} {keys:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn seen_window_and_lengths_hide_blocks() {
+        let bounds = bounds(|problem, sequence| {
+            problem.window_left = Some(2);
+            sequence.kv_len = 9;
+            sequence.q_len = 5;
+        });
+        // The position of query `i` is `i + 4`.
+        for (queries, keys, seen) in [
+            (0..2, 0..2, Seen::Nothing),
+            (0..2, 0..3, Seen::Something),
+            (0..2, 3..9, Seen::Everything),
+            (0..2, 3..10, Seen::Something),
+            (0..2, 9..12, Seen::Nothing),
+            (5..8, 0..9, Seen::Nothing),
+            (4..8, 6..9, Seen::Something),
+        ] {
+            assert_eq!(
+                bounds.seen(0..1, &queries, &keys),
+                seen,
+                "{queries:?} {keys:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn seen_segments_and_intervals_hide_blocks() {
+        let segments = bounds(|problem, sequence| {
+            problem.segments = true;
+            sequence.query_ids = vec![1, 1, 1, 1, 2, 2, 3, 3];
+            sequence.key_ids = vec![1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3];
+        });
+        let intervals = bounds(|problem, sequence| {
+            problem.intervals = 1;
+            sequence.intervals = [
+                [0, 5],
+                [0, 5],
+                [0, 5],
+                [0, 5],
+                [5, 8],
+                [5, 8],
+                [8, 12],
+                [8, 12],
+            ]
+            .concat();
+        });
+        for bounds in [segments, intervals] {
+            for (queries, keys, seen) in [
+                (0..4, 0..5, Seen::Everything),
+                (0..4, 0..6, Seen::Something),
+                (0..4, 5..8, Seen::Nothing),
+                (4..8, 8..12, Seen::Something),
+                (6..8, 0..8, Seen::Nothing),
+            ] {
+                assert_eq!(
+                    bounds.seen(0..1, &queries, &keys),
+                    seen,
+                    "{queries:?} {keys:?}"
+                );
+            }
+        }
+    }
+}

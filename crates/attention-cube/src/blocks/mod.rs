@@ -1,0 +1,74 @@
+//! Attention in Burn's own tensor operations, in blocks of queries and keys, for devices without kernels.
+//!
+//! The scores of a block come from the [reference](crate::reference). The softmax is online (Milakov and Gimelshein, Online
+//! normalizer calculation for softmax, 2018), so the memory is O(block · block + q_len + kv_len). Blocks in which no query sees
+//! a key are skipped. The backward recomputes the probabilities from the saved logsumexp.
+//!
+//! Every problem is served on every backend. Forward and backward cut a problem into the same blocks, so that both compute the
+//! same bits for a score, and probabilities of huge scores stay exact.
+
+mod backward;
+mod bounds;
+mod cuts;
+mod forward;
+mod grid;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
+
+use self::bounds::{Bounds, Seen};
+use self::cuts::Sizes;
+use crate::problem::AttentionProblem;
+use crate::reference::{block::Block, empty, pages};
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use burn::backend::Backend;
+use std::ops::Range;
+
+/// Computes the output and the logsumexp in two parts (reference scores and logarithms) of a validated problem.
+pub(crate) fn forward<B: Backend>(
+    inputs: AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> AttentionOutput<B> {
+    if problem.is_empty() {
+        return empty::forward_in_parts(&inputs, problem);
+    }
+    let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
+    forward::of_blocks(Block::whole(inputs, problem), Sizes::MEASURED)
+}
+
+/// Computes the gradients of a validated problem over contiguous keys and values.
+pub(crate) fn backward<B: Backend>(
+    inputs: AttentionInputs<B>,
+    saved: AttentionSaved<B>,
+    problem: &AttentionProblem,
+    request: BackwardRequest,
+) -> AttentionGradients<B> {
+    if problem.is_empty() {
+        return empty::backward(inputs, saved, problem, request);
+    }
+    let whole = Block::whole(inputs, problem.clone());
+    backward::of_blocks(whole, saved, request, Sizes::MEASURED)
+}
+
+/// Returns the block of some queries and keys of `heads`, or `None` if no query of the block sees a key of the block. `heads` is
+/// a block with all queries and keys of its sequences.
+fn visible<B: Backend>(
+    heads: &Block<B>,
+    bounds: &Bounds,
+    queries: &Range<usize>,
+    keys: &Range<usize>,
+) -> Option<Block<B>> {
+    let problem = &heads.problem;
+    let first = heads.place.sequence;
+    let seen = bounds.seen(first..first + problem.batch, queries, keys);
+    if seen == Seen::Nothing {
+        return None;
+    }
+    let all = (0..problem.batch, 0..problem.kv_heads);
+    let block = heads.part(all.0, all.1, queries.clone(), keys.clone());
+    // The code of score mods and mask mods reads positions, which depend on the lengths.
+    match seen == Seen::Everything && !problem.has_code() {
+        true => Some(block.without_positions()),
+        false => Some(block),
+    }
+}
