@@ -5,12 +5,17 @@
 //! for example `ATTENTION_TEST_DEVICES=cuda,flex`.
 #![cfg(feature = "flex")]
 
+mod attention;
+mod counted;
 mod training;
 
 use attention_workspace::testing::devices::devices;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_gemma4::{Cache, Gemma4Config, Gemma4Model, LayerType, Logits};
 use std::sync::{Mutex, PoisonError};
+
+#[global_allocator]
+static ALLOCATOR: counted::Counted = counted::Counted;
 
 /// The lock that a test holds while it runs, so that the tests run one at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
