@@ -6,6 +6,7 @@
 
 pub(crate) mod block;
 pub(crate) mod dropout;
+mod e4m3;
 pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
