@@ -3,6 +3,11 @@
 //! The kernels read the weights as they are stored, in f32, f16, bf16 or quantized, and accumulate in f32. A product of few
 //! rows takes the time in which the memory delivers the weights. A copy of the weights in f32 would take longer.
 
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "the blocks within an unsafe function rest on the contract of that function"
+)]
+
 #[cfg(target_endian = "big")]
 compile_error!("the kernels read two elements per word, in the order of little-endian CPUs");
 

@@ -189,7 +189,7 @@ impl Drop for Close<'_> {
         let state = &self.0.state;
         state.fetch_add(CALL, Ordering::AcqRel);
         let mut turns = 0u32;
-        while state.load(Ordering::Acquire) % CALL != 0 {
+        while !state.load(Ordering::Acquire).is_multiple_of(CALL) {
             turns += 1;
             match turns {
                 ..2000 => std::hint::spin_loop(),
