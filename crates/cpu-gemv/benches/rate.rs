@@ -171,18 +171,16 @@ impl Stored {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: every bit pattern of the elements is a valid byte, and the bytes live as long as the elements.
-        unsafe fn of<T>(elements: &[T]) -> &[u8] {
-            unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
+        fn of<T>(elements: &[T]) -> &[u8] {
+            let bytes = size_of_val(elements);
+            // SAFETY: the elements are floats and integers, which have no padding, and the bytes live as long.
+            unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), bytes) }
         }
-        // SAFETY: floats and integers have no padding.
-        unsafe {
-            match self {
-                Self::F32(numbers) => of(numbers),
-                Self::Bf16(numbers) => of(numbers),
-                Self::F16(numbers) => of(numbers),
-                Self::Words(words, _) => of(words),
-            }
+        match self {
+            Self::F32(numbers) => of(numbers),
+            Self::Bf16(numbers) => of(numbers),
+            Self::F16(numbers) => of(numbers),
+            Self::Words(words, _) => of(words),
         }
     }
 }
