@@ -66,6 +66,10 @@ impl Isa {
     }
 
     /// Returns the kernel of a format for `rows` input rows. The rows are in bf16 if `has_halves`.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(unused_variables, reason = "only x86-64 has kernels for input in bf16")
+    )]
     pub(crate) fn kernel(self, format: Format, rows: usize, has_halves: bool) -> Kernel {
         match self {
             Self::Portable => portable::kernel(format, rows),
