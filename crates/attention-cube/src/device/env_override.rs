@@ -176,7 +176,7 @@ mod tests {
             (none.disabled_engines(), none.shared_memory(9)),
             (vec![], 9)
         );
-        let some = DeviceOverride::parse(Some("unit, reference"), Some("7"), None)
+        let some = DeviceOverride::parse(Some("unit, blocks"), Some("7"), None)
             .expect("the engine names and the number are valid");
         let others = Engine::WITH_KERNELS.iter().copied();
         let others = Vec::from_iter(others.filter(|engine| *engine != Engine::Unit));
