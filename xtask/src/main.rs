@@ -7,6 +7,7 @@ mod fuzz;
 mod kernels;
 mod layers;
 mod process;
+mod suite;
 mod test;
 
 #[cfg(not(target_os = "linux"))]
