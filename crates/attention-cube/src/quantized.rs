@@ -60,7 +60,7 @@
 use crate::backend::{AttentionBackend, check_backend};
 use crate::error::AttentionError;
 use crate::options::AttentionOptions;
-use crate::problem::{AttentionProblem, check_dtype, check_place};
+use crate::problem::{AttentionProblem, check_dtype, check_place_of};
 use crate::reference;
 use crate::types::quantized::CODES;
 pub use crate::types::quantized::{CodeFormat, QuantizedRows};
@@ -118,7 +118,7 @@ impl QuantizedRows {
         check_rows(&rows)?;
         let [batch, heads, length, _] = rows.dims();
         check_scales(&scales, [batch, heads, length], CodeFormat::E4m3)?;
-        check_place("scales", scales.device(), &rows.device())?;
+        check_place_of("scales", scales.device(), "row", &rows.device())?;
         let (rows, scales) = (rows.without_autodiff(), scales.without_autodiff());
         let words = Dispatch::e4m3_words(
             rows.into_dispatch(),
@@ -176,7 +176,7 @@ impl QuantizedRows {
             words.dtype(),
             &[(DType::I32, "four codes per word")],
         )?;
-        check_place("scales", scales.device(), &words.device())?;
+        check_place_of("scales", scales.device(), "word", &words.device())?;
         // Remove autodiff from words and scales. Their gradient checkpointing strategy might differ from the query's
         // strategy, and Burn cannot mix strategies.
         Ok(Self {

@@ -45,12 +45,12 @@ fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Re
             "gradients of quantized keys and values do not exist",
         ));
     }
-    if engine.most_int8_rows() == 0 {
+    if engine.most_quantized_rows() == 0 {
         return Err(Refusal::Quantized(
             "the engine's kernels read unquantized keys and values only",
         ));
     }
-    if problem.q_len * problem.group() > engine.most_int8_rows() {
+    if problem.q_len * problem.group() > engine.most_quantized_rows() {
         return Err(Refusal::Quantized(
             "for this many query rows, a dequantized copy is faster; the kernel for unquantized keys reads it",
         ));

@@ -5,7 +5,7 @@ use crate::auxiliary::lengths::lengths_as_read;
 use crate::auxiliary::pages::{appended, as_rows, gathered_where_seen, page_table_as_read};
 use crate::auxiliary::quantize::{dequantized, dequantized_where_seen, e4m3_words, quantized};
 use crate::engine::ForwardKernel;
-use crate::engine::api::Int8Scales;
+use crate::engine::api::RowScales;
 use crate::kernel_args::{
     BROADCAST_KEYS, BROADCAST_QUERIES, is_in_vectors, is_tma_readable, tma_operands,
 };
@@ -234,7 +234,7 @@ fn reads_codes_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<CubeBackend>, Box<QuantizedInputs<CubeBackend>>> {
-    let scales = Int8Scales {
+    let scales = RowScales {
         key: untile(inputs.key.scales.clone()),
         value: untile(inputs.value.scales.clone()),
     };
@@ -258,7 +258,7 @@ fn reads_codes_in_place(
         copies_pages,
         ..
     } = forward_selection(&device, problem, layouts);
-    if copies_pages || kernel.engine().most_int8_rows() == 0 {
+    if copies_pages || kernel.engine().most_quantized_rows() == 0 {
         return Err(Box::new(inputs));
     }
     let packed = AttentionInputs {
@@ -267,7 +267,7 @@ fn reads_codes_in_place(
         value,
         ..inputs.read(|rows| rows.words)
     };
-    Ok(kernel.forward_int8(with_page_table_as_read(packed), scales, problem))
+    Ok(kernel.forward_quantized(with_page_table_as_read(packed), scales, problem))
 }
 
 /// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see, so its cost

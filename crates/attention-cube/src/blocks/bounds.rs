@@ -3,7 +3,8 @@
 
 use crate::problem::AttentionProblem;
 use crate::reference::block::Block;
-use burn::backend::{Backend, read_sync, tensor::IntTensor};
+use burn::backend::{Backend, TensorMetadata, read_sync, tensor::IntTensor};
+use burn::tensor::DType;
 use std::ops::Range;
 
 /// The keys of a block that its queries see. Masks, biases and mask mods may hide further keys.
@@ -158,7 +159,7 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
     let lengths = |tensor: Option<&IntTensor<B>>, most: usize| match tensor {
         None => Some(vec![most as i64; problem.batch]),
         Some(lengths) => {
-            let lengths = integers::<B>(lengths)?;
+            let lengths = integers::<B>(lengths, saturated)?;
             let clamped = lengths
                 .into_iter()
                 .map(|length| length.clamp(0, most as i64));
@@ -167,13 +168,13 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
     };
     let q_lens = lengths(inputs.query_lengths.as_option(), problem.q_len)?;
     let kv_lens = lengths(inputs.kv_lengths.as_option(), problem.kv_len)?;
-    let optional = |tensor: Option<&IntTensor<B>>| match tensor {
+    let optional = |tensor: Option<&IntTensor<B>>, of_u64| match tensor {
         None => Some(Vec::new()),
-        Some(tensor) => integers::<B>(tensor),
+        Some(tensor) => integers::<B>(tensor, of_u64),
     };
-    let query_ids = optional(inputs.query_segments.as_option())?;
-    let key_ids = optional(inputs.key_segments.as_option())?;
-    let intervals = optional(inputs.intervals.as_option())?;
+    let query_ids = optional(inputs.query_segments.as_option(), u64::cast_signed)?;
+    let key_ids = optional(inputs.key_segments.as_option(), u64::cast_signed)?;
+    let intervals = optional(inputs.intervals.as_option(), saturated)?;
     let own = |all: &[i64], index: usize| {
         let count = all.len() / problem.batch;
         all[index * count..(index + 1) * count].to_vec()
@@ -190,9 +191,17 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
     Some((0..problem.batch).map(of_index).collect())
 }
 
-fn integers<B: Backend>(tensor: &IntTensor<B>) -> Option<Vec<i64>> {
+/// Reads integers of any dtype. `of_u64` converts those in U64, which may exceed `i64::MAX`.
+fn integers<B: Backend>(tensor: &IntTensor<B>, of_u64: fn(u64) -> i64) -> Option<Vec<i64>> {
     let data = read_sync(B::int_into_data(tensor.clone())).ok()?;
-    Some(data.iter::<i64>().collect())
+    Some(match tensor.dtype() {
+        DType::U64 => data.iter::<u64>().map(of_u64).collect(),
+        _ => data.iter::<i64>().collect(),
+    })
+}
+
+fn saturated(integer: u64) -> i64 {
+    i64::try_from(integer).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]
@@ -215,6 +224,19 @@ mod tests {
             problem,
             sequences: Some(vec![sequence]),
         }
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn integers_in_u64_are_saturated_or_keep_their_low_bits() {
+        use burn::backend::{Flex, ops::IntTensorOps, tensor::Device};
+        use burn::tensor::TensorData;
+        let data = TensorData::new(vec![u64::MAX, 7, 1 << 63], [3]);
+        let tensor = Flex::int_from_data(data, &Device::<Flex>::default());
+        let found = integers::<Flex>(&tensor, saturated);
+        assert_eq!(found, Some(vec![i64::MAX, 7, i64::MAX]));
+        let found = integers::<Flex>(&tensor, u64::cast_signed);
+        assert_eq!(found, Some(vec![-1, 7, i64::MIN]));
     }
 
     #[test]

@@ -23,9 +23,9 @@ pub trait AttentionEngine {
     /// The plan of a backward.
     type Backward: Clone + fmt::Debug + PartialEq;
 
-    /// The largest number of query rows (`q_len` times the query heads of a GQA group) for which the forward reads int8 keys
+    /// The largest number of query rows (`q_len` times the query heads of a GQA group) for which the forward reads quantized keys
     /// and values directly. The constant is 0 for an engine whose kernels read only floats.
-    const MOST_INT8_ROWS: usize = 0;
+    const MOST_QUANTIZED_ROWS: usize = 0;
 
     /// True if selection must try this engine before all other engines, regardless of its position in the list of engines.
     fn goes_first(_problem: &AttentionProblem, _pass: Pass) -> bool {
@@ -82,9 +82,9 @@ pub trait AttentionEngine {
     }
 }
 
-/// The f32 scales of int8 keys and values, one scale per row.
+/// The f32 scales of quantized keys and values, one scale per row.
 #[cfg(feature = "cube")]
-pub struct Int8Scales {
+pub struct RowScales {
     /// The scales of the keys, `[batch, kv_heads, kv_len]`.
     pub key: CubeTensor,
     /// The scales of the values, `[batch, kv_heads, kv_len]`.
@@ -109,20 +109,20 @@ pub trait Launch: AttentionEngine {
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend>;
 
-    /// Launches the forward over int8 keys and values, packed four to a `u32`. The problem must have at most
-    /// [`MOST_INT8_ROWS`](AttentionEngine::MOST_INT8_ROWS) query rows.
+    /// Launches the forward over quantized keys and values, packed four to a `u32`. The problem must have at most
+    /// [`MOST_QUANTIZED_ROWS`](AttentionEngine::MOST_QUANTIZED_ROWS) query rows.
     ///
     /// # Shapes
     /// The key is `[batch, kv_heads, kv_len, head_dim / 4]` and the value `[batch, kv_heads, kv_len, value_dim / 4]`, in
     /// `u32`. Query, output and logsumexp have the shapes of [`forward`](Self::forward).
-    fn forward_int8(
+    fn forward_quantized(
         _plan: Self::Forward,
         _inputs: AttentionInputs<CubeBackend>,
-        _scales: Int8Scales,
+        _scales: RowScales,
         _problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
         unreachable!(
-            "selection never gives int8 keys and values to an engine with MOST_INT8_ROWS = 0"
+            "selection never gives quantized keys and values to an engine with MOST_QUANTIZED_ROWS = 0"
         )
     }
 

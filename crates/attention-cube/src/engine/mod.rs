@@ -13,7 +13,7 @@ pub mod tiling;
 
 pub use self::api::AttentionEngine;
 #[cfg(feature = "cube")]
-pub use self::api::{Int8Scales, Launch};
+pub use self::api::{Launch, RowScales};
 use self::portable::{cmma, unit};
 use self::tensor_core::{mma, wgmma};
 #[cfg(feature = "cube")]
@@ -87,10 +87,10 @@ macro_rules! engines {
                 }
             }
 
-            /// See [`AttentionEngine::MOST_INT8_ROWS`].
-            pub(crate) fn most_int8_rows(self) -> usize {
+            /// See [`AttentionEngine::MOST_QUANTIZED_ROWS`].
+            pub(crate) fn most_quantized_rows(self) -> usize {
                 match self {
-                    $(Self::$engine => $module::$engine::MOST_INT8_ROWS,)+
+                    $(Self::$engine => $module::$engine::MOST_QUANTIZED_ROWS,)+
                     Self::Blocks => 0,
                 }
             }
@@ -162,26 +162,26 @@ macro_rules! engines {
                 }
             }
 
-            /// Computes the output and the logsumexp over int8 keys and values. The kernel reads the int8 rows directly.
+            /// Computes the output and the logsumexp over quantized keys and values. The kernel reads the codes directly.
             #[cfg(feature = "cube")]
-            pub(crate) fn forward_int8(
+            pub(crate) fn forward_quantized(
                 self,
                 inputs: AttentionInputs<CubeBackend>,
-                scales: Int8Scales,
+                scales: RowScales,
                 problem: &AttentionProblem,
             ) -> AttentionOutput<CubeBackend> {
                 match self {
                     $(
                         #[cfg(feature = $feature)]
                         Self::$engine(plan) => {
-                            $module::$engine::forward_int8(plan, inputs, scales, problem)
+                            $module::$engine::forward_quantized(plan, inputs, scales, problem)
                         }
                         #[cfg(not(feature = $feature))]
                         Self::$engine(_) => unreachable!(concat!(
                             stringify!($engine), " is refused in builds without the feature ", $feature
                         )),
                     )+
-                    Self::Blocks => unreachable!("selection never gives int8 keys and values to `Blocks`"),
+                    Self::Blocks => unreachable!("selection never gives quantized keys and values to `Blocks`"),
                 }
             }
         }

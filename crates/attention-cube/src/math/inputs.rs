@@ -2,18 +2,18 @@
 
 use cubecl::prelude::*;
 
-/// Q, K and V of a forward, and the int8 scales of K and V.
+/// Q, K and V of a forward, and the scales of quantized K and V.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     /// Q, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<Vector<E, N>>,
-    /// K, `[batch, kv_heads, kv_len, head_dim]`. An int8 K has four codes packed in each `u32`.
+    /// K, `[batch, kv_heads, kv_len, head_dim]`. A quantized K has four codes packed in each word.
     pub key: OwnedTensor<Vector<K, W>>,
-    /// V, `[batch, kv_heads, kv_len, value_dim]`. An int8 V has four codes packed in each `u32`.
+    /// V, `[batch, kv_heads, kv_len, value_dim]`. A quantized V has four codes packed in each word.
     pub value: OwnedTensor<Vector<K, W>>,
-    /// The scales of an int8 K, one per row: `[batch, kv_heads, kv_len]`.
+    /// The scales of a quantized K, one per row: `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
+    /// The scales of a quantized V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
     /// from `n · page_len` on. With a page table, K and V are `[pages, kv_heads, page_len, columns]`.

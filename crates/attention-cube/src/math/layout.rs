@@ -24,8 +24,8 @@ pub(crate) struct Rows {
     pub head_stride: usize,
 }
 
-/// One input of a tile multiplication: a tensor, and the rows that a kernel reads. For int8, offset and strides count 32-bit
-/// words, and `columns` counts int8 codes.
+/// One input of a tile multiplication: a tensor, and the rows that a kernel reads. For codes, offset and strides count 32-bit
+/// words, and `columns` counts codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {

@@ -172,7 +172,7 @@ pub(crate) fn contiguous<B: Backend>(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Copies int8 keys and values from pages to contiguous tensors, and returns the problem over the copies.
+/// Copies quantized keys and values from pages to contiguous tensors, and returns the problem over the copies.
 pub(crate) fn contiguous_quantized<B: Backend>(
     inputs: QuantizedInputs<B>,
     problem: &AttentionProblem,

@@ -112,7 +112,7 @@ impl<B: Backend> Clone for AttentionInputs<B> {
     }
 }
 
-/// Int8 rows. `words` holds four packed codes per word, `[batch, kv_heads, kv_len, columns / 4]`. `scales` holds the f32 scale
+/// Quantized rows. `words` holds four packed codes per word, `[batch, kv_heads, kv_len, columns / 4]`. `scales` holds the f32 scale
 /// of each row, `[batch, kv_heads, kv_len]`.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -121,7 +121,7 @@ pub struct QuantizedTensors<B: Backend> {
     pub scales: FloatTensor<B>,
 }
 
-/// The input tensors of one attention call over int8 keys and values.
+/// The input tensors of one attention call over quantized keys and values.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct QuantizedInputs<B: Backend> {

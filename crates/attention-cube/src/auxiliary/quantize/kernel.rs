@@ -1,8 +1,9 @@
 //! Quantizes rows to words of four 8-bit codes, and dequantizes them. The module `quantized.rs` describes the formats.
 //!
 //! Budget: [`quantize`] uses one word per unit in shared memory, and four elements in registers. [`quantize_e4m3`] has four
-//! elements in registers. [`dequantize`] uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
-//! [`dequantize`] writes two or four times as many bytes as it reads.
+//! elements in registers. [`dequantize`] uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row
+//! twice, the second time from the cache. [`quantize_e4m3`] reads a row once. [`dequantize`] writes two or four times as many
+//! bytes as it reads.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;

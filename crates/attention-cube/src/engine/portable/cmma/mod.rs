@@ -6,7 +6,7 @@ pub mod plan;
 use crate::engine::api::AttentionEngine;
 use crate::engine::api::DECODE_ROWS;
 #[cfg(feature = "cube")]
-use crate::engine::api::{Int8Scales, Launch};
+use crate::engine::api::{Launch, RowScales};
 #[cfg(feature = "cube")]
 use crate::engine::portable::common::launch;
 use crate::engine::portable::common::plan::{PortableBackwardPlan, PortableForwardPlan};
@@ -29,7 +29,7 @@ impl AttentionEngine for Cmma {
     type Forward = PortableForwardPlan;
     type Backward = PortableBackwardPlan;
 
-    const MOST_INT8_ROWS: usize = DECODE_ROWS;
+    const MOST_QUANTIZED_ROWS: usize = DECODE_ROWS;
 
     fn plan_forward(
         problem: &AttentionProblem,
@@ -74,13 +74,13 @@ impl Launch for Cmma {
         launch::forward::launch(inputs, None, problem, plan)
     }
 
-    fn forward_int8(
+    fn forward_quantized(
         plan: PortableForwardPlan,
         inputs: AttentionInputs<CubeBackend>,
-        scales: Int8Scales,
+        scales: RowScales,
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
-        launch::forward::launch_int8(inputs, scales, problem, plan)
+        launch::forward::launch_quantized(inputs, scales, problem, plan)
     }
 
     fn backward(

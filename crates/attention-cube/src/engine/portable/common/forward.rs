@@ -19,7 +19,7 @@
 //! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalized partial
 //! output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
 //!
-//! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. The
+//! Keys and values may be 8-bit codes, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the codes. The
 //! kernel multiplies the scores of a key by the key's scale. Before the second GEMM, the kernel multiplies the probabilities
 //! by the scales of the values. The row sums do not include the scales of the values.
 //!
@@ -460,7 +460,7 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of `s` by the int8 scales of their keys (if `s` holds scores) or of their values (if `s`
+/// Multiplies the unit's elements of `s` by the scales of their keys (if `s` holds scores) or of their values (if `s`
 /// holds probabilities). For float keys and values, the function does nothing.
 ///
 /// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no effect.

@@ -8,7 +8,7 @@ use super::forward::split_m::forward_split_m;
 use super::forward::split_n::forward_split_n_pdl;
 use super::plan::{MmaForwardPlan, MmaForwardTiles};
 use crate::auxiliary::lengths::is_as_read;
-use crate::engine::api::Int8Scales;
+use crate::engine::api::RowScales;
 use crate::engine::tensor_core::common::launch::{BiasesAhead, ForwardPass, ForwardTiling};
 use crate::engine::tensor_core::common::scoring::ForwardOperandsLaunch;
 use crate::math::schedule::ScheduleLaunch;
@@ -29,7 +29,7 @@ use cubecl::prelude::CubeDim;
 /// holds the row maxima, its second half the natural logarithms of the row sums.
 pub(super) fn forward(
     inputs: AttentionInputs<CubeBackend>,
-    scales: Option<Int8Scales>,
+    scales: Option<RowScales>,
     problem: &AttentionProblem,
     plan: MmaForwardPlan,
 ) -> AttentionOutput<CubeBackend> {

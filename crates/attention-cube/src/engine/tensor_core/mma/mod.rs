@@ -19,9 +19,9 @@ use crate::auxiliary::contiguous_copy::{aligned, aligned_inputs};
 use crate::engine::api::AttentionEngine;
 use crate::engine::api::DECODE_ROWS;
 #[cfg(feature = "cuda")]
-use crate::engine::api::Int8Scales;
-#[cfg(feature = "cuda")]
 use crate::engine::api::Launch;
+#[cfg(feature = "cuda")]
+use crate::engine::api::RowScales;
 #[cfg(feature = "cuda")]
 use crate::kernel_args::BROADCAST_QUERIES;
 use crate::problem::AttentionProblem;
@@ -44,7 +44,7 @@ impl AttentionEngine for Mma {
     type Forward = MmaForwardPlan;
     type Backward = MmaBackwardPlan;
 
-    const MOST_INT8_ROWS: usize = DECODE_ROWS;
+    const MOST_QUANTIZED_ROWS: usize = DECODE_ROWS;
 
     fn goes_first(problem: &AttentionProblem, pass: Pass) -> bool {
         let rows = problem.q_len * problem.group().max(1);
@@ -101,10 +101,10 @@ impl Launch for Mma {
         launch::forward(inputs, None, problem, plan)
     }
 
-    fn forward_int8(
+    fn forward_quantized(
         plan: MmaForwardPlan,
         inputs: AttentionInputs<CubeBackend>,
-        scales: Int8Scales,
+        scales: RowScales,
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
         let inputs = aligned_inputs(inputs, plan.copies);

@@ -3,7 +3,7 @@
 
 use crate::auxiliary::combine::combine_splits;
 use crate::auxiliary::lengths::Blocks;
-use crate::engine::api::Int8Scales;
+use crate::engine::api::RowScales;
 use crate::engine::optional_inputs::OptionalInputs;
 use crate::engine::portable::common::forward::{ForwardKind, forward};
 use crate::engine::portable::common::plan::PortableForwardPlan;
@@ -28,7 +28,7 @@ use cubecl::prelude::CubeDim;
 /// holds the row maxima, its second half the natural logarithms of the row sums.
 pub(crate) fn launch(
     inputs: AttentionInputs<CubeBackend>,
-    scales: Option<Int8Scales>,
+    scales: Option<RowScales>,
     problem: &AttentionProblem,
     plan: PortableForwardPlan,
 ) -> AttentionOutput<CubeBackend> {
@@ -154,9 +154,9 @@ pub(crate) fn launch(
 
 /// Launches the forward over quantized keys and values. The 32-bit words of a row must be contiguous, so other tensors are copied
 /// first.
-pub(crate) fn launch_int8(
+pub(crate) fn launch_quantized(
     inputs: AttentionInputs<CubeBackend>,
-    scales: Int8Scales,
+    scales: RowScales,
     problem: &AttentionProblem,
     plan: PortableForwardPlan,
 ) -> AttentionOutput<CubeBackend> {

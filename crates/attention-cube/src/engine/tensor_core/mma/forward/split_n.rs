@@ -5,7 +5,7 @@
 //!
 //! - Query `[batch, q_heads, q_len, head_dim]`, f16 or bf16.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`, in the query's dtype.
-//! - Alternatively, keys and values as int8 codes, packed four to a `u32`, with scales `[batch, kv_heads, kv_len]`, f32.
+//! - Alternatively, keys and values as 8-bit codes, packed four to a `u32`, with scales `[batch, kv_heads, kv_len]`, f32.
 //! - Alternatively, pages of keys and values: the first dimension counts pages, and a page table lists the pages of each
 //!   sequence.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
@@ -21,7 +21,7 @@
 //! memory once. Together with the reads of the queries, these accesses take 50 of the 128 bytes per clock of an H200's
 //! shared memory. The number of bytes in flight decides the speed: 64 to 128 KB per multiprocessor.
 //!
-//! Int8. Blocks of [int8](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers, with 7
+//! Codes. Blocks of [quantized](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers, with 7
 //! instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the scales of the
 //! next block into two more registers. The columns of the queries are reordered once to match the codes. At head size 512,
 //! shared memory moves 3 bytes on average per byte from memory: 4 for keys (with the queries) and 2 for values. For 1 GB of

@@ -124,11 +124,11 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The int8 scales of a lane's score columns. A lane has two columns in every 8. The vector has room for the largest block,
+/// The scales of a lane's score columns. A lane has two columns in every 8. The vector has room for the largest block,
 /// 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If V is int8, each probability is multiplied by its value's scale before the rounding
+/// Computes P from `q·k` of a block. If V is quantized, each probability is multiplied by its value's scale before the rounding
 /// to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(

@@ -1,4 +1,4 @@
-//! The scales of int8 keys and values. Each lane loads the scales of one key and its value, one block ahead. Warp shuffles
+//! The scales of quantized keys and values. Each lane loads the scales of one key and its value, one block ahead. Warp shuffles
 //! give each lane the scales of its score columns.
 
 use super::pages::{PageSources, page_of_block, paged_head};
@@ -109,7 +109,7 @@ pub(super) fn column_scales(own: f32, #[comptime] tiles: MmaSplitNTiles) -> Colu
     scales
 }
 
-/// Multiplies the scores, which are dot products of queries and int8 codes, by the scales of the keys.
+/// Multiplies the scores, which are dot products of queries and codes, by the scales of the keys.
 #[cube]
 pub(super) fn with_scales<AS: Size>(
     s: Vector<f32, AS>,

@@ -86,7 +86,7 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
-/// Reorders the columns of all queries for the GEMM of queries and int8 codes. The copies of the queries must have
+/// Reorders the columns of all queries for the GEMM of queries and codes. The copies of the queries must have
 /// completed.
 #[cube]
 pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
@@ -109,7 +109,7 @@ pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
 pub(super) struct Operands {
     pub keys: HeadSource,
     pub values: HeadSource,
-    /// The scales of keys and values, which are used only for int8.
+    /// The scales of keys and values, which are used only for codes.
     pub scales: ScaleSources,
     /// The pages of the tile's sequence, which are used only if keys and values lie in pages.
     pub pages: PageSources,
@@ -166,7 +166,7 @@ pub(super) fn fill(
     commit_copies();
 }
 
-/// Converts a number of columns to a number of 16-bit elements, the unit of the copies. Two int8 codes fill one element.
+/// Converts a number of columns to a number of 16-bit elements, the unit of the copies. Two codes fill one element.
 #[cube]
 fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     if comptime!(tiles.codes.is_some()) {
