@@ -20,7 +20,11 @@ pub(crate) const CODE_STEPS: usize = 4;
 /// True if the kernels of this module multiply by rows of `layout`.
 pub(crate) fn serves(layout: Layout) -> bool {
     let format = layout.format;
-    format.bits == 4 && format.rounding == Rounding::None && format.scales != Scales::SingleAndZero
+    // Differences of codes and zero points up to 256 are exact in bf16.
+    format.bits == 4
+        && format.rounding == Rounding::None
+        && format.scales != Scales::SingleAndZero
+        && format.zero() <= 256
 }
 
 /// Multiplies by the rows `range` of bf16 weights, for `R` input rows. Each sum has `A` parts.

@@ -134,11 +134,16 @@ pub struct Layout {
 
 impl Layout {
     /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks. Also returns `None` if the
-    /// codes of a group, or the upper bits of a row, do not fill whole words.
+    /// codes of a group, or the upper bits of a row, do not fill whole words, or if no kernel supports the format.
     pub fn new(format: Format, columns: usize) -> Option<Self> {
         let layout = Self { format, columns };
+        let is_rounded_sum = format.has_least() && format.rounding != Rounding::None;
+        if !matches!(format.bits, 4 | 5 | 6 | 8) || is_rounded_sum {
+            return None;
+        }
         let is_whole = match format.scales {
-            Scales::Bytes { .. } | Scales::BytesAndLeast => columns.is_multiple_of(SUPER),
+            Scales::Bytes { .. } => columns.is_multiple_of(SUPER) && format.group == Some(16),
+            Scales::BytesAndLeast => columns.is_multiple_of(SUPER) && format.group == Some(32),
             _ => {
                 let of_top_bits = columns * format.top_bits();
                 layout.group().is_multiple_of(CODES)

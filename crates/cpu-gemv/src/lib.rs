@@ -170,6 +170,13 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         rows * outputs,
         "output: expected {rows} rows of {outputs}"
     );
+    if let Weights::Words(_, layout) = weights {
+        // The kernels read as many bytes as the layout says, so its public fields must be those of a valid layout.
+        assert!(
+            Layout::new(layout.format, layout.columns) == Some(layout),
+            "weights: expected a layout of `Layout::new`"
+        );
+    }
     if outputs == 0 {
         return;
     }

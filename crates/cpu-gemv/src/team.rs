@@ -8,7 +8,7 @@ use std::{
     num::NonZero,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Condvar, Mutex, OnceLock, PoisonError,
+        Condvar, Mutex, OnceLock, PoisonError, TryLockError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -63,6 +63,11 @@ pub fn parallel(parts: usize, work: impl Fn(usize) + Sync) {
     let owner = (parts > 1 && team.threads > 1).then(|| team.owner.try_lock());
     match owner {
         Some(Ok(_owner)) => team.run(parts, &work),
+        Some(Err(TryLockError::Poisoned(error))) => {
+            // A former call panicked. `Close` has ended that call, so the team is ready for another.
+            let _owner = error.into_inner();
+            team.run(parts, &work);
+        }
         _ => (0..parts).for_each(work),
     }
 }
@@ -143,8 +148,10 @@ impl Team {
             // SAFETY: this thread is inside an open call, so the owner does not write the cell.
             if let Some(call) = unsafe { *self.call.get() } {
                 let outcome = catch_unwind(AssertUnwindSafe(|| self.take_parts(call)));
-                if outcome.is_err() {
+                if let Err(payload) = outcome {
                     self.has_panicked.store(true, Ordering::Relaxed);
+                    // A panic of the payload's own drop would end this thread inside the call, and the caller would wait forever.
+                    std::mem::forget(payload);
                 }
             }
             self.state.fetch_sub(1, Ordering::Release);
@@ -237,13 +244,25 @@ mod tests {
     }
 
     #[test]
-    fn parallel_after_a_panic_works() {
+    fn parallel_after_a_panic_uses_all_threads() {
         let panics = || parallel(100, |part| assert!(part != 50, "part 50 panics"));
         assert!(catch_unwind(panics).is_err());
-        let count = AtomicUsize::new(0);
-        parallel(100, |_| {
+        let (count, helpers) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let caller = thread::current().id();
+        let work = |_| {
             count.fetch_add(1, Ordering::Relaxed);
-        });
-        assert_eq!(count.into_inner(), 100);
+            if thread::current().id() != caller {
+                helpers.fetch_add(1, Ordering::Relaxed);
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        // Another test may own the team during a call, so that the call runs on its own thread alone.
+        let mut calls = 0;
+        while calls < 100 && (calls == 0 || threads() > 1 && helpers.load(Ordering::Relaxed) == 0) {
+            parallel(20, work);
+            calls += 1;
+        }
+        assert_eq!(count.into_inner(), 20 * calls);
+        assert!(threads() == 1 || helpers.into_inner() > 0);
     }
 }

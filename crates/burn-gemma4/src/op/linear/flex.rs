@@ -20,20 +20,19 @@ use std::{borrow::Cow, cell::RefCell};
 /// The number of weights in f32 that a thread multiplies at once: 512 KB, half of a core's second cache.
 const BLOCK: usize = 1 << 17;
 
-/// True if the tensor is on the CPU, and autodiff does not track it.
-pub(crate) fn is_on_flex(input: &Tensor<2>) -> bool {
+/// True if [`rows_of_words`] multiplies the input: the tensor is on the CPU in f32, f16 or bf16, and autodiff does not track it.
+pub(crate) fn serves_words(input: &Tensor<2>) -> bool {
     let device = input.device();
-    !device.is_autodiff() && matches!(device.as_dispatch(), DispatchDevice::Flex(_))
+    matches!(input.dtype(), DType::F32 | DType::F16 | DType::BF16)
+        && !device.is_autodiff()
+        && matches!(device.as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// True if [`rows_of_floats`] is faster than Burn's matmul for this input.
-pub(super) fn serves(input: &Tensor<2>) -> bool {
-    let is_served = match input.dtype() {
-        DType::F32 => (1..=MAX_ROWS).contains(&input.dims()[0]),
-        DType::F16 | DType::BF16 => input.dims()[0] > 0,
-        _ => false,
-    };
-    is_served && is_on_flex(input)
+/// True if [`rows_of_floats`] multiplies the input faster than Burn's matmul. Autodiff must not track the weights.
+pub(super) fn serves(input: &Tensor<2>, weight: &Tensor<2>) -> bool {
+    let rows = input.dims()[0];
+    let is_fast = input.dtype() != DType::F32 || rows <= MAX_ROWS;
+    is_fast && rows > 0 && serves_words(input) && !weight.device().is_autodiff()
 }
 
 /// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`, which has the same dtype.
@@ -44,7 +43,7 @@ pub(super) fn rows_of_floats(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
 
 /// Multiplies `[rows, columns in]` by the transpose of a quantized matrix, `[columns out, columns in]`.
 pub(crate) fn rows_of_words(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
-    let words = weight.words.clone().into_dispatch();
+    let words = weight.words.clone().without_autodiff().into_dispatch();
     Tensor::from_dispatch(Dispatch::rows_of_words(
         input.into_dispatch(),
         words,
@@ -69,6 +68,11 @@ pub trait StoredProductBackend: Backend {
 impl StoredProductBackend for Flex {
     fn rows_of_floats(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         let weight = weight.to_contiguous();
+        assert_eq!(
+            input.dtype(),
+            weight.dtype(),
+            "weights: expected the input's dtype"
+        );
         let shape = weight.layout().shape();
         let (columns, count) = (shape[1], shape[0] * shape[1]);
         let first = weight.layout().start_offset();
@@ -86,6 +90,11 @@ impl StoredProductBackend for Flex {
         layout: Layout,
     ) -> FloatTensor<Self> {
         let words = words.to_contiguous();
+        assert_eq!(
+            words.layout().shape()[1],
+            layout.words(),
+            "quantized weights: expected the words of the layout in each row"
+        );
         let first = words.layout().start_offset();
         let count = words.layout().shape()[0] * layout.words();
         let all = &words.storage::<u32>()[first..][..count];
@@ -96,6 +105,11 @@ impl StoredProductBackend for Flex {
 fn rows_of(input: FloatTensor<Flex>, weights: Weights, columns: usize) -> FloatTensor<Flex> {
     let input = input.to_contiguous();
     let (dtype, rows) = (input.dtype(), input.layout().shape()[0]);
+    assert_eq!(
+        input.layout().shape()[1],
+        columns,
+        "input: expected the columns of the weights"
+    );
     let first = input.layout().start_offset();
     let elements = first..first + rows * columns;
     let outputs = weights.outputs(columns);

@@ -13,7 +13,7 @@ mod whole;
 #[cfg(feature = "cuda")]
 pub(crate) use concat::side_by_side;
 #[cfg(feature = "flex")]
-pub(crate) use flex::{is_on_flex, rows_of_words};
+pub(crate) use flex::{rows_of_words, serves_words};
 #[cfg(feature = "cube")]
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};

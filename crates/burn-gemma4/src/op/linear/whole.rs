@@ -14,7 +14,7 @@ use burn_cubecl::CubeBackend;
 /// `[rows, columns out]`.
 pub(crate) fn whole_rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "flex")]
-    if super::flex::serves(&input) {
+    if super::flex::serves(&input, &weight) {
         return super::flex::rows_of_floats(input, weight);
     }
     #[cfg(feature = "cuda")]

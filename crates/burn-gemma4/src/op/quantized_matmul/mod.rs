@@ -67,7 +67,7 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
         );
     }
     #[cfg(feature = "flex")]
-    if super::linear::is_on_flex(&input) {
+    if super::linear::serves_words(&input) {
         return super::linear::rows_of_words(input, weight);
     }
     in_slices(input, weight, SLICE_NUMBERS)
