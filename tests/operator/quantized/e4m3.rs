@@ -92,7 +92,7 @@ fn numbers(count: usize) -> Vec<f64> {
             1 => (low + high) / 2.0,
             _ => f64::from(rng.random_range(-12.0f32..9.0).exp2()),
         };
-        if index % 2 == 0 {
+        if index.is_multiple_of(2) {
             magnitude
         } else {
             -magnitude
