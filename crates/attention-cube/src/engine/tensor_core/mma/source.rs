@@ -26,6 +26,7 @@ use crate::math::side::Side;
 use crate::source::nvidia::{ELEMENT, GRADIENT_GRID, SCHEDULER, properties, save, scoring};
 use crate::source::{GRID, Wanted, optional, settings, tensor};
 use crate::testing::card;
+use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::Half;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::{CubeKernel, prelude::*};

@@ -7,8 +7,8 @@ use crate::engine::tensor_core::common::block_range::{next_block_in_steps, tile_
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{AssignedTile, TileKind};
 use crate::engine::tensor_core::mma::forward::warp::{
-    MainloopOutput, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
-    with_values,
+    MainloopOutput, WarpRows, empty_states, operand_codes, rescaled_fragments, score_product,
+    warp_views, weights, with_values,
 };
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
 use cube_kit::ampere::code_operand::word_scores;
