@@ -103,20 +103,11 @@ const fn decode(
     }
 }
 
-/// Creates a case that equals `like`, but has int8 keys and values.
-const fn int8(name: &'static str, like: Case) -> Case {
+/// Creates a case that equals `like`, but has keys and values in `format`.
+const fn quantized(name: &'static str, format: CodeFormat, like: Case) -> Case {
     Case {
         name,
-        codes: Some(CodeFormat::Int8),
-        ..like
-    }
-}
-
-/// Creates a case that equals `like`, but has e4m3 keys and values.
-const fn e4m3(name: &'static str, like: Case) -> Case {
-    Case {
-        name,
-        codes: Some(CodeFormat::E4m3),
+        codes: Some(format),
         ..like
     }
 }
@@ -158,41 +149,62 @@ pub const CASES: [Case; 57] = [
     decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     decode("decode-d512-gqa8-32k", [1, 8, 1, 32768, 512]),
-    int8(
+    quantized(
         "decode-d512-32k-int8",
+        CodeFormat::Int8,
         decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     ),
-    int8(
+    quantized(
         "decode-d256-32k-int8",
+        CodeFormat::Int8,
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    e4m3(
+    quantized(
         "decode-d512-32k-e4m3",
+        CodeFormat::E4m3,
         decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     ),
-    e4m3(
+    quantized(
         "decode-d256-32k-e4m3",
+        CodeFormat::E4m3,
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
     // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key head.
     // This case has 40 rows, so the operator first dequantizes keys and values.
     rows_d128("rows-d128-40", 5),
-    int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
-    int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),
+    quantized(
+        "rows-d128-32-int8",
+        CodeFormat::Int8,
+        rows_d128("rows-d128-32", 4),
+    ),
+    quantized(
+        "rows-d128-40-int8",
+        CodeFormat::Int8,
+        rows_d128("rows-d128-40", 5),
+    ),
     Case {
         kv_length: Some(8192),
         ..rows_d128("rows-d128-40-8k", 5)
     },
     Case {
         kv_length: Some(8192),
-        ..int8("rows-d128-40-8k-int8", rows_d128("rows-d128-40", 5))
+        ..quantized(
+            "rows-d128-40-8k-int8",
+            CodeFormat::Int8,
+            rows_d128("rows-d128-40", 5),
+        )
     },
     Case {
         window: Some(1024),
-        ..int8("rows-d128-40-window-int8", rows_d128("rows-d128-40", 5))
+        ..quantized(
+            "rows-d128-40-window-int8",
+            CodeFormat::Int8,
+            rows_d128("rows-d128-40", 5),
+        )
     },
-    int8(
+    quantized(
         "rows-d512-32-int8",
+        CodeFormat::Int8,
         Case {
             q_len: 4,
             ..decode("rows-d512-32", [8, 32, 4, 32768, 512])

@@ -8,7 +8,7 @@ use cpu_gemv::{Isa, Rows, Weights, multiply_by, parallel, threads};
 use half::{bf16, f16};
 use std::{hint::black_box, time::Instant};
 
-/// The number of runs of which the best counts.
+/// The number of runs. The table has the best of them.
 const RUNS: usize = 9;
 
 fn main() {

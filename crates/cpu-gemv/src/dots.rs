@@ -41,26 +41,14 @@ pub(crate) unsafe fn floats<const R: usize, const A: usize>(task: &Task, range: 
             let mut totals = [[_mm512_setzero_ps(); A]; R];
             let mut input = task.input.halves.as_ptr();
             for block in 0..whole {
-                for step in 0..FLOAT_STEPS {
-                    let weights = halves(row.add(block * 2 * WIDTH + step * 64));
-                    for (row, total) in totals.iter_mut().enumerate() {
-                        let x = halves(input.add((row * FLOAT_STEPS + step) * HALVES).cast());
-                        total[step % A] = _mm512_dpbf16_ps(total[step % A], weights, x);
-                    }
-                }
+                add_floats(&mut totals, row.add(block * 2 * WIDTH), input);
                 input = input.add(R * WIDTH);
             }
             if rest > 0 {
                 let mut bytes = [0u8; 2 * WIDTH];
                 let from = row.add(whole * 2 * WIDTH);
                 std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), 2 * rest);
-                for step in 0..FLOAT_STEPS {
-                    let weights = halves(bytes.as_ptr().add(step * 64));
-                    for (row, total) in totals.iter_mut().enumerate() {
-                        let x = halves(input.add((row * FLOAT_STEPS + step) * HALVES).cast());
-                        total[step % A] = _mm512_dpbf16_ps(total[step % A], weights, x);
-                    }
-                }
+                add_floats(&mut totals, bytes.as_ptr(), input);
             }
             let mut sums = [_mm512_setzero_ps(); R];
             for (sum, parts) in sums.iter_mut().zip(totals) {
@@ -69,6 +57,25 @@ pub(crate) unsafe fn floats<const R: usize, const A: usize>(task: &Task, range: 
                 }
             }
             task.store::<Avx512, R>(output, sums);
+        }
+    }
+}
+
+/// Adds the products of one block of bf16 weights.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
+unsafe fn add_floats<const R: usize, const A: usize>(
+    totals: &mut [[__m512; A]; R],
+    weights: *const u8,
+    input: *const bf16,
+) {
+    for step in 0..FLOAT_STEPS {
+        unsafe {
+            let weights = halves(weights.add(step * 2 * HALVES));
+            for (row, total) in totals.iter_mut().enumerate() {
+                let x = halves(input.add((row * FLOAT_STEPS + step) * HALVES).cast());
+                total[step % A] = _mm512_dpbf16_ps(total[step % A], weights, x);
+            }
         }
     }
 }
@@ -89,7 +96,7 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
-        // A permutation reads the low 5 bits of an index, of which the highest belongs to the next code.
+        // The permutation reads 5 bits of an index. The fifth bit belongs to the next code, so the table repeats the 16 codes.
         let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
             bf16::from_f32((code % 16) as f32 - layout.format.zero() as f32)
         });

@@ -75,7 +75,7 @@ pub(crate) trait Codes<S: Simd> {
     const CODES: usize;
     /// The number of upper bits of a code, which are stored apart.
     const TOP_BITS: usize;
-    /// What turns codes into floats.
+    /// The argument with which codes become floats: a table, or the zero point.
     type Table: Copy;
 
     /// Returns the table of the floats `code - zero`.

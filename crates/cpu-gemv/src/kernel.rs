@@ -89,10 +89,7 @@ unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
             for step in 0..F::STEPS {
                 for (totals, row) in totals.iter_mut().zip(rows) {
                     let numbers = F::numbers(row.add(block * width * F::BYTES), step);
-                    for (row, total) in totals.iter_mut().enumerate() {
-                        let x = S::load(input.add((row * F::STEPS + step) * S::LANES));
-                        total[step % A] = S::mul_add(numbers, x, total[step % A]);
-                    }
+                    add_step::<S, R, A>(totals, numbers, input, [step, F::STEPS]);
                 }
             }
             input = input.add(R * width);
@@ -104,15 +101,28 @@ unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
                 std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), rest * F::BYTES);
                 for step in 0..F::STEPS {
                     let numbers = F::numbers(bytes.as_ptr(), step);
-                    for (row, total) in totals.iter_mut().enumerate() {
-                        let x = S::load(input.add((row * F::STEPS + step) * S::LANES));
-                        total[step % A] = S::mul_add(numbers, x, total[step % A]);
-                    }
+                    add_step::<S, R, A>(totals, numbers, input, [step, F::STEPS]);
                 }
             }
         }
         for (index, totals) in totals.into_iter().enumerate() {
             task.store::<S, R>(first + index, totals.map(|parts| added::<S, A>(parts)));
+        }
+    }
+}
+
+/// Adds the products of one vector of weights and the input rows. `input` points to a block of `steps` steps.
+#[inline(always)]
+unsafe fn add_step<S: Simd, const R: usize, const A: usize>(
+    totals: &mut [[S::Floats; A]; R],
+    numbers: S::Floats,
+    input: *const f32,
+    [step, steps]: [usize; 2],
+) {
+    for (row, total) in totals.iter_mut().enumerate() {
+        unsafe {
+            let x = S::load(input.add((row * steps + step) * S::LANES));
+            total[step % A] = S::mul_add(numbers, x, total[step % A]);
         }
     }
 }

@@ -170,7 +170,11 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         rows * outputs,
         "output: expected {rows} rows of {outputs}"
     );
-    if let Weights::Words(_, layout) = weights {
+    let layout = match weights {
+        Weights::Words(_, layout) => Some(layout),
+        _ => None,
+    };
+    if let Some(layout) = layout {
         // The kernels read as many bytes as the layout says, so its public fields must be those of a valid layout.
         assert!(
             Layout::new(layout.format, layout.columns) == Some(layout),
@@ -181,10 +185,6 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         return;
     }
     let (format, row_bytes) = (weights.format(), weights.row_bytes(columns));
-    let layout = match weights {
-        Weights::Words(_, layout) => Some(layout),
-        _ => None,
-    };
     let kernel = isa.kernel(format, rows, matches!(input, Rows::Bf16(_)));
     let has_sums = layout.is_some_and(|layout| layout.format.has_least());
     let input = Input::new(

@@ -8,7 +8,7 @@ use burn::backend::{
 use burn::tensor::{DType, Shape};
 use std::ops::Range;
 
-/// A tensor of four dimensions, each of which is cut into ranges. A tile is the tensor's part in one range of each dimension.
+/// A tensor of four dimensions. Each dimension is cut into ranges. A tile is the part of the tensor in one range of each dimension.
 pub(super) struct Grid<B: Backend> {
     cuts: [Vec<Range<usize>>; 4],
     /// The tiles in row-major order. A tile without addends is zero.

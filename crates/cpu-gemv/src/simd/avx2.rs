@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: 8 lanes.
 
-use super::Simd;
+use super::{ShiftedCodes, Simd};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -155,10 +155,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn code_of_4(words: __m256i, index: usize, zero: f32) -> __m256 {
-        unsafe {
-            let codes = Self::and(Self::shift_right(words, 4 * index as u32), 15);
-            float(codes, zero)
-        }
+        unsafe { Self::code(words, index, 4, zero) }
     }
 
     #[inline(always)]
@@ -168,35 +165,28 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn code_of_5(words: __m256i, top: __m256i, index: usize, zero: f32) -> __m256 {
-        unsafe {
-            let index = index as u32;
-            let low = Self::and(Self::shift_right(words, 4 * index), 15);
-            let top = Self::and(Self::shift_right(top, index), 16);
-            float(_mm256_or_si256(low, top), zero)
-        }
+        unsafe { Self::code_with_top(words, top, index, 1, zero) }
     }
 
     #[inline(always)]
     unsafe fn code_of_6(words: __m256i, top: __m256i, index: usize, zero: f32) -> __m256 {
-        unsafe {
-            let index = index as u32;
-            let low = Self::and(Self::shift_right(words, 4 * index), 15);
-            let top = Self::and(Self::shift_right(top, 2 * index), 48);
-            float(_mm256_or_si256(low, top), zero)
-        }
+        unsafe { Self::code_with_top(words, top, index, 2, zero) }
     }
 
     #[inline(always)]
     unsafe fn code_of_8(words: __m256i, index: usize, zero: f32) -> __m256 {
-        unsafe {
-            let codes = Self::and(Self::shift_right(words, 8 * index as u32), 255);
-            float(codes, zero)
-        }
+        unsafe { Self::code(words, index, 8, zero) }
     }
 }
 
-/// Returns the codes minus `zero`.
-#[inline(always)]
-unsafe fn float(codes: __m256i, zero: f32) -> __m256 {
-    unsafe { _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(zero)) }
+impl ShiftedCodes for Avx2 {
+    #[inline(always)]
+    unsafe fn or(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_or_si256(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn float(codes: __m256i, zero: f32) -> __m256 {
+        unsafe { _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(zero)) }
+    }
 }

@@ -30,9 +30,9 @@ pub(crate) trait Simd: Copy {
     type Floats: Copy;
     /// A vector of u32.
     type Words: Copy;
-    /// What turns a 4-bit code into the float `code - zero`.
+    /// The argument with which [`code_of_4`](Self::code_of_4) converts codes: a table, or the zero point.
     type FourBits: Copy;
-    /// What turns a 5-bit code into the float `code - zero`.
+    /// The argument with which [`code_of_5`](Self::code_of_5) converts codes: tables, or the zero point.
     type FiveBits: Copy;
 
     /// Asks for the cache line at an address, which need not be valid.
@@ -96,4 +96,38 @@ pub(crate) trait Simd: Copy {
     ) -> Self::Floats;
     /// Returns `code - zero` of the 8-bit code at bit `8 · index`.
     unsafe fn code_of_8(words: Self::Words, index: usize, zero: f32) -> Self::Floats;
+}
+
+/// Codes by shifts and masks, for instruction sets without a lookup in a table of all codes.
+pub(crate) trait ShiftedCodes: Simd {
+    unsafe fn or(a: Self::Words, b: Self::Words) -> Self::Words;
+    /// Returns the codes minus `zero`.
+    unsafe fn float(codes: Self::Words, zero: f32) -> Self::Floats;
+
+    /// Returns `code - zero` of the code of `bits` bits at bit `bits · index`.
+    #[inline(always)]
+    unsafe fn code(words: Self::Words, index: usize, bits: usize, zero: f32) -> Self::Floats {
+        unsafe {
+            let codes = Self::shift_right(words, (bits * index) as u32);
+            Self::float(Self::and(codes, (1 << bits) - 1), zero)
+        }
+    }
+
+    /// Returns `code - zero`. The lower 4 bits of the code are at bit `4 · index` of `words`, and the other `bits` bits are at bit
+    /// `bits · index + 4` of `top`.
+    #[inline(always)]
+    unsafe fn code_with_top(
+        words: Self::Words,
+        top: Self::Words,
+        index: usize,
+        bits: usize,
+        zero: f32,
+    ) -> Self::Floats {
+        unsafe {
+            let low = Self::and(Self::shift_right(words, 4 * index as u32), 15);
+            let top = Self::shift_right(top, (bits * index) as u32);
+            let top = Self::and(top, ((1 << bits) - 1) << 4);
+            Self::float(Self::or(low, top), zero)
+        }
+    }
 }

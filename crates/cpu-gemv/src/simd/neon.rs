@@ -1,6 +1,6 @@
 //! NEON: 4 lanes.
 
-use super::Simd;
+use super::{ShiftedCodes, Simd};
 use half::f16;
 use std::arch::aarch64::*;
 
@@ -160,10 +160,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn code_of_4(words: uint32x4_t, index: usize, zero: f32) -> float32x4_t {
-        unsafe {
-            let codes = Self::and(Self::shift_right(words, 4 * index as u32), 15);
-            float(codes, zero)
-        }
+        unsafe { Self::code(words, index, 4, zero) }
     }
 
     #[inline(always)]
@@ -178,12 +175,7 @@ impl Simd for Neon {
         index: usize,
         zero: f32,
     ) -> float32x4_t {
-        unsafe {
-            let index = index as u32;
-            let low = Self::and(Self::shift_right(words, 4 * index), 15);
-            let top = Self::and(Self::shift_right(top, index), 16);
-            float(vorrq_u32(low, top), zero)
-        }
+        unsafe { Self::code_with_top(words, top, index, 1, zero) }
     }
 
     #[inline(always)]
@@ -193,25 +185,23 @@ impl Simd for Neon {
         index: usize,
         zero: f32,
     ) -> float32x4_t {
-        unsafe {
-            let index = index as u32;
-            let low = Self::and(Self::shift_right(words, 4 * index), 15);
-            let top = Self::and(Self::shift_right(top, 2 * index), 48);
-            float(vorrq_u32(low, top), zero)
-        }
+        unsafe { Self::code_with_top(words, top, index, 2, zero) }
     }
 
     #[inline(always)]
     unsafe fn code_of_8(words: uint32x4_t, index: usize, zero: f32) -> float32x4_t {
-        unsafe {
-            let codes = Self::and(Self::shift_right(words, 8 * index as u32), 255);
-            float(codes, zero)
-        }
+        unsafe { Self::code(words, index, 8, zero) }
     }
 }
 
-/// Returns the codes minus `zero`.
-#[inline(always)]
-unsafe fn float(codes: uint32x4_t, zero: f32) -> float32x4_t {
-    unsafe { vsubq_f32(vcvtq_f32_u32(codes), vdupq_n_f32(zero)) }
+impl ShiftedCodes for Neon {
+    #[inline(always)]
+    unsafe fn or(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+        unsafe { vorrq_u32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn float(codes: uint32x4_t, zero: f32) -> float32x4_t {
+        unsafe { vsubq_f32(vcvtq_f32_u32(codes), vdupq_n_f32(zero)) }
+    }
 }

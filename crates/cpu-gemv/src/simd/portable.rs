@@ -1,6 +1,6 @@
 //! Arrays of 8 lanes in plain Rust, for CPUs without another implementation.
 
-use super::Simd;
+use super::{ShiftedCodes, Simd};
 use half::{bf16, f16};
 use std::array::from_fn;
 
@@ -128,7 +128,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn code_of_4(words: [u32; LANES], index: usize, zero: f32) -> [f32; LANES] {
-        words.map(|word| (word >> (4 * index) & 15) as f32 - zero)
+        unsafe { Self::code(words, index, 4, zero) }
     }
 
     #[inline(always)]
@@ -143,8 +143,7 @@ impl Simd for Portable {
         index: usize,
         zero: f32,
     ) -> [f32; LANES] {
-        let code = |lane: usize| words[lane] >> (4 * index) & 15 | top[lane] >> index & 16;
-        from_fn(|lane| code(lane) as f32 - zero)
+        unsafe { Self::code_with_top(words, top, index, 1, zero) }
     }
 
     #[inline(always)]
@@ -154,12 +153,23 @@ impl Simd for Portable {
         index: usize,
         zero: f32,
     ) -> [f32; LANES] {
-        let code = |lane: usize| words[lane] >> (4 * index) & 15 | top[lane] >> (2 * index) & 48;
-        from_fn(|lane| code(lane) as f32 - zero)
+        unsafe { Self::code_with_top(words, top, index, 2, zero) }
     }
 
     #[inline(always)]
     unsafe fn code_of_8(words: [u32; LANES], index: usize, zero: f32) -> [f32; LANES] {
-        words.map(|word| (word >> (8 * index) & 255) as f32 - zero)
+        unsafe { Self::code(words, index, 8, zero) }
+    }
+}
+
+impl ShiftedCodes for Portable {
+    #[inline(always)]
+    unsafe fn or(a: [u32; LANES], b: [u32; LANES]) -> [u32; LANES] {
+        from_fn(|lane| a[lane] | b[lane])
+    }
+
+    #[inline(always)]
+    unsafe fn float(codes: [u32; LANES], zero: f32) -> [f32; LANES] {
+        codes.map(|code| code as f32 - zero)
     }
 }

@@ -194,7 +194,7 @@ impl Api {
         body.to_string()
     }
 
-    /// Bodies, each with the texts of which its error must name one.
+    /// Returns malformed bodies. The error of a body must name one of the texts beside the body.
     pub fn malformed(&self) -> Vec<(Vec<u8>, Vec<String>)> {
         let mut all = Vec::new();
         let mut add = |body: String, names: &[&str]| {

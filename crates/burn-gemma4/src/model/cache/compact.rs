@@ -10,7 +10,7 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! A Gemma 4 head has 512 channels, of which RoPE rotates 128. A slot has 640 elements instead of 1024. In half precision the
+//! A Gemma 4 head has 512 channels. RoPE rotates 128 of them. A slot has 640 elements instead of 1024. In half precision the
 //! result differs in rounding.
 
 use super::precision::CODES;
