@@ -47,7 +47,7 @@ pub(super) fn of_blocks<B: Backend>(whole: Block<B>, sizes: Sizes) -> AttentionO
                     output.add(place, rows);
                 }
                 largest.add(place, found.largest);
-                logarithm.add(place, found.sum);
+                logarithm.add(place, found.logarithm);
             }
         }
     }
@@ -67,14 +67,22 @@ struct Rows<B: Backend> {
     /// The largest score of each query, at least its sink, `[batch, q_heads, q_len, 1]`. The number is finite even for a query
     /// that sees no key.
     largest: FloatTensor<B>,
-    /// The sum of `exp(score − largest)` over the keys, without the sink. After [`finish`](Self::finish), the logarithm of the
-    /// sum with the sink.
+    /// The sum of `exp(score − largest)` over the keys, without the sink.
     sum: FloatTensor<B>,
-    /// The rows of V, weighted by `exp(score − largest)`, or `None` if no block was added. After [`finish`](Self::finish), the
-    /// output.
+    /// The sum of the rows of V, weighted by `exp(score − largest)`, or `None` if no block was added.
     output: Option<FloatTensor<B>>,
     /// The sinks, `[1, q_heads, 1, 1]`.
     sinks: Option<FloatTensor<B>>,
+}
+
+/// The results of some queries.
+struct Finished<B: Backend> {
+    /// The first part of the logsumexp, `[batch, q_heads, q_len, 1]`.
+    largest: FloatTensor<B>,
+    /// The second part of the logsumexp, `[batch, q_heads, q_len, 1]`.
+    logarithm: FloatTensor<B>,
+    /// The output, or `None` if no block was added.
+    output: Option<FloatTensor<B>>,
 }
 
 impl<B: Backend> Rows<B> {
@@ -128,8 +136,8 @@ impl<B: Backend> Rows<B> {
         self.largest = largest;
     }
 
-    /// Divides the output by the softmax sum, and replaces the sum by its logarithm.
-    fn finish(self) -> Self {
+    /// Divides the output by the softmax sum.
+    fn finish(self) -> Finished<B> {
         let bools = bool_dtype::<B>(&self.sum);
         let is_zero = |sum: &FloatTensor<B>| B::float_equal_elem(sum.clone(), 0.0.into(), bools);
         let blind = is_zero(&self.sum);
@@ -145,11 +153,10 @@ impl<B: Backend> Rows<B> {
             let output = B::float_div(output, sum.clone());
             fill_rows::<B>(output, &blind)
         });
-        Self {
+        Finished {
             largest: B::float_mask_fill(self.largest, unseeing, f64::NEG_INFINITY.into()),
-            sum: B::float_mask_fill(B::float_log(sum), blind, (-0.0).into()),
+            logarithm: B::float_mask_fill(B::float_log(sum), blind, (-0.0).into()),
             output,
-            sinks: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A block of an attention problem: a range of its sequences, heads, queries and keys, with the tensors that belong to the
 //! range.
 
+use super::score_mod::Tables;
 use super::tensors::cast;
 use crate::problem::AttentionProblem;
 use crate::types::tensors::{AttentionInputs, MaybeInt, logsumexp_dtype};
@@ -11,6 +12,7 @@ use burn::backend::{
 use burn::tensor::{Shape, Slice};
 use std::ops::Range;
 use std::slice;
+use std::sync::Arc;
 
 /// The place of a block's scores among all scores of a call.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +41,8 @@ pub(crate) struct Block<B: Backend> {
     pub problem: AttentionProblem,
     /// The place of the block in the call.
     pub place: Place,
+    /// The tables of score mod and mask mod, which all blocks of a call share.
+    pub tables: Arc<Tables>,
 }
 
 impl<B: Backend> Block<B> {
@@ -54,6 +58,7 @@ impl<B: Backend> Block<B> {
             kv_len: problem.kv_len,
         };
         Self {
+            tables: Arc::new(Tables::read(&inputs)),
             inputs,
             problem,
             place,
@@ -137,6 +142,7 @@ impl<B: Backend> Block<B> {
             inputs,
             problem,
             place,
+            tables: Arc::clone(&self.tables),
         }
     }
 

@@ -58,7 +58,7 @@ fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
 }
 
 /// Returns the number of each code, in `dtype`.
-pub(super) fn number<B: Backend>(codes: IntTensor<B>, dtype: DType) -> FloatTensor<B> {
+pub(super) fn numbers<B: Backend>(codes: IntTensor<B>, dtype: DType) -> FloatTensor<B> {
     let table: Vec<f32> = (0..=255).map(number_of).collect();
     let table = B::float_from_data(TensorData::new(table, [256]), &codes.device());
     let shape = codes.shape();

@@ -92,24 +92,25 @@ pub(crate) fn dequantize<B: Backend>(
     if batch * heads * length == 0 {
         return B::float_zeros(rows, &words.device(), dtype.into());
     }
-    let codes = (0..CODES)
+    let bytes = (0..CODES)
         .map(|lane| {
-            let number = match format {
-                CodeFormat::Int8 => code::<B>(words.clone(), lane, compute.into()),
-                CodeFormat::E4m3 => e4m3::number::<B>(byte::<B>(words.clone(), lane), compute),
-            };
-            B::float_reshape(number, Shape::new([batch, heads, length, count, 1]))
+            let byte = byte::<B>(words.clone(), lane);
+            B::int_reshape(byte, Shape::new([batch, heads, length, count, 1]))
         })
         .collect();
-    let codes = B::float_reshape(B::float_cat(codes, 4), rows);
+    let bytes = B::int_reshape(B::int_cat(bytes, 4), rows);
+    let codes = match format {
+        CodeFormat::Int8 => int8_numbers::<B>(bytes, compute.into()),
+        CodeFormat::E4m3 => e4m3::numbers::<B>(bytes, compute),
+    };
     let scales = B::float_reshape(scales, Shape::new([batch, heads, length, 1]));
     cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
 }
 
-/// Returns the int8 code at index `lane` of each word, as a float.
-fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> FloatTensor<B> {
+/// Returns the int8 codes of bytes, as floats.
+fn int8_numbers<B: Backend>(bytes: IntTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     // Adds 128 so that the code is non-negative, because the byte mask would change a negative code.
-    let raised = B::int_add_scalar(byte::<B>(words, lane), 128i32.into());
+    let raised = B::int_add_scalar(bytes, 128i32.into());
     let raised = B::bitwise_and_scalar(raised, 255i32.into());
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
 }

@@ -3,12 +3,28 @@
 use super::block::Block;
 use super::tensors::{cast, clamped_integers};
 use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
-use crate::types::tensors::{MaybeFloat, MaybeInt, logsumexp_dtype};
+use crate::types::tensors::{AttentionInputs, MaybeFloat, MaybeInt, logsumexp_dtype};
 use burn::backend::{
     Backend, TensorMetadata, read_sync,
     tensor::{BoolTensor, FloatTensor},
 };
 use burn::tensor::{BoolDType, DType, TensorData};
+
+/// The tables of score mod and mask mod, on the host. A missing table has no elements.
+pub(crate) struct Tables {
+    score: ScoreTable,
+    mask: ScoreTable,
+}
+
+impl Tables {
+    /// Reads the tables of a call from the device.
+    pub fn read<B: Backend>(inputs: &AttentionInputs<B>) -> Self {
+        Self {
+            score: table::<B>(&inputs.score_table),
+            mask: table::<B>(&inputs.mask_table),
+        }
+    }
+}
 
 /// The scores after a score mod, and the derivative of each score.
 pub(super) struct Changed<B: Backend> {
@@ -23,15 +39,15 @@ pub(super) fn changed<B: Backend>(
     code: ScoreCode,
     block: &Block<B>,
 ) -> Changed<B> {
-    let table = table::<B>(&block.inputs.score_table);
+    let table = &block.tables.score;
     let before = floats::<B>(scores.clone());
     let places = places::<B>(block);
     let (after, derivative): (Vec<f32>, Vec<f32>) = before
         .into_iter()
         .zip(places)
         .map(|(score, place)| {
-            let after = (code.score)(score, place, &table);
-            (after, (code.derivative)(score, place, &table))
+            let after = (code.score)(score, place, table);
+            (after, (code.derivative)(score, place, table))
         })
         .unzip();
     let device = scores.device();
@@ -65,10 +81,10 @@ pub(super) fn visible<B: Backend>(
     block: &Block<B>,
     bools: BoolDType,
 ) -> BoolTensor<B> {
-    let table = table::<B>(&block.inputs.mask_table);
+    let table = &block.tables.mask;
     let visible: Vec<bool> = places::<B>(block)
         .into_iter()
-        .map(|place| (code.visible)(place, &table))
+        .map(|place| (code.visible)(place, table))
         .collect();
     let problem = &block.problem;
     let [batch, q_heads, q_len] = problem.logsumexp_shape();
