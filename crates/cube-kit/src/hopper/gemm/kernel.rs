@@ -168,21 +168,23 @@ pub(crate) fn product_of_sides<E: Float, N: Size>(
     );
 }
 
+/// The shared memory addresses of the ring buffer and of its first barriers.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Ring {
+    pub stages: u32,
+    pub full: u32,
+    pub empty: u32,
+}
+
+/// Allocates the cube's shared memory, and initializes the barriers of the ring buffer.
 #[cube]
-fn multiply_tiles<N: Size>(
-    lhs: u64,
-    sides: Sides,
-    output: u64,
-    grid: MatrixGrid,
-    #[comptime] several: bool,
-    #[comptime] tiles: MatrixTiles,
-) {
+pub(super) fn prepare_ring(#[comptime] tiles: MatrixTiles) -> Ring {
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let stages = shared_address(&memory);
     let full = stages + comptime!(tiles.barriers_at() as u32);
     let empty = full + comptime!(8 * tiles.stages as u32);
-    let consumers = comptime!((MatrixTiles::WARPGROUPS * WARPGROUP) as u32);
     if UNIT_POS == 0u32 {
         #[unroll]
         for stage in 0..tiles.stages {
@@ -195,6 +197,28 @@ fn multiply_tiles<N: Size>(
         barrier_init_fence();
     }
     sync_cube();
+    Ring {
+        stages,
+        full,
+        empty,
+    }
+}
+
+#[cube]
+fn multiply_tiles<N: Size>(
+    lhs: u64,
+    sides: Sides,
+    output: u64,
+    grid: MatrixGrid,
+    #[comptime] several: bool,
+    #[comptime] tiles: MatrixTiles,
+) {
+    let Ring {
+        stages,
+        full,
+        empty,
+    } = prepare_ring(tiles);
+    let consumers = comptime!((MatrixTiles::WARPGROUPS * WARPGROUP) as u32);
 
     let items = grid.rows * grid.columns;
     if UNIT_POS >= consumers {
@@ -250,7 +274,7 @@ fn multiply_tiles<N: Size>(
 }
 
 #[cube]
-fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
+pub(super) fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are the 64 rows of a subtile.
     // Otherwise the warpgroup's rows are the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
@@ -262,7 +286,7 @@ fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) ->
 }
 
 #[cube]
-fn right_operand(address: u32, #[comptime] tiles: MatrixTiles) -> u32 {
+pub(super) fn right_operand(address: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     if comptime!(tiles.rhs == Major::Inner) {
         uniform(descriptor(address))
     } else {
@@ -299,6 +323,7 @@ fn fetch(
             load(
                 target,
                 lhs,
+                0u32,
                 at.row,
                 inner,
                 full,
@@ -308,6 +333,7 @@ fn fetch(
             load(
                 target + comptime!(MatrixTiles::LHS_BYTES as u32),
                 right.map,
+                0u32,
                 right.column,
                 inner,
                 full,
@@ -326,11 +352,12 @@ fn fetch(
 }
 
 /// Copies a chunk of an operand to shared memory: `extent` rows of the left operand or `extent` columns of the right
-/// operand, from index `outer` on.
+/// operand, from index `outer` on. `matrix` is the index of the matrix in a stack of matrices.
 #[cube]
-fn load(
+pub(super) fn load(
     target: u32,
     map: u64,
+    matrix: u32,
     outer: u32,
     inner: u32,
     full: u32,
@@ -338,7 +365,7 @@ fn load(
     #[comptime] major: Major,
 ) {
     if comptime!(major == Major::Inner) {
-        tma_load(target, map, 0u32, 0u32, outer as i32, inner, full);
+        tma_load(target, map, 0u32, matrix, outer as i32, inner, full);
     } else {
         #[unroll]
         for subtile in 0..extent / SUBTILE {
@@ -346,7 +373,7 @@ fn load(
                 target + comptime!((subtile * SUBTILE_BYTES) as u32),
                 map,
                 0u32,
-                0u32,
+                matrix,
                 inner as i32,
                 outer + comptime!((subtile * SUBTILE) as u32),
                 full,

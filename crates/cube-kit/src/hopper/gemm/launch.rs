@@ -186,11 +186,7 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     {
         return None;
     }
-    let multiprocessors = client
-        .properties()
-        .hardware
-        .num_streaming_multiprocessors
-        .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
+    let multiprocessors = multiprocessors(&client);
     let tiles = MatrixTiles::choose(
         [rows, inner, columns],
         &starts,
@@ -260,11 +256,20 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     Some(output)
 }
 
+/// The number of the device's multiprocessors. A persistent kernel has one cube on each.
+pub(super) fn multiprocessors(client: &Client) -> usize {
+    client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
+}
+
 /// The alignment that TMA requires of strides, in bytes.
-const BOX_ALIGNMENT: usize = 16;
+pub(super) const BOX_ALIGNMENT: usize = 16;
 
 /// The largest supported size of a dimension. The size is limited because TMA coordinates are 32 bits wide.
-const LONGEST: usize = i32::MAX as usize / 2;
+pub(super) const LONGEST: usize = i32::MAX as usize / 2;
 
 fn shape(matrix: &CubeTensor) -> [usize; 2] {
     [matrix.meta.shape()[0], matrix.meta.shape()[1]]

@@ -1,6 +1,10 @@
 //! GEMM in f16 and bf16 on Hopper.
 
 #[cfg(feature = "cuda")]
+mod grouped;
+#[cfg(feature = "cuda")]
+mod grouped_launch;
+#[cfg(feature = "cuda")]
 mod kernel;
 #[cfg(feature = "cuda")]
 mod launch;
@@ -8,5 +12,7 @@ pub mod plan;
 #[cfg(feature = "cuda")]
 mod text;
 
+#[cfg(feature = "cuda")]
+pub use grouped_launch::{grouped_inner, grouped_rows};
 #[cfg(feature = "cuda")]
 pub use launch::{MatrixError, matrix_product, matrix_products, multiplies_side_by_side};

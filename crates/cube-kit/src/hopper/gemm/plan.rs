@@ -14,6 +14,15 @@ pub enum Major {
     Outer,
 }
 
+/// The dimension of a grouped GEMM that is divided into groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Grouping {
+    /// The rows of the left operand. Each group has its own right operand.
+    Rows,
+    /// The inner dimension. Each group has its own result.
+    Inner,
+}
+
 /// The compile-time settings of a GEMM kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatrixTiles {

@@ -1,0 +1,225 @@
+//! Launches grouped GEMM on Hopper.
+
+use super::grouped::{GroupSizesLaunch, product_of_groups};
+use super::launch::{BOX_ALIGNMENT, LONGEST, multiprocessors};
+use super::plan::{Grouping, Major, MatrixTiles};
+use crate::hopper::tma::boxes;
+use crate::hopper::{PRODUCT_ROWS, is_hopper};
+use crate::launch::empty;
+use crate::nvidia::{Half, SUBTILE};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::{CubeCount, CubeDim, TensorMapArg, Tiled};
+
+/// Multiplies the rows of each group by the group's matrix: f16 or bf16, summed in f32 and rounded once.
+///
+/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an operand
+/// or write the result. Each operand must be contiguous along its last dimension, and its other strides must be multiples of
+/// 16 bytes; `rhs` may also be contiguous along its second dimension. `columns` must be a multiple of 8.
+///
+/// # Shapes
+/// - `lhs`: `[slots, inner]`. The rows of a group begin at a multiple of [`MatrixTiles::ROWS`], which divides `slots`.
+/// - `rhs`: `[groups, inner, columns]`.
+/// - `table`: i32, `[groups + 1 + slots / MatrixTiles::ROWS]`. It holds the first tile row of each group and the number of
+///   tile rows of all groups, then the group of each tile row.
+/// - output: `[slots, columns]`. Rows behind the last group are not written.
+///
+/// # Panics
+/// Panics if the shapes or the dtypes of the operands do not fit each other.
+pub fn grouped_rows(lhs: &CubeTensor, rhs: &CubeTensor, table: &CubeTensor) -> Option<CubeTensor> {
+    let [slots, inner] = lhs.meta.shape().dims();
+    let [groups, rhs_inner, columns] = rhs.meta.shape().dims();
+    assert_eq!(rhs_inner, inner, "grouped GEMM: expected equal inner sizes");
+    let problem = Problem {
+        lhs: View::of(lhs, [0, 1])?,
+        rhs: View::of(rhs, [2, 1])?,
+        lengths: [slots, inner, columns],
+        grouping: Grouping::Rows,
+        groups,
+        slots,
+    };
+    problem.launch(lhs, rhs, table, vec![slots, columns])
+}
+
+/// Multiplies the transpose of a group's rows of `lhs` by the group's rows of `rhs`, for each group. See [`grouped_rows`] for
+/// the dtypes and for the cases without a result.
+///
+/// # Shapes
+/// - `lhs`: `[slots, rows]`, and `rhs`: `[slots, columns]`. The rows of a group begin at a multiple of [`MatrixTiles::ROWS`].
+///   Behind a group, rows up to the next multiple must be zero.
+/// - `table`: see [`grouped_rows`].
+/// - output: `[groups, rows, columns]`, which is zero for a group without rows.
+///
+/// # Panics
+/// Panics if the shapes or the dtypes of the operands do not fit each other.
+pub fn grouped_inner(
+    lhs: &CubeTensor,
+    rhs: &CubeTensor,
+    table: &CubeTensor,
+    groups: usize,
+) -> Option<CubeTensor> {
+    let [slots, rows] = lhs.meta.shape().dims();
+    let [rhs_slots, columns] = rhs.meta.shape().dims();
+    assert_eq!(rhs_slots, slots, "grouped GEMM: expected equal inner sizes");
+    let problem = Problem {
+        lhs: View::of(lhs, [1, 0])?,
+        rhs: View::of(rhs, [1, 0])?,
+        lengths: [rows, slots.div_ceil(groups), columns],
+        grouping: Grouping::Inner,
+        groups,
+        slots,
+    };
+    problem.launch(lhs, rhs, table, vec![groups, rows, columns])
+}
+
+/// An operand of a grouped GEMM: a stack of matrices, or one matrix.
+struct View {
+    /// The shape and the strides, `[matrices, rows in memory, contiguous elements]`.
+    shape: [usize; 3],
+    strides: [usize; 3],
+    /// The dimension of the GEMM along which the operand is contiguous.
+    major: Major,
+}
+
+impl View {
+    /// Describes an operand whose dimensions `outer` and `inner` are those of the GEMM. A third dimension in front is that of
+    /// the stack. Returns `None` if TMA cannot read the operand.
+    fn of(operand: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Self> {
+        let (shape, strides) = (operand.meta.shape(), operand.meta.strides());
+        let is_legal = |stride: usize| {
+            stride > 0 && (stride * operand.dtype.size()).is_multiple_of(BOX_ALIGNMENT)
+        };
+        let stack = match shape.num_dims() {
+            3 => (shape[0], strides[0]),
+            _ => (1, 0),
+        };
+        let (major, [apart, together]) = match (strides[inner], strides[outer]) {
+            (1, _) => (Major::Inner, [outer, inner]),
+            (_, 1) => (Major::Outer, [inner, outer]),
+            _ => return None,
+        };
+        // TMA checks the stride of a dimension of size 1 although it never uses it.
+        let row = match shape[apart] {
+            1 => shape[together].next_multiple_of(SUBTILE),
+            _ => strides[apart],
+        };
+        let matrix = match stack {
+            (1, _) => row * shape[apart],
+            (_, stride) => stride,
+        };
+        let fits = !operand.meta.is_tiled() && is_legal(row) && is_legal(matrix);
+        fits.then_some(Self {
+            shape: [stack.0, shape[apart], shape[together]],
+            strides: [matrix, row, 1],
+            major,
+        })
+    }
+
+    /// Builds the tensor map, with boxes of `extent` outer elements by one chunk of inner elements.
+    fn map(&self, operand: &CubeTensor, extent: usize) -> TensorMapArg<Tiled> {
+        let [matrices, rows, columns] = self.shape;
+        let [matrix, row, _] = self.strides;
+        let extent = match self.major {
+            Major::Inner => extent,
+            Major::Outer => MatrixTiles::DEPTH,
+        };
+        boxes(
+            operand,
+            vec![1, matrices, rows, columns],
+            vec![matrix * matrices, matrix, row, 1],
+            vec![1, 1, extent, SUBTILE],
+        )
+    }
+}
+
+struct Problem {
+    lhs: View,
+    rhs: View,
+    /// The rows of the result, the inner size, and the columns of the result, from which the tiles are chosen.
+    lengths: [usize; 3],
+    grouping: Grouping,
+    groups: usize,
+    slots: usize,
+}
+
+impl Problem {
+    fn launch(
+        self,
+        lhs: &CubeTensor,
+        rhs: &CubeTensor,
+        table: &CubeTensor,
+        shape: Vec<usize>,
+    ) -> Option<CubeTensor> {
+        let Self {
+            lhs: of_lhs,
+            rhs: of_rhs,
+            lengths,
+            grouping,
+            groups,
+            slots,
+        } = self;
+        assert_eq!(lhs.dtype, rhs.dtype, "grouped GEMM: expected equal dtypes");
+        assert_eq!(
+            table.dtype,
+            DType::I32,
+            "grouped GEMM: expected an i32 table"
+        );
+        assert_eq!(
+            table.meta.num_elements(),
+            groups + 1 + slots / MatrixTiles::ROWS,
+            "grouped GEMM: expected one number per group and tile in the table"
+        );
+        let client = lhs.client.clone();
+        let half = Half::of(lhs.dtype)?;
+        let [rows, inner, columns] = lengths;
+        let fits = [rows, inner, columns, groups]
+            .into_iter()
+            .all(|length| (1..=LONGEST).contains(&length))
+            && slots <= LONGEST
+            && columns.is_multiple_of(BOX_ALIGNMENT / 2);
+        if !is_hopper(&client) || !fits {
+            return None;
+        }
+        let multiprocessors = multiprocessors(&client);
+        let majors = [of_lhs.major, of_rhs.major];
+        // The result of all groups has this many rows.
+        let all_rows = match grouping {
+            Grouping::Rows => rows,
+            Grouping::Inner => rows * groups,
+        };
+        let all = [all_rows, inner, columns];
+        let tiles = MatrixTiles::choose(all, &[], multiprocessors, majors, half);
+        let output = empty(lhs, shape, lhs.dtype);
+        let of_output = match grouping {
+            Grouping::Rows => View::of(&output, [0, 1])?,
+            Grouping::Inner => View::of(&output, [1, 2])?,
+        };
+        let sizes = GroupSizesLaunch::new(
+            groups as u32,
+            rows.div_ceil(MatrixTiles::ROWS) as u32,
+            columns.div_ceil(tiles.columns) as u32,
+            inner.div_ceil(MatrixTiles::DEPTH) as u32,
+            slots as u32,
+        );
+        // SAFETY: the kernel accesses the operands and the output only by TMA, which accesses only elements inside its tensor
+        // maps. It reads the table at indices below `groups + 1`, and behind them at the indices of used tile rows.
+        unsafe {
+            product_of_groups::launch_unchecked(
+                &client,
+                CubeCount::Static(multiprocessors as u32, 1, 1),
+                CubeDim::new_1d(MatrixTiles::UNITS as u32),
+                of_lhs.map(lhs, MatrixTiles::ROWS),
+                of_rhs.map(rhs, tiles.columns),
+                of_output.map(&output, PRODUCT_ROWS),
+                table.clone().into_tensor_arg(),
+                sizes,
+                grouping,
+                tiles,
+                dtype_to_storage_type(lhs.dtype),
+                tiles.columns / 2,
+            );
+        }
+        Some(output)
+    }
+}
