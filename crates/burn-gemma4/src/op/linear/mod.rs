@@ -18,6 +18,8 @@ pub(crate) use flex::{rows_of_words, serves_words};
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};
 pub(crate) use multiply::{columns, rows};
+#[cfg(feature = "cuda")]
+pub(crate) use whole::on_tensor_cores;
 #[cfg(feature = "cube")]
-pub(crate) use whole::{has_matrix_units, product_of_cube};
+pub(crate) use whole::product_of_cube;
 pub(crate) use whole::{product, whole_rows};

@@ -4,9 +4,12 @@
 use super::product::operator;
 #[cfg(feature = "cube")]
 use burn::backend::{ops::FloatTensorOps, tensor::FloatTensor};
-#[cfg(feature = "cuda")]
-use burn::tensor::DType;
 use burn::tensor::Tensor;
+#[cfg(feature = "cuda")]
+use burn::{
+    backend::{CubeDevice, DispatchDevice},
+    tensor::{DType, Device},
+};
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
 
@@ -34,14 +37,15 @@ pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     lhs.matmul(rhs)
 }
 
-/// True if [`product`] runs on tensor cores for this matrix.
-#[cfg(feature = "cube")]
-pub(crate) fn has_matrix_units(matrix: &Tensor<2>) -> bool {
-    #[cfg(feature = "cuda")]
-    let is_on_cuda = operator(matrix).is_some();
-    #[cfg(not(feature = "cuda"))]
-    let is_on_cuda = false;
-    is_on_cuda && matrix.dtype() != burn::tensor::DType::F32
+/// True if [`product`] runs on NVIDIA's tensor cores for matrices in `dtype`.
+#[cfg(feature = "cuda")]
+pub(crate) fn on_tensor_cores(device: &Device, dtype: DType) -> bool {
+    let device = device.clone().without_autodiff();
+    let is_on_cuda = matches!(
+        device.as_dispatch(),
+        DispatchDevice::Cube(CubeDevice::Cuda(_))
+    );
+    is_on_cuda && matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// Computes [`product`] with the tensors of a CubeCL backend.

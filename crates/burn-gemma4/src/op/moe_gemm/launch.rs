@@ -54,7 +54,6 @@ impl GroupedBackend for CubeBackend {
         starts: IntTensor<Self>,
         of_row: usize,
     ) -> FloatTensor<Self> {
-        let weight = into_contiguous(weight);
         let [_, columns_out, columns_in] = weight.meta.shape().dims();
         let product = Product {
             form: Form::Rows,
@@ -92,7 +91,6 @@ impl GroupedBackend for CubeBackend {
         order: IntTensor<Self>,
         starts: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        let weight = into_contiguous(weight);
         let [_, columns_out, columns_in] = weight.meta.shape().dims();
         let product = Product {
             form: Form::Columns,
@@ -135,7 +133,7 @@ impl GroupedBackend for CubeBackend {
             columns_out: gradient.meta.shape()[1],
             columns_in: input.meta.shape()[1],
             left: gradient,
-            right: Right::Whole(into_contiguous(input)),
+            right: Right::Whole(input),
             of_row,
         };
         product.launch(order, starts)
@@ -143,23 +141,27 @@ impl GroupedBackend for CubeBackend {
 }
 
 /// The arguments of an MoE GEMM.
-struct Product {
-    form: Form,
-    left: CubeTensor,
-    right: Right,
-    columns_out: usize,
-    columns_in: usize,
-    of_row: usize,
+pub(super) struct Product {
+    pub form: Form,
+    pub left: CubeTensor,
+    pub right: Right,
+    pub columns_out: usize,
+    pub columns_in: usize,
+    pub of_row: usize,
 }
 
 /// The right matrix of an MoE GEMM.
-enum Right {
+pub(super) enum Right {
     Whole(CubeTensor),
     Words(CubeTensor, Stacked),
 }
 
 impl Product {
     fn launch(self, order: CubeTensor, starts: CubeTensor) -> CubeTensor {
+        #[cfg(feature = "cuda")]
+        if let Some(output) = super::padded::product(&self, &order, &starts) {
+            return output;
+        }
         if let Right::Whole(right) = &self.right {
             assert_eq!(
                 self.left.dtype, right.dtype,
@@ -197,7 +199,12 @@ impl Product {
             cubes as u32,
         );
         let (matrix, words, parts, format) = match self.right {
-            Right::Whole(matrix) => (Some(matrix), None, RowPartsLaunch::new(0, 0, 0), None),
+            Right::Whole(matrix) => (
+                Some(into_contiguous(matrix)),
+                None,
+                RowPartsLaunch::new(0, 0, 0),
+                None,
+            ),
             Right::Words(words, weight) => {
                 let parts = row_parts(&words, weight.layout);
                 (None, Some(words), parts, Some(weight.layout.format))

@@ -9,27 +9,51 @@ mod autodiff;
 mod group;
 mod kernel;
 mod launch;
+#[cfg(feature = "cuda")]
+mod padded;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+#[cfg(any(feature = "cuda", all(test, feature = "wgpu")))]
+mod tiles;
+#[cfg(any(feature = "cuda", all(test, feature = "wgpu")))]
+mod tiles_kernel;
 
 use super::linear::{Matrices, QuantizedMatrix};
 use crate::quant::layout::Layout;
+#[cfg(feature = "cuda")]
+use burn::backend::DispatchDevice;
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
         fusion::custom::TensorSpec,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{DType, Int, Shape, Tensor},
+    tensor::{DType, Device, Int, Shape, Tensor},
 };
 
-/// True if the kernels of this module should multiply the rows of `input`. In f16 and bf16 on CUDA, inference uses one
-/// tensor-core GEMM per expert instead, which is faster. Training uses the kernels of this module. With separate GEMMs, each
+/// True if the kernels of this module should multiply the rows of `input`. On NVIDIA's tensor cores before Hopper, inference
+/// uses one GEMM per expert instead, which is faster. Training uses the kernels of this module. With separate GEMMs, each
 /// GEMM's gradient of the weights would have the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
-    let device = input.device();
-    let on_matrix_units = super::linear::has_matrix_units(input) && !device.is_autodiff();
-    crate::op::runs(&device, input.dtype()) && !on_matrix_units
+    let (device, dtype) = (input.device(), input.dtype());
+    crate::op::runs(&device, dtype) && (device.is_autodiff() || infers_on_device(&device, dtype))
+}
+
+/// True if an inference in `dtype` uses the kernels of this module, which need nothing from the host.
+pub(crate) fn infers_on_device(device: &Device, dtype: DType) -> bool {
+    #[cfg(feature = "cuda")]
+    if super::linear::on_tensor_cores(device, dtype) {
+        let device = device.clone().without_autodiff();
+        return match device.as_dispatch() {
+            DispatchDevice::Cube(device) => padded::serves(&device.client(), dtype),
+            #[allow(
+                unreachable_patterns,
+                reason = "with only the Cube backend, no other device exists"
+            )]
+            _ => false,
+        };
+    }
+    crate::op::runs(device, dtype)
 }
 
 /// The (row, chosen expert) pairs grouped by expert, as constants that autodiff does not track.

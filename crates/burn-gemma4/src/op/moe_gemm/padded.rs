@@ -1,0 +1,102 @@
+//! MoE GEMMs on Hopper's tensor cores. The rows of each expert are copied to tiles of their own, which a grouped GEMM
+//! multiplies.
+//!
+//! Nothing waits for the host: the padded matrix has room for the worst choice, in which each expert has one tile that is
+//! not full.
+
+use super::kernel::Form;
+use super::launch::{Product, Right};
+use super::tiles::ExpertTiles;
+use crate::op::dequantize::DequantizeBackend;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
+use cube_kit::hopper::is_hopper;
+use cubecl::client::Client;
+
+/// True if the tensor cores can multiply the experts' rows on the device of `client`.
+pub(super) fn serves(client: &Client, dtype: DType) -> bool {
+    is_hopper(client) && matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Computes an MoE GEMM with tensor cores, or returns `None` if they do not serve the device, the dtype or the sizes.
+pub(super) fn product(
+    product: &Product,
+    order: &CubeTensor,
+    starts: &CubeTensor,
+) -> Option<CubeTensor> {
+    let Product {
+        form,
+        left,
+        right,
+        columns_out,
+        columns_in,
+        of_row,
+    } = product;
+    let is_served = serves(&left.client, left.dtype)
+        && has_legal_sizes(&[*columns_out, *columns_in])
+        && order.meta.shape()[0] > 0;
+    if !is_served {
+        return None;
+    }
+    let left = rows_in_order(left);
+    let tiles = ExpertTiles::new(order, starts);
+    match (form, right) {
+        (Form::Weight, Right::Whole(input)) => {
+            let gradients = tiles.to_slots(&left, 1);
+            let inputs = tiles.to_slots(&rows_in_order(input), *of_row);
+            grouped_inner(&gradients, &inputs, &tiles.table, tiles.experts)
+        }
+        (Form::Weight, Right::Words(..)) => None,
+        (Form::Rows | Form::Columns, right) => {
+            let matrices = right.matrices(left.dtype, tiles.experts, *columns_in);
+            // The matrices are `[experts, columns_out, columns_in]`. The first dimension of a right operand is the inner one.
+            let matrices = match form {
+                Form::Rows => CubeBackend::float_swap_dims(matrices, 1, 2),
+                Form::Columns | Form::Weight => matrices,
+            };
+            let slots = tiles.to_slots(&left, *of_row);
+            let output = grouped_rows(&slots, &matrices, &tiles.table)?;
+            Some(tiles.to_pairs(&output))
+        }
+    }
+}
+
+/// True if TMA can read and write rows of these sizes.
+fn has_legal_sizes(columns: &[usize]) -> bool {
+    columns.iter().all(|columns| columns.is_multiple_of(8))
+}
+
+/// Returns the matrix with contiguous rows, which may be apart in memory.
+fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
+    match matrix.meta.strides()[1] == 1 && !matrix.meta.is_tiled() {
+        true => matrix.clone(),
+        false => into_contiguous(matrix.clone()),
+    }
+}
+
+impl Right {
+    /// Returns the experts' matrices, `[experts, columns_out, columns_in]`, in `dtype`.
+    fn matrices(&self, dtype: DType, experts: usize, columns_in: usize) -> CubeTensor {
+        match self {
+            Self::Whole(matrices) => {
+                let strides = matrices.meta.strides();
+                let bytes = |stride: usize| stride * dtype.size();
+                let is_legal = strides[2] == 1
+                    && !matrices.meta.is_tiled()
+                    && strides[..2]
+                        .iter()
+                        .all(|stride| bytes(*stride).is_multiple_of(16));
+                match is_legal {
+                    true => matrices.clone(),
+                    false => into_contiguous(matrices.clone()),
+                }
+            }
+            Self::Words(words, stacked) => {
+                let whole = CubeBackend::dequantize(words.clone(), stacked.layout, dtype);
+                CubeBackend::float_reshape(whole, Shape::new([experts, stacked.rows, columns_in]))
+            }
+        }
+    }
+}

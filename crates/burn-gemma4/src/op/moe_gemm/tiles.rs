@@ -1,0 +1,179 @@
+//! The tiles of a padded matrix: each tile has rows of one expert.
+
+use super::NUMBERS;
+use super::tiles_kernel::{
+    Direction, MoveSizesLaunch, ROWS, TABLE_UNITS, UNITS_OF_ROW, move_rows, tile_table,
+};
+use crate::op::launch::vector_size;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::{cubecl, tensor::CubeTensor};
+use cube_kit::hopper::gemm::plan::MatrixTiles;
+use cube_kit::launch::{address_type, cube_count, empty};
+use cubecl::prelude::CubeDim;
+
+/// The pairs sorted by expert, and the tiles of the experts.
+pub(super) struct ExpertTiles<'a> {
+    order: &'a CubeTensor,
+    starts: &'a CubeTensor,
+    /// See [`tile_table()`].
+    pub table: CubeTensor,
+    pub experts: usize,
+    /// The number of rows in the padded matrix.
+    slots: usize,
+}
+
+impl<'a> ExpertTiles<'a> {
+    pub fn new(order: &'a CubeTensor, starts: &'a CubeTensor) -> Self {
+        let experts = starts.meta.shape()[0] - 1;
+        let pairs = order.meta.shape()[0];
+        // Every expert has at most one tile that is not full, and an expert without pairs has no tile.
+        let tiles = pairs / MatrixTiles::ROWS + experts.min(pairs);
+        let table = empty(starts, [experts + 1 + tiles], NUMBERS);
+        // SAFETY: the kernel reads the `experts + 1` elements of `starts`. It writes the first `experts + 1` elements of
+        // `table`, and behind them one element per tile of an expert, of which there are at most `tiles`.
+        unsafe {
+            tile_table::launch_unchecked(
+                &starts.client,
+                cube_count(&starts.client, 1),
+                CubeDim::new_1d(TABLE_UNITS as u32),
+                starts.clone().into_tensor_arg(),
+                table.clone().into_tensor_arg(),
+                experts as u32,
+                MatrixTiles::ROWS as u32,
+            );
+        }
+        Self {
+            order,
+            starts,
+            table,
+            experts,
+            slots: tiles * MatrixTiles::ROWS,
+        }
+    }
+
+    /// Copies the rows of the pairs to slots. Every `of_row` consecutive pairs share a row of `rows`.
+    pub fn to_slots(&self, rows: &CubeTensor, of_row: usize) -> CubeTensor {
+        let columns = rows.meta.shape()[1];
+        let slots = empty(rows, [self.slots, columns], rows.dtype);
+        self.move_rows(rows, &slots, of_row, Direction::ToSlots);
+        slots
+    }
+
+    /// Copies slots to the rows of the pairs.
+    pub fn to_pairs(&self, slots: &CubeTensor) -> CubeTensor {
+        let columns = slots.meta.shape()[1];
+        let pairs = self.order.meta.shape()[0];
+        let rows = empty(slots, [pairs, columns], slots.dtype);
+        self.move_rows(slots, &rows, 1, Direction::ToPairs);
+        rows
+    }
+
+    fn move_rows(
+        &self,
+        source: &CubeTensor,
+        target: &CubeTensor,
+        of_row: usize,
+        direction: Direction,
+    ) {
+        let client = &source.client;
+        let columns = source.meta.shape()[1];
+        let strides = [source, target].map(|rows| rows.meta.strides()[0]);
+        let vector = vector_size(
+            client,
+            source.dtype.size(),
+            &[columns, strides[0], strides[1]],
+        );
+        let [source_stride, target_stride] = strides.map(|stride| (stride / vector) as u32);
+        let sizes = MoveSizesLaunch::new(
+            self.experts as u32,
+            (columns / vector) as u32,
+            source_stride,
+            target_stride,
+            of_row as u32,
+        );
+        // SAFETY: a unit reads and writes vectors of one row. The row is a slot, of which there are `slots`, or the row of a
+        // pair in `order`. Units of unused tiles end at once.
+        unsafe {
+            move_rows::launch_unchecked(
+                client,
+                cube_count(client, self.slots / ROWS),
+                CubeDim::new_1d((ROWS * UNITS_OF_ROW) as u32),
+                address_type([source, target]),
+                source.clone().into_tensor_arg(),
+                target.clone().into_tensor_arg(),
+                self.order.clone().into_tensor_arg(),
+                self.starts.clone().into_tensor_arg(),
+                self.table.clone().into_tensor_arg(),
+                sizes,
+                direction,
+                MatrixTiles::ROWS as u32,
+                dtype_to_storage_type(source.dtype),
+                vector,
+            );
+        }
+    }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::super::{GroupBackend, Grouped};
+    use super::*;
+    use burn::backend::CubeDevice;
+    use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+    use burn::tensor::{DType, TensorData};
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::cubecl::future::block_on;
+
+    fn floats(tensor: CubeTensor) -> Vec<f32> {
+        let data = block_on(CubeBackend::float_into_data(tensor)).expect("the device works");
+        data.iter::<f32>().collect()
+    }
+
+    /// Checks the tiles of 300 pairs: three experts have more than one tile, one has one pair, and two have none. The slots
+    /// hold the rows of their experts in order, and zeros behind them. Moving the slots back gives the rows of the pairs.
+    #[test]
+    fn to_slots_groups_rows_and_to_pairs_undoes_it() {
+        let device = CubeDevice::default();
+        let (experts, top_k, columns) = (7, 2, 6);
+        let chosen: Vec<i32> = (0..300)
+            .map(|pair| match pair {
+                77 => 5,
+                _ => [1, 3, 6][pair * pair % 7 % 3],
+            })
+            .collect();
+        let data = TensorData::new(chosen.clone(), [chosen.len() / top_k, top_k]);
+        let of_pairs = CubeBackend::int_from_data(data, &device);
+        let of_pairs = CubeBackend::int_cast(of_pairs, burn::tensor::IntDType::I32);
+        let Grouped { order, starts } = CubeBackend::group(of_pairs, experts);
+        let tiles = ExpertTiles::new(&order, &starts);
+        let rows: Vec<f32> = (1..=chosen.len() / top_k * columns)
+            .map(|x| x as f32)
+            .collect();
+        let data = TensorData::new(rows.clone(), [rows.len() / columns, columns]);
+        let source = CubeBackend::float_from_data(data, &device);
+        assert_eq!(source.dtype, DType::F32);
+        let slots = tiles.to_slots(&source, top_k);
+
+        let mut expected = Vec::new();
+        let mut of_tiles = Vec::new();
+        for expert in 0..experts as i32 {
+            let pairs = chosen.iter().enumerate().filter(|(_, of)| **of == expert);
+            for (pair, _) in pairs {
+                expected.extend(&rows[pair / top_k * columns..][..columns]);
+            }
+            let filled = (expected.len() / columns).next_multiple_of(MatrixTiles::ROWS);
+            expected.resize(filled * columns, 0.0);
+            of_tiles.resize(filled / MatrixTiles::ROWS, expert);
+        }
+        assert_eq!(floats(slots.clone())[..expected.len()], expected);
+        let table = block_on(CubeBackend::int_into_data(tiles.table.clone()));
+        let table: Vec<i32> = table.expect("the device works").iter::<i32>().collect();
+        assert_eq!(table[experts] as usize, of_tiles.len());
+        assert_eq!(table[experts + 1..][..of_tiles.len()], of_tiles);
+
+        let back = floats(tiles.to_pairs(&slots));
+        for (pair, row) in back.chunks_exact(columns).enumerate() {
+            assert_eq!(row, &rows[pair / top_k * columns..][..columns]);
+        }
+    }
+}

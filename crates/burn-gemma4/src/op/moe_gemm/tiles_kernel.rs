@@ -1,0 +1,123 @@
+//! Moves the rows of (row, chosen expert) pairs to tiles of one expert each, and back.
+//!
+//! A slot is a row of the padded matrix. The slots of an expert begin at a multiple of a tile's rows.
+//!
+//! Budget: a cube moves [`ROWS`] rows, and [`UNITS_OF_ROW`] units move a row in vectors of 16 bytes. Bound: memory bandwidth.
+
+use cubecl::prelude::*;
+
+/// The number of units that build the table of tiles.
+pub(super) const TABLE_UNITS: usize = 256;
+/// The number of rows that a cube moves.
+pub(super) const ROWS: usize = 8;
+/// The number of units that move a row.
+pub(super) const UNITS_OF_ROW: usize = 32;
+
+/// The direction of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Direction {
+    /// From the rows of pairs to slots. Slots without a pair become zero.
+    ToSlots,
+    /// From slots to the rows of pairs.
+    ToPairs,
+}
+
+/// Writes the table of tiles: the first tile of each expert and the number of all tiles, then the expert of each tile.
+/// `starts` are the offsets of the experts' pairs.
+#[cube(launch_unchecked)]
+pub(super) fn tile_table(
+    starts: &Tensor<i32>,
+    table: &mut Tensor<i32>,
+    experts: u32,
+    #[comptime] tile_rows: u32,
+) {
+    let mut expert = UNIT_POS;
+    while expert < experts {
+        let mut first = 0u32;
+        let mut earlier = 0u32;
+        while earlier < expert {
+            first += tiles_of(starts, earlier, tile_rows);
+            earlier += 1u32;
+        }
+        let end = first + tiles_of(starts, expert, tile_rows);
+        table[expert as usize] = i32::cast_from(first);
+        if expert == experts - 1u32 {
+            table[experts as usize] = i32::cast_from(end);
+        }
+        let mut tile = first;
+        while tile < end {
+            table[(experts + 1u32 + tile) as usize] = i32::cast_from(expert);
+            tile += 1u32;
+        }
+        expert += comptime!(TABLE_UNITS as u32);
+    }
+}
+
+/// Returns the number of tiles of an expert.
+#[cube]
+fn tiles_of(starts: &Tensor<i32>, expert: u32, #[comptime] tile_rows: u32) -> u32 {
+    let pairs = u32::cast_from(starts[expert as usize + 1] - starts[expert as usize]);
+    pairs.div_ceil(tile_rows)
+}
+
+/// The sizes of a move.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct MoveSizes {
+    pub experts: u32,
+    /// The number of vectors in a row.
+    pub vectors: u32,
+    /// The distance of consecutive rows in vectors.
+    pub source_stride: u32,
+    pub target_stride: u32,
+    /// The number of pairs that share a row outside the slots.
+    pub of_row: u32,
+}
+
+/// Moves the rows of all used tiles. `order` lists the pairs sorted by expert, and `table` is that of [`tile_table()`].
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn move_rows<E: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    target: &mut Tensor<Vector<E, N>>,
+    order: &Tensor<i32>,
+    starts: &Tensor<i32>,
+    table: &Tensor<i32>,
+    sizes: MoveSizes,
+    #[comptime] direction: Direction,
+    #[comptime] tile_rows: u32,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let slot = CUBE_POS as u32 * comptime!(ROWS as u32) + UNIT_POS / comptime!(UNITS_OF_ROW as u32);
+    let tile = slot / tile_rows;
+    if tile >= u32::cast_from(table[sizes.experts as usize]) {
+        terminate!();
+    }
+    let expert = u32::cast_from(table[(sizes.experts + 1u32 + tile) as usize]);
+    let first_slot = u32::cast_from(table[expert as usize]) * tile_rows;
+    let index = u32::cast_from(starts[expert as usize]) + slot - first_slot;
+    let has_pair = index < u32::cast_from(starts[expert as usize + 1]);
+    let mut vector = UNIT_POS % comptime!(UNITS_OF_ROW as u32);
+    if has_pair {
+        let pair = u32::cast_from(order[index as usize]);
+        let outside = pair / sizes.of_row;
+        let mut from = slot as usize;
+        let mut to = outside as usize;
+        if comptime!(direction == Direction::ToSlots) {
+            from = outside as usize;
+            to = slot as usize;
+        }
+        from *= sizes.source_stride as usize;
+        to *= sizes.target_stride as usize;
+        while vector < sizes.vectors {
+            target[to + vector as usize] = source[from + vector as usize];
+            vector += comptime!(UNITS_OF_ROW as u32);
+        }
+    } else if comptime!(direction == Direction::ToSlots) {
+        let to = slot as usize * sizes.target_stride as usize;
+        while vector < sizes.vectors {
+            target[to + vector as usize] = Vector::<E, N>::cast_from(0u32);
+            vector += comptime!(UNITS_OF_ROW as u32);
+        }
+    }
+}
