@@ -41,8 +41,12 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
         while !waiting.is_empty() && (running.is_empty() || rng.random_bool(0.4)) {
             let index = waiting.pop().expect("a sequence waits");
             let prompt = sequences[index].prompt.clone();
-            let mut prefill = Prefill::new(gemma.model(), prompt, kind).expect("the prompt fits");
-            let chunk = rng.random_range(1..20);
+            let prefill = match rng.random_bool(0.5) {
+                true => gemma.prefill(prompt, kind),
+                false => Prefill::new(gemma.model(), prompt, kind),
+            };
+            let mut prefill = prefill.expect("the prompt fits");
+            let chunk = rng.random_range(1..40);
             let first = loop {
                 if let Some(logits) = prefill.advance(chunk).expect("the device works") {
                     break token(&logits.choose(&[RowChoice::Argmax]).expect("one row"));

@@ -41,6 +41,7 @@ mod packing;
 mod per_layer_table;
 mod products;
 mod programs;
+mod prompt_graphs;
 mod prompts;
 mod qlora;
 mod quantized;

@@ -9,9 +9,11 @@ use crate::config::generation::GenerationDefaults;
 use crate::error::Gemma4Error;
 use crate::error::existing;
 use crate::generate;
-use crate::generate::{GenerateOptions, Generation, Token};
+use crate::generate::decode::Prefill;
+use crate::generate::{CapturedPrompts, GenerateOptions, Generation, Token};
 use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
+use crate::model::cache::kind::CacheKind;
 use crate::model::cache::precision::KvPrecision;
 use crate::session::Session;
 use crate::speculative::drafter::Drafter;
@@ -50,6 +52,8 @@ pub struct Gemma4 {
     chat_template: ChatTemplate,
     defaults: GenerationDefaults,
     drafter: Option<Drafter>,
+    /// The graphs of the model's passes over prompts.
+    graphs: CapturedPrompts,
 }
 
 /// The prompt of a generation: a text, a conversation or tokens.
@@ -132,6 +136,7 @@ impl Gemma4 {
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
+            graphs: CapturedPrompts::default(),
         })
     }
 
@@ -154,6 +159,7 @@ impl Gemma4 {
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
+            graphs: CapturedPrompts::default(),
         })
     }
 
@@ -178,6 +184,7 @@ impl Gemma4 {
             tokenizer: Tokenizer::from_bytes(include_bytes!("../embedded/tokenizer.json"))?,
             chat_template: ChatTemplate::gemma4(),
             drafter: None,
+            graphs: CapturedPrompts::default(),
         })
     }
 
@@ -186,8 +193,7 @@ impl Gemma4 {
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::merge_adapter`].
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let model = self.model.merge_adapter(folder)?;
-        Ok(Self { model, ..self })
+        self.with_model(|model| model.merge_adapter(folder))
     }
 
     /// Adds the LoRA adapter in `folder` to the model. The adapter is merged into the weights that are not quantized.
@@ -195,8 +201,7 @@ impl Gemma4 {
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let model = self.model.attach_adapter(folder)?;
-        Ok(Self { model, ..self })
+        self.with_model(|model| model.attach_adapter(folder))
     }
 
     /// Quantizes the weights.
@@ -204,8 +209,7 @@ impl Gemma4 {
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::quantize`].
     pub fn quantize(self, quantization: Quantization) -> Result<Self, Gemma4Error> {
-        let model = self.model.quantize(quantization)?;
-        Ok(Self { model, ..self })
+        self.with_model(|model| model.quantize(quantization))
     }
 
     /// Loads the drafter in `folder`. A generation uses the drafter if the options select [`Drafts::Drafter`].
@@ -441,7 +445,32 @@ impl Gemma4 {
             model: &self.model,
             drafter: self.drafter.as_ref(),
             tokenizer: &self.tokenizer,
+            graphs: &self.graphs,
         }
+    }
+
+    /// Replaces the model by a changed model.
+    fn with_model(
+        self,
+        change: impl FnOnce(Gemma4Model) -> Result<Gemma4Model, Gemma4Error>,
+    ) -> Result<Self, Gemma4Error> {
+        // The graphs compute with the old weights, and keep them in memory.
+        drop(self.graphs);
+        Ok(Self {
+            model: change(self.model)?,
+            graphs: CapturedPrompts::default(),
+            ..self
+        })
+    }
+
+    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to [`Prefill::new`], the prefill
+    /// replays a CUDA graph if it reads a whole prompt of up to 2,048 tokens at once.
+    ///
+    /// # Errors
+    /// Passes on the errors of [`Prefill::new`].
+    pub fn prefill(&self, tokens: Vec<u32>, kind: CacheKind) -> Result<Prefill, Gemma4Error> {
+        let prefill = Prefill::new(&self.model, tokens, kind)?;
+        Ok(prefill.with_graphs(&self.graphs))
     }
 
     /// Starts a session, which keeps its KV cache between generations. If a prompt begins with the tokens of the previous

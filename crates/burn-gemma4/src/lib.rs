@@ -38,7 +38,7 @@ pub use generate::decode::{
 };
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;
-pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
+pub use generate::{FinishReason, GenerateOptions, Generation, PromptGraphs, Timings, Token};
 pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
     Gemma4Model, Logits,

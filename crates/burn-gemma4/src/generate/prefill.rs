@@ -1,6 +1,7 @@
 //! Prefill of the prompts in chunks. A column of the KV cache is one token position of every sequence.
 
 use super::options::GenerateOptions;
+use super::prompt_graphs::CapturedPrompts;
 use super::sequence::Sequence;
 use crate::error::Gemma4Error;
 use crate::model::cache::Cache;
@@ -14,15 +15,25 @@ const PROCESSORS_CHUNK: usize = 512;
 const ACCELERATORS_CHUNK: usize = 8192;
 
 /// Prefills the tokens of the prompts that are not in the cache. Returns the hidden state `[batch, 1, hidden]` of each
-/// prompt's last token, or `None` if the generation was cancelled.
+/// prompt's last token, or `None` if the generation was cancelled. A single prompt may replay one of the `graphs`, which must
+/// be those of `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
+    graphs: &CapturedPrompts,
     sequences: &[Sequence<'_>],
     cache: &mut Cache,
     options: &GenerateOptions,
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let prompts: Vec<&[u32]> = sequences.iter().map(|one| &one.prompt[..]).collect();
     let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+    if let [prompt] = prompts[..]
+        && options.graph_capture
+        && !options.is_cancelled()
+        && prompt.len() <= chunk(model, 1, options)
+        && let Some(hidden) = graphs.read(model, prompt, cache)
+    {
+        return Ok(Some(hidden));
+    }
     read(model, &prompts, longest, Logits::Last(1), cache, options)
 }
 
@@ -35,6 +46,17 @@ pub(crate) fn read_beginning(
 ) -> Result<(), Gemma4Error> {
     let end = beginning.len();
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
+}
+
+/// Returns the number of tokens of each prompt that one call reads.
+fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usize {
+    options.prefill_chunk.unwrap_or_else(|| {
+        let together = match model.is_accelerated() {
+            true => ACCELERATORS_CHUNK,
+            false => PROCESSORS_CHUNK,
+        };
+        (together / prompts).max(1)
+    })
 }
 
 /// Prefills the tokens of the prompts that are not in the cache, in chunks. `longest` is the length of the longest prompt.
@@ -52,13 +74,7 @@ fn read(
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let device = model.device();
     let pad = model.config().pad_token;
-    let chunk = options.prefill_chunk.unwrap_or_else(|| {
-        let together = match model.is_accelerated() {
-            true => ACCELERATORS_CHUNK,
-            false => PROCESSORS_CHUNK,
-        };
-        (together / prompts.len()).max(1)
-    });
+    let chunk = chunk(model, prompts.len(), options);
     loop {
         if options.is_cancelled() {
             return Ok(None);

@@ -4,6 +4,7 @@ use super::decode::{Decoder, Next};
 use super::generation::{Generation, OnToken, Timings};
 use super::options::GenerateOptions;
 use super::prefill::prefill;
+use super::prompt_graphs::CapturedPrompts;
 use super::sequence::{Chosen, Sequence, begins, samplers};
 use crate::config::Gemma4Config;
 use crate::error::Gemma4Error;
@@ -22,6 +23,8 @@ pub(crate) struct Checkpoint<'a> {
     /// The drafter, which a generation uses if its options select it.
     pub drafter: Option<&'a Drafter>,
     pub tokenizer: &'a Tokenizer,
+    /// The model's graphs of prompts.
+    pub graphs: &'a CapturedPrompts,
 }
 
 /// Checks prompts and options, and returns the maximum number of tokens to generate.
@@ -103,6 +106,7 @@ pub(crate) fn run(
         model,
         drafter,
         tokenizer,
+        graphs,
     } = checkpoint;
     let pad = model.config().pad_token;
     let read_before = cache.len();
@@ -115,7 +119,7 @@ pub(crate) fn run(
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
-    let hidden = prefill(model, &sequences, cache, options)?;
+    let hidden = prefill(model, graphs, &sequences, cache, options)?;
     let read = |sequence: &Sequence<'_>| {
         let first = read_before.max(longest - sequence.prompt.len());
         cache.len().saturating_sub(first)

@@ -8,7 +8,7 @@ use super::layer::RmsNorm;
 use super::layer::ops::{LayerOps, ResidualStream};
 use super::logits::Logits;
 use super::observe::{Observer, Site};
-use super::prefill_ops::{PrefillOps, Rotations};
+use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
 #[cfg(feature = "cube")]
@@ -83,32 +83,22 @@ impl Gemma4Model {
         let asked = logits.of(count);
         let device = ids.device();
 
-        let embedded = self.embed_tokens.forward(ids.clone());
-        observer.observe(Site::Embedding, || embedded.clone());
-        let embedded = flat_rows(embedded);
+        let (embedded, embeddings) = self.embedded_rows(&ids, from_host, observer);
         let hidden = embedded.dims()[1];
-        let embeddings = self.per_layer_embeddings(&ids, from_host, &embedded, linear::rows);
-        if let Some(embeddings) = &embeddings {
-            let layers = self.config.num_layers();
-            let columns = self.config.hidden_size_per_layer_input;
-            observer.observe(Site::PerLayerEmbeddings, || {
-                embeddings.clone().reshape([batch, count, layers, columns])
-            });
-        }
 
-        let (cache, positions) = match after {
+        let (destination, positions) = match after {
             Some(After { cache, positions }) => {
                 let call = cache.call(count, &device, self.is_accelerated());
-                (Some((cache, call)), Some(positions))
+                (KvDestination::Cache(cache, Box::new(call)), Some(positions))
             }
-            None => (None, None),
+            None => (KvDestination::Dropped, None),
         };
         let mut any_rows = PrefillOps {
             batch,
             rotations,
             window: self.config.sliding_window,
             segments,
-            cache,
+            destination,
             mlp_recompute: self.mlp_recompute,
             observer,
         };
@@ -116,7 +106,7 @@ impl Gemma4Model {
         let own = 0..self.config.first_shared_layer();
         let stream = ResidualStream::new(embedded);
         let stream = self.layers(own, stream, embeddings.as_ref(), &mut shared, &mut any_rows);
-        if let Some((cache, call)) = &mut any_rows.cache {
+        if let KvDestination::Cache(cache, call) = &mut any_rows.destination {
             cache.advance(call);
         }
 
@@ -165,6 +155,29 @@ impl Gemma4Model {
             .observer
             .observe(Site::FinalNorm, || normed.clone());
         normed
+    }
+
+    /// Embeds the tokens `ids`, `[batch, positions]`. Returns the first residual stream, `[rows, hidden]`, and the per-layer
+    /// embeddings of all layers, `[rows, layers · columns]`, if the model has them.
+    pub(crate) fn embedded_rows<O: Observer>(
+        &self,
+        ids: &Tensor<2, Int>,
+        from_host: Option<Tensor<2>>,
+        observer: &mut O,
+    ) -> (Tensor<2>, Option<Tensor<2>>) {
+        let [batch, count] = ids.dims();
+        let embedded = self.embed_tokens.forward(ids.clone());
+        observer.observe(Site::Embedding, || embedded.clone());
+        let embedded = flat_rows(embedded);
+        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, linear::rows);
+        if let Some(embeddings) = &embeddings {
+            let layers = self.config.num_layers();
+            let columns = self.config.hidden_size_per_layer_input;
+            observer.observe(Site::PerLayerEmbeddings, || {
+                embeddings.clone().reshape([batch, count, layers, columns])
+            });
+        }
+        (embedded, embeddings)
     }
 
     /// Runs a range of layers in order. The layers store their keys and values in `shared`, from which shared KV layers

@@ -15,6 +15,8 @@ pub mod observe;
 pub(crate) mod per_layer;
 pub(crate) mod placement;
 pub(crate) mod prefill_ops;
+#[cfg(feature = "cube")]
+pub(crate) mod prompt_pass;
 pub(crate) mod split_table;
 mod text_model;
 pub(crate) mod tokens;

@@ -36,11 +36,23 @@ pub(crate) struct PrefillOps<'a, O> {
     pub window: usize,
     /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
-    /// The KV cache that stores the keys and values of this call for later calls, or `None` in training.
-    pub cache: Option<(&'a mut Cache, Call)>,
+    /// Where the keys and values of this call are stored for later calls.
+    pub destination: KvDestination<'a>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     pub mlp_recompute: bool,
     pub observer: &'a mut O,
+}
+
+/// Where a call stores its keys and values for later calls.
+pub(crate) enum KvDestination<'a> {
+    /// Nowhere, as in training.
+    Dropped,
+    /// In the KV cache.
+    Cache(&'a mut Cache, Box<Call>),
+    /// In a list with the keys and values of each layer that computes its own, in the order of the layers. Each tensor is
+    /// `[batch, kv_heads, positions, head_dim]`.
+    #[cfg(feature = "cube")]
+    List(Vec<[Tensor<4>; 2]>),
 }
 
 /// The cosines and sines of the rotary embedding (RoPE) at a call's positions, for both layer types.
@@ -108,22 +120,25 @@ impl<O> PrefillOps<'_, O> {
 }
 
 impl<O: Observer> PrefillOps<'_, O> {
-    /// Stores the new keys and values, `[batch, kv_heads, positions, head_dim]`, in the KV cache, if there is one. Returns
-    /// the keys and values that the layer's queries attend to.
+    /// Stores the new keys and values, `[batch, kv_heads, positions, head_dim]`, in the destination. Returns the keys and
+    /// values that the layer's queries attend to.
     fn keep(&mut self, attention: &Attention, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
         let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
         self.observe(layer, LayerSite::Key, || key.clone());
         self.observe(layer, LayerSite::Value, || value.clone());
-        match &mut self.cache {
-            Some((cache, call)) => cache.extend(layer, &norm.weight, key, value, call),
-            None => {
-                let visible = Visible {
-                    segments: self.segments.clone(),
-                    ..Visible::in_order(kind, self.window)
-                };
-                KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
+        match &mut self.destination {
+            KvDestination::Cache(cache, call) => {
+                return cache.extend(layer, &norm.weight, key, value, call);
             }
+            #[cfg(feature = "cube")]
+            KvDestination::List(list) => list.push([key.clone(), value.clone()]),
+            KvDestination::Dropped => (),
         }
+        let visible = Visible {
+            segments: self.segments.clone(),
+            ..Visible::in_order(kind, self.window)
+        };
+        KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
     }
 }
 

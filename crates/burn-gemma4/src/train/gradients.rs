@@ -9,7 +9,7 @@ use crate::model::cache::key_values::{KeyValues, SharedKeyValues};
 use crate::model::cache::slots::Slots;
 use crate::model::forward::{Text, last_positions};
 use crate::model::layer::ops::ResidualStream;
-use crate::model::prefill_ops::{PrefillOps, Rotations};
+use crate::model::prefill_ops::{KvDestination, PrefillOps, Rotations};
 use crate::model::{Gemma4Model, Logits};
 use crate::op::attach::attach;
 use crate::op::column_slice::ColumnSlice;
@@ -313,7 +313,7 @@ impl<'a> Pass<'a> {
             rotations: rotations.clone(),
             window: model.config().sliding_window,
             segments: self.segments.clone(),
-            cache: None,
+            destination: KvDestination::Dropped,
             // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so memory
             // holds the activations of only that layer.
             mlp_recompute: false,

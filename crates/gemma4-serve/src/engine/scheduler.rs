@@ -145,6 +145,10 @@ impl<'a> Scheduler<'a> {
                 return Ok(());
             };
             let before = prefilling.prefill.remaining();
+            // Do not divide a prompt that the next round can read at once, because whole prompts replay a CUDA graph.
+            if (budget + 1..=self.chunk).contains(&before) && budget < self.chunk {
+                return Ok(());
+            }
             let choices: Vec<RowChoice<'_>> = match prefilling.answers.first() {
                 Some(first) => vec![first.row_choice()],
                 None => return Ok(()),
@@ -227,7 +231,10 @@ impl<'a> Scheduler<'a> {
             )
         });
         let answers = answers.collect::<Result<Vec<_>, _>>()?;
-        let prefill = Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?;
+        let prefill = match self.options.graph_capture {
+            true => self.gemma.prefill(request.prompt, self.options.cache)?,
+            false => Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?,
+        };
         Ok((prefill, answers))
     }
 

@@ -5,6 +5,7 @@ use super::graph::GraphCapture;
 use super::next::Next;
 use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
+use crate::generate::CapturedPrompts;
 use crate::model::cache::Cache;
 use crate::model::cache::kind::CacheKind;
 use crate::model::tokens::Tokens;
@@ -46,6 +47,8 @@ pub struct Prefill {
     model: Gemma4Model,
     cache: Cache,
     tokens: Vec<u32>,
+    /// The graphs of whole prompts, or `None` if every launch is separate.
+    graphs: Option<CapturedPrompts>,
 }
 
 impl Prefill {
@@ -79,7 +82,16 @@ impl Prefill {
             model: model.clone(),
             cache: model.cache_of(kind, vec![0])?,
             tokens,
+            graphs: None,
         })
+    }
+
+    /// Replays a graph if the whole prompt is read at once. The graphs must be those of this prefill's model.
+    pub(crate) fn with_graphs(self, graphs: &CapturedPrompts) -> Self {
+        Self {
+            graphs: Some(graphs.clone()),
+            ..self
+        }
     }
 
     /// The number of prompt tokens that the model has not read yet.
@@ -96,6 +108,13 @@ impl Prefill {
     pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
         let start = self.cache.len();
         let end = start.saturating_add(chunk.max(1)).min(self.tokens.len());
+        if end - start == self.tokens.len()
+            && let Some(graphs) = &self.graphs
+            && let Some(hidden) = graphs.read(&self.model, &self.tokens, &mut self.cache)
+        {
+            let next = Next::of_hidden(&self.model, hidden);
+            return Ok(Some(RowLogits::of(next, 1)));
+        }
         let device = self.model.device();
         let tokens = Tokens::upload(self.tokens[start..end].to_vec(), [1, end - start], &device);
         let asked = match end == self.tokens.len() {

@@ -109,6 +109,16 @@ impl SharedKeyValues {
         }
     }
 
+    /// Limits the keys of each sequence to its first `lengths` keys, `[batch]`, for queries at the position of the last of
+    /// them. No launch of a captured graph may write `lengths`.
+    #[cfg(feature = "cube")]
+    pub fn limit(&mut self, lengths: &Tensor<1, Int>) {
+        for key_values in [&mut self.sliding, &mut self.full].into_iter().flatten() {
+            key_values.visible.lengths = Some(lengths.clone());
+            key_values.visible.lengths_ahead = true;
+        }
+    }
+
     pub fn get(&self, kind: LayerType) -> Option<&KeyValues> {
         match kind {
             LayerType::Sliding => self.sliding.as_ref(),

@@ -23,7 +23,7 @@ use crate::model::cache::key_values::SharedKeyValues;
 use crate::model::decode_ops::DecodeOps;
 use crate::model::layer::Linear;
 use crate::model::layer::ops::{LayerOps, ResidualStream};
-use crate::model::prefill_ops::{PrefillOps, Rotations};
+use crate::model::prefill_ops::{KvDestination, PrefillOps, Rotations};
 use crate::op::column_slice::ColumnSlice;
 use crate::op::flat_rows;
 use burn::{
@@ -234,7 +234,7 @@ impl Drafter {
             rotations: Rotations::new(&self.model.rope, &position, dtype, &device),
             window: self.model.config().sliding_window,
             segments: None,
-            cache: None,
+            destination: KvDestination::Dropped,
             mlp_recompute: false,
             observer: &mut (),
         };

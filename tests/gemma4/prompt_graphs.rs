@@ -1,0 +1,89 @@
+//! Tests prompts that replay a CUDA graph. The logits, the KV cache and the next decode steps must be those of separate
+//! launches, for every length up to and around the padded lengths.
+//!
+//! Devices without CUDA graphs run the padded pass without a capture once, and then separate launches.
+
+use crate::fixture::{assert_close, greedy, on_every_device, tokens, values};
+use burn_gemma4::{Gemma4, Logits, PromptGraphs};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::ops::ControlFlow;
+
+/// Reads `prompt` and then `after`, one token at a time. Returns all logits.
+fn logits(
+    gemma: &Gemma4,
+    graphs: Option<&PromptGraphs>,
+    prompt: &[u32],
+    after: &[u32],
+) -> Vec<f32> {
+    let model = gemma.model();
+    let mut cache = model.cache(vec![0]);
+    let mut found = match graphs {
+        Some(graphs) => {
+            let next = graphs.read(prompt, &mut cache).expect("the tokens fit");
+            next.logits().expect("the device works")
+        }
+        None => {
+            let tokens = tokens(&[prompt], &gemma.device());
+            let logits = model.step(tokens, &mut cache, Logits::Last(1));
+            values(
+                logits
+                    .expect("the tokens fit")
+                    .expect("logits of one position"),
+            )
+        }
+    };
+    assert_eq!(cache.len(), prompt.len());
+    let mut decoder = model.decoder(&mut cache);
+    for token in after {
+        let next = decoder.step(&[*token]).expect("the token fits");
+        found.extend(next.logits().expect("the device works"));
+    }
+    found
+}
+
+#[test]
+fn prompt_by_graph_matches_separate_launches() {
+    on_every_device(|fixture, gemma, _| {
+        let graphs = PromptGraphs::new(gemma.model().clone());
+        let vocabulary = gemma.config().vocab_size as u32;
+        let mut rng = StdRng::seed_from_u64(11);
+        // The lengths come twice in another order, so that each graph runs for prompts of different lengths.
+        for length in [20, 32, 33, 64, 1, 31, 2, 32, 50, 8, 65, 40, 63, 17] {
+            let mut draw = |count: usize| -> Vec<u32> {
+                (0..count)
+                    .map(|_| rng.random_range(0..vocabulary))
+                    .collect()
+            };
+            let (prompt, after) = (draw(length), draw(3));
+            let found = logits(gemma, Some(&graphs), &prompt, &after);
+            let expected = logits(gemma, None, &prompt, &after);
+            assert_close(
+                &found,
+                &expected,
+                &format!("{}, {length} tokens", fixture.name),
+            );
+        }
+    });
+}
+
+/// Checks that a generation that replays a graph gives the same tokens as the first generation, which has no graph.
+#[test]
+fn generation_by_graph_equals_first_generation() {
+    on_every_device(|fixture, gemma, _| {
+        let options = greedy(gemma, 8);
+        let generate = |prompt: &[u32]| {
+            let generation =
+                gemma.generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()));
+            generation.expect("the prompt fits").tokens
+        };
+        for _ in 0..4 {
+            assert_eq!(
+                generate(&fixture.prompt),
+                fixture.generated[..8],
+                "{}",
+                fixture.name
+            );
+            generate(&fixture.prompt[1..]);
+        }
+    });
+}
