@@ -165,6 +165,15 @@ impl Experts {
         if rows == 0 {
             return input;
         }
+        #[cfg(feature = "cuda")]
+        if let Some(mixed) = moe_gemm::mixture(
+            &input,
+            [self.gate_up_proj.matrices(), self.down_proj.matrices()],
+            &routing.experts,
+            &routing.weights,
+        ) {
+            return mixed;
+        }
         let dtype = input.dtype();
         let [_, top_k] = routing.experts.dims();
         let weights = routing.weights.clone().reshape([rows, top_k, 1]);

@@ -31,6 +31,21 @@ pub(crate) struct QuantizedMatrix {
     pub layout: Layout,
 }
 
+#[cfg(feature = "cuda")]
+impl Matrices {
+    /// Returns the float matrices, `[matrices, rows, columns]`. Dequantizes quantized matrices to `dtype`.
+    pub fn whole(self, dtype: DType) -> Tensor<3> {
+        match self {
+            Self::Whole(matrices) => matrices,
+            Self::Quantized { all, rows } => {
+                let count = all.words.dims()[0] / rows;
+                let columns = all.layout.columns;
+                all.dequantized(dtype).reshape([count, rows, columns])
+            }
+        }
+    }
+}
+
 impl Matrix {
     /// Returns the number of rows.
     pub fn rows(&self) -> usize {

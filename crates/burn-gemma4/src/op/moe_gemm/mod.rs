@@ -10,6 +10,8 @@ mod group;
 mod kernel;
 mod launch;
 #[cfg(feature = "cuda")]
+mod mixture;
+#[cfg(feature = "cuda")]
 mod padded;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -17,6 +19,9 @@ mod tests;
 mod tiles;
 #[cfg(any(feature = "cuda", all(test, feature = "wgpu")))]
 mod tiles_kernel;
+
+#[cfg(feature = "cuda")]
+pub(crate) use mixture::mixture;
 
 use super::linear::{Matrices, QuantizedMatrix};
 use crate::quant::layout::Layout;

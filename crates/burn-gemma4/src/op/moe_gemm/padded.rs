@@ -15,7 +15,8 @@ use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
 
-/// True if the tensor cores can multiply the experts' rows on the device of `client`.
+/// True if the tensor cores can multiply the experts' rows on the device of `client`. Widths that are not multiples of 8 run
+/// on ordinary units; no published model has such widths.
 pub(super) fn serves(client: &Client, dtype: DType) -> bool {
     is_hopper(client) && matches!(dtype, DType::F16 | DType::BF16)
 }
@@ -64,15 +65,26 @@ pub(super) fn product(
 }
 
 /// True if TMA can read and write rows of these sizes.
-fn has_legal_sizes(columns: &[usize]) -> bool {
+pub(super) fn has_legal_sizes(columns: &[usize]) -> bool {
     columns.iter().all(|columns| columns.is_multiple_of(8))
 }
 
 /// Returns the matrix with contiguous rows, which may be apart in memory.
-fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
+pub(super) fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
     match matrix.meta.strides()[1] == 1 && !matrix.meta.is_tiled() {
         true => matrix.clone(),
         false => into_contiguous(matrix.clone()),
+    }
+}
+
+/// Returns matrices that TMA can read, `[experts, columns_out, columns_in]`. Copies them only if their strides are not legal.
+pub(super) fn with_legal_strides(matrices: &CubeTensor) -> CubeTensor {
+    let strides = matrices.meta.strides();
+    let is_aligned =
+        |stride: &usize| *stride > 0 && (stride * matrices.dtype.size()).is_multiple_of(16);
+    match strides[2] == 1 && !matrices.meta.is_tiled() && strides[..2].iter().all(is_aligned) {
+        true => matrices.clone(),
+        false => into_contiguous(matrices.clone()),
     }
 }
 
@@ -80,19 +92,7 @@ impl Right {
     /// Returns the experts' matrices, `[experts, columns_out, columns_in]`, in `dtype`.
     fn matrices(&self, dtype: DType, experts: usize, columns_in: usize) -> CubeTensor {
         match self {
-            Self::Whole(matrices) => {
-                let strides = matrices.meta.strides();
-                let bytes = |stride: usize| stride * dtype.size();
-                let is_legal = strides[2] == 1
-                    && !matrices.meta.is_tiled()
-                    && strides[..2]
-                        .iter()
-                        .all(|stride| bytes(*stride).is_multiple_of(16));
-                match is_legal {
-                    true => matrices.clone(),
-                    false => into_contiguous(matrices.clone()),
-                }
-            }
+            Self::Whole(matrices) => with_legal_strides(matrices),
             Self::Words(words, stacked) => {
                 let whole = CubeBackend::dequantize(words.clone(), stacked.layout, dtype);
                 CubeBackend::float_reshape(whole, Shape::new([experts, stacked.rows, columns_in]))

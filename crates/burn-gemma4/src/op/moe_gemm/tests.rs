@@ -218,14 +218,20 @@ fn rows_and_gradients_in_half_precision_match_reference() {
 }
 
 /// Returns the quantized matrices of `experts` experts with `rows` rows each, and the same matrices in dequantized form.
-fn matrices(layout: Layout, experts: usize, rows: usize, device: &Device) -> [Matrices; 2] {
+fn matrices(
+    layout: Layout,
+    experts: usize,
+    rows: usize,
+    dtype: DType,
+    device: &Device,
+) -> [Matrices; 2] {
     let words = tests::even_words(layout, experts * rows);
     let words = TensorData::new(words, [experts * rows, layout.words()]);
     let all = QuantizedMatrix {
         words: Tensor::<2, Int>::from_data(words, (device, DType::U32)),
         layout,
     };
-    let whole = all.dequantized(DType::F32);
+    let whole = all.dequantized(dtype);
     [
         Matrices::Quantized { all, rows },
         Matrices::Whole(whole.reshape([experts, rows, layout.columns])),
@@ -251,23 +257,77 @@ fn rows_with_quantized_weight_match_dequantized_weight() {
     device.seed(5);
     let tracked = device.clone().autodiff();
     let [_, _, case] = cases();
-    let columns_out = 70;
-    for layout in some_layouts() {
-        let what = format!("{layout:?}");
-        let columns_in = layout.columns;
-        let input = Tensor::<2>::random([70, columns_in], Distribution::Default, &device);
-        let [found, expected] =
-            matrices(layout, case.experts, columns_out, &tracked).map(|weight| {
-                let input =
-                    Tensor::<2>::from_data(input.clone().into_data(), &tracked).require_grad();
-                let groups = groups(&case.chosen(&tracked), case.experts);
-                let output = rows(input.clone(), weight, &groups, case.top_k);
-                let gradients = (output.clone() * output.clone().detach()).sum().backward();
-                let gradient = input.grad(&gradients).expect("the leaf has a gradient");
-                [values(output), values(gradient)]
-            });
-        for ((found, expected), of) in found.iter().zip(&expected).zip(["output", "gradient"]) {
-            check(found, expected, &format!("{what}: {of}"));
+    let dtypes = [(DType::F32, 70, 2e-5), (DType::BF16, 72, 1.0 / 128.0)];
+    for (dtype, columns_out, tolerance) in dtypes {
+        if !device.supports_dtype(dtype) {
+            continue;
+        }
+        for layout in some_layouts() {
+            let what = format!("{dtype:?}, {layout:?}");
+            let shape = [70, layout.columns];
+            let input = Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
+            let input = input.cast(dtype).into_data();
+            let [found, expected] = matrices(layout, case.experts, columns_out, dtype, &tracked)
+                .map(|weight| {
+                    let input = Tensor::<2>::from_data(input.clone(), (&tracked, dtype));
+                    let input = input.require_grad();
+                    let groups = groups(&case.chosen(&tracked), case.experts);
+                    let output = rows(input.clone(), weight, &groups, case.top_k);
+                    let gradients = (output.clone() * output.clone().detach()).sum().backward();
+                    let gradient = input.grad(&gradients).expect("the leaf has a gradient");
+                    [values(output), values(gradient)]
+                });
+            for ((found, expected), of) in found.iter().zip(&expected).zip(["output", "gradient"]) {
+                check_to(tolerance, found, expected, &format!("{what}: {of}"));
+            }
+        }
+    }
+}
+
+/// Checks a whole mixture of experts on tensor cores, for sizes that are legal for TMA. Devices without them have no result.
+#[cfg(feature = "cuda")]
+#[test]
+fn mixture_matches_reference() {
+    let device = Device::default();
+    device.seed(6);
+    let [_, one, mixed] = cases();
+    for (dtype, epsilon) in [(DType::F16, 1.0 / 1024.0), (DType::BF16, 1.0 / 128.0)] {
+        for (case, (hidden, inner)) in [&one, &mixed].into_iter().zip([(72, 40), (200, 136)]) {
+            let random = |shape: [usize; 2]| {
+                let values =
+                    Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
+                (values - 0.5).cast(dtype)
+            };
+            let input = random([case.rows(), hidden]);
+            let gate_up = random([case.experts * 2 * inner, hidden]);
+            let down = random([case.experts * hidden, inner]);
+            let shares = random([case.rows(), case.top_k]).cast(DType::F32);
+            let stack = |matrix: &Tensor<2>| {
+                let [rows, columns] = matrix.dims();
+                Matrices::Whole(matrix.clone().reshape([
+                    case.experts,
+                    rows / case.experts,
+                    columns,
+                ]))
+            };
+            let matrices = [stack(&gate_up), stack(&down)];
+            let chosen = case.chosen(&device);
+            let Some(found) = mixture(&input, matrices, &chosen, &shares) else {
+                assert!(!infers_on_device(&device, dtype) || device.is_autodiff());
+                continue;
+            };
+            let [input, gate_up, down] = [input, gate_up, down].map(values);
+            let inner_rows = product(case, &input, &gate_up, hidden, case.top_k);
+            let gated = gated(&inner_rows, inner);
+            let outputs = product(case, &gated, &down, inner, 1);
+            let expected = mixed_of(case, &outputs, &values(shares));
+            // The rows between the GEMMs are rounded twice, and each output once.
+            check_to(
+                3.0 * epsilon,
+                &values(found),
+                &expected,
+                &format!("{dtype:?}, {hidden}"),
+            );
         }
     }
 }
@@ -294,7 +354,7 @@ fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
 }
 
 /// Sums the outputs of each row's chosen experts, weighted by `shares`, `[rows, top_k]`.
-fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
+fn mixed_of(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     let columns = outputs.len() / case.chosen.len();
     let mut sums = vec![0.0; case.rows() * columns];
     for (place, outputs) in outputs.chunks_exact(columns).enumerate() {
@@ -335,7 +395,7 @@ fn expert_gemv_matches_reference() {
     };
     let mut weights = vec![whole(14, 9), whole(6, 160), padded(6, 160), padded(14, 9)];
     for layout in some_layouts() {
-        weights.push(matrices(layout, case.experts, 22, &device));
+        weights.push(matrices(layout, case.experts, 22, DType::F32, &device));
     }
     for [weight, numbers] in weights {
         let what = match &weight {
@@ -363,7 +423,7 @@ fn expert_gemv_matches_reference() {
         check(&values(found), &expected, &format!("{what}: gated"));
 
         let outputs = product(&case, &values(inner.clone()), &numbers, columns_in, 1);
-        let expected = mixed(&case, &outputs, &values(shares.clone()));
+        let expected = mixed_of(&case, &outputs, &values(shares.clone()));
         let found = gemv::mix_experts(inner, weight, case.chosen(&device), shares);
         check(&values(found), &expected, &format!("{what}: mixed"));
     }

@@ -2,11 +2,13 @@
 
 use super::NUMBERS;
 use super::tiles_kernel::{
-    Direction, MoveSizesLaunch, ROWS, TABLE_UNITS, UNITS_OF_ROW, move_rows, tile_table,
+    Direction, MoveSizesLaunch, ROWS, SumSizesLaunch, TABLE_UNITS, UNITS_OF_ROW, move_rows,
+    slots_of_pairs, tile_table, weighted_sums,
 };
 use crate::op::launch::vector_size;
 use burn::backend::cubecl::dtype_to_storage_type;
-use burn_cubecl::{cubecl, tensor::CubeTensor};
+use burn::tensor::DType;
+use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::hopper::gemm::plan::MatrixTiles;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
@@ -68,6 +70,62 @@ impl<'a> ExpertTiles<'a> {
         rows
     }
 
+    /// Adds up the slots of each row's pairs, weighted by `weights`, `[rows, top_k]` in f32. Returns `[rows, columns]`.
+    pub fn weighted_sums(&self, slots: &CubeTensor, weights: CubeTensor) -> CubeTensor {
+        let client = &slots.client;
+        let weights = into_contiguous(weights);
+        let [rows, top_k] = weights.meta.shape().dims();
+        let pairs = self.order.meta.shape()[0];
+        assert_eq!(rows * top_k, pairs, "weights: expected one for each pair");
+        assert_eq!(weights.dtype, DType::F32, "weights: expected f32");
+        let of_pairs = empty(slots, [pairs], NUMBERS);
+        let columns = slots.meta.shape()[1];
+        let sums = empty(slots, [rows, columns], slots.dtype);
+        let strides = [slots, &sums].map(|rows| rows.meta.strides()[0]);
+        let vector = vector_size(
+            client,
+            slots.dtype.size(),
+            &[columns, strides[0], strides[1]],
+        );
+        let [source_stride, target_stride] = strides.map(|stride| (stride / vector) as u32);
+        let sizes = SumSizesLaunch::new(
+            rows as u32,
+            top_k as u32,
+            (columns / vector) as u32,
+            source_stride,
+            target_stride,
+        );
+        // SAFETY: the first kernel writes one element of `of_pairs` for each slot with a pair of `order`, which has each pair
+        // once. The second kernel reads slots of pairs, and writes rows below `rows`.
+        unsafe {
+            slots_of_pairs::launch_unchecked(
+                client,
+                cube_count(client, self.slots.div_ceil(TABLE_UNITS)),
+                CubeDim::new_1d(TABLE_UNITS as u32),
+                self.order.clone().into_tensor_arg(),
+                self.starts.clone().into_tensor_arg(),
+                self.table.clone().into_tensor_arg(),
+                of_pairs.clone().into_tensor_arg(),
+                self.experts as u32,
+                MatrixTiles::ROWS as u32,
+            );
+            weighted_sums::launch_unchecked(
+                client,
+                cube_count(client, rows.div_ceil(ROWS)),
+                CubeDim::new_1d((ROWS * UNITS_OF_ROW) as u32),
+                address_type([slots, &sums]),
+                slots.clone().into_tensor_arg(),
+                of_pairs.into_tensor_arg(),
+                weights.into_tensor_arg(),
+                sums.clone().into_tensor_arg(),
+                sizes,
+                dtype_to_storage_type(slots.dtype),
+                vector,
+            );
+        }
+        sums
+    }
+
     fn move_rows(
         &self,
         source: &CubeTensor,
@@ -120,7 +178,7 @@ mod tests {
     use super::*;
     use burn::backend::CubeDevice;
     use burn::backend::ops::{FloatTensorOps, IntTensorOps};
-    use burn::tensor::{DType, TensorData};
+    use burn::tensor::TensorData;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::cubecl::future::block_on;
 
@@ -170,6 +228,17 @@ mod tests {
         let table: Vec<i32> = table.expect("the device works").iter::<i32>().collect();
         assert_eq!(table[experts] as usize, of_tiles.len());
         assert_eq!(table[experts + 1..][..of_tiles.len()], of_tiles);
+
+        // The weights of the pairs are 1, 2, 3 …
+        let weights: Vec<f32> = (1..=chosen.len()).map(|weight| weight as f32).collect();
+        let data = TensorData::new(weights.clone(), [chosen.len() / top_k, top_k]);
+        let weights_of_pairs = CubeBackend::float_from_data(data, &device);
+        let sums = floats(tiles.weighted_sums(&slots, weights_of_pairs));
+        for (row, sums) in sums.chunks_exact(columns).enumerate() {
+            let weight: f32 = weights[row * top_k..][..top_k].iter().sum();
+            let expected = rows[row * columns..][..columns].iter().map(|x| x * weight);
+            assert_eq!(sums, expected.collect::<Vec<_>>());
+        }
 
         let back = floats(tiles.to_pairs(&slots));
         for (pair, row) in back.chunks_exact(columns).enumerate() {

@@ -1,4 +1,4 @@
-//! Moves the rows of (row, chosen expert) pairs to tiles of one expert each, and back.
+//! Moves the rows of (row, chosen expert) pairs to tiles of one expert each, and back, or adds them up by rows.
 //!
 //! A slot is a row of the padded matrix. The slots of an expert begin at a multiple of a tile's rows.
 //!
@@ -116,8 +116,78 @@ pub(super) fn move_rows<E: Float, N: Size>(
     } else if comptime!(direction == Direction::ToSlots) {
         let to = slot as usize * sizes.target_stride as usize;
         while vector < sizes.vectors {
-            target[to + vector as usize] = Vector::<E, N>::cast_from(0u32);
+            target[to + vector as usize] = Vector::<E, N>::cast_from(0.0f32);
             vector += comptime!(UNITS_OF_ROW as u32);
         }
+    }
+}
+
+/// Writes the slot of each pair. `order`, `starts` and `table` are those of [`move_rows()`].
+#[cube(launch_unchecked)]
+pub(super) fn slots_of_pairs(
+    order: &Tensor<i32>,
+    starts: &Tensor<i32>,
+    table: &Tensor<i32>,
+    slots: &mut Tensor<i32>,
+    experts: u32,
+    #[comptime] tile_rows: u32,
+) {
+    let slot = ABSOLUTE_POS as u32;
+    let tile = slot / tile_rows;
+    if tile < u32::cast_from(table[experts as usize]) {
+        let expert = u32::cast_from(table[(experts + 1u32 + tile) as usize]);
+        let first_slot = u32::cast_from(table[expert as usize]) * tile_rows;
+        let index = u32::cast_from(starts[expert as usize]) + slot - first_slot;
+        if index < u32::cast_from(starts[expert as usize + 1]) {
+            let pair = u32::cast_from(order[index as usize]);
+            slots[pair as usize] = i32::cast_from(slot);
+        }
+    }
+}
+
+/// The sizes of a weighted sum.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct SumSizes {
+    pub rows: u32,
+    /// The number of pairs of a row.
+    pub top_k: u32,
+    /// The number of vectors in a row.
+    pub vectors: u32,
+    /// The distance of consecutive rows in vectors.
+    pub source_stride: u32,
+    pub target_stride: u32,
+}
+
+/// Adds up the slots of each row's pairs, weighted by `weights`, `[rows, top_k]`. Sums in f32, and rounds once.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn weighted_sums<E: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    slots: &Tensor<i32>,
+    weights: &Tensor<f32>,
+    target: &mut Tensor<Vector<E, N>>,
+    sizes: SumSizes,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let row = CUBE_POS as u32 * comptime!(ROWS as u32) + UNIT_POS / comptime!(UNITS_OF_ROW as u32);
+    if row >= sizes.rows {
+        terminate!();
+    }
+    let mut vector = UNIT_POS % comptime!(UNITS_OF_ROW as u32);
+    while vector < sizes.vectors {
+        let mut sum = Vector::<f32, N>::cast_from(0.0f32);
+        let mut pair = row * sizes.top_k;
+        let end = pair + sizes.top_k;
+        while pair < end {
+            let slot = u32::cast_from(slots[pair as usize]) as usize;
+            let at = slot * sizes.source_stride as usize + vector as usize;
+            let weight = Vector::<f32, N>::cast_from(weights[pair as usize]);
+            sum += Vector::cast_from(source[at]) * weight;
+            pair += 1u32;
+        }
+        target[row as usize * sizes.target_stride as usize + vector as usize] =
+            Vector::cast_from(sum);
+        vector += comptime!(UNITS_OF_ROW as u32);
     }
 }

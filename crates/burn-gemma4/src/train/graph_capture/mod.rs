@@ -24,8 +24,8 @@ use std::{fmt, marker::PhantomData};
 /// the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape, or a change of
 /// the set of trained parameters, drops the graph permanently.
 ///
-/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On CUDA,
-/// half-precision experts with [`by_layer`](Self::by_layer) also need data on the host. The gradients do not depend on
+/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On
+/// NVIDIA GPUs before Hopper, half-precision experts with [`by_layer`](Self::by_layer) also need data on the host. The gradients do not depend on
 /// whether a graph is used.
 ///
 /// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
