@@ -7,12 +7,14 @@
 use super::cache::Cache;
 use super::cache::key_values::SharedKeyValues;
 use super::decode_ops::DecodeOps;
+use super::layer::Weight;
 use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
 use super::text_model::Gemma4Model;
 use crate::config::LayerType;
 use crate::op::graph_capture::Computation;
 use crate::op::in_place::{overwrite_floats, overwrite_three};
+use crate::op::moe_gemm::infers_on_device;
 use crate::op::rope::{Positions, RotationTables};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
@@ -42,11 +44,19 @@ pub(crate) struct PromptOutputs {
 impl PromptPass {
     /// True if the launches of a forward pass over a prompt need nothing from the host.
     pub fn serves(model: &Gemma4Model) -> bool {
-        let routes_on_device = match model.config().experts {
-            Some(_) => crate::op::moe_gemm::infers_on_device(&model.device(), model.dtype()),
+        // A graph would keep the dequantized experts of a layer in memory, which are far larger than the quantized ones.
+        let has_float_experts = || {
+            let mut experts = model
+                .layers
+                .iter()
+                .filter_map(|layer| layer.experts.as_ref());
+            experts.all(|experts| matches!(experts.gate_up_proj, Weight::Whole(_)))
+        };
+        let experts_run_on_device = match model.config().experts {
+            Some(_) => infers_on_device(&model.device(), model.dtype()) && has_float_experts(),
             None => true,
         };
-        DecodeOps::serve(model, 1) && model.host_table.is_none() && routes_on_device
+        DecodeOps::serve(model, 1) && model.host_table.is_none() && experts_run_on_device
     }
 
     /// Creates the pass over prompts of up to `length` tokens. The inputs are uninitialized.

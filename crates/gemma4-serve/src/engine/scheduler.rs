@@ -146,7 +146,7 @@ impl<'a> Scheduler<'a> {
             };
             let before = prefilling.prefill.remaining();
             // Do not divide a prompt that the next round can read at once, because whole prompts replay a CUDA graph.
-            if (budget + 1..=self.chunk).contains(&before) && budget < self.chunk {
+            if (budget + 1..=self.chunk).contains(&before) && prefilling.prefill.replays() {
                 return Ok(());
             }
             let choices: Vec<RowChoice<'_>> = match prefilling.answers.first() {

@@ -99,6 +99,14 @@ impl Prefill {
         self.tokens.len() - self.cache.len()
     }
 
+    /// True if a call of [`advance`](Self::advance) that reads the whole prompt may replay a CUDA graph. Such a prompt should
+    /// not be divided.
+    pub fn replays(&self) -> bool {
+        let is_new = self.cache.is_empty();
+        let graphs = self.graphs.as_ref().filter(|_| is_new);
+        graphs.is_some_and(|graphs| graphs.serve(&self.model, self.tokens.len(), self.cache.kind()))
+    }
+
     /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. Returns the logits after the prompt's
     /// last token, or `None` if tokens remain.
     ///
