@@ -71,7 +71,8 @@ fn program_chat_history_has_no_thoughts() {
     let folder = thinker();
     let ended = chat(&folder, &[], "hi\nand\nthen\n");
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    assert_eq!(ended.stdout, format!("{}\n", written::ANSWER).repeat(3));
+    let answers = vec![format!("{}\n", written::ANSWER); 3];
+    assert_eq!(ended.stdout, answers.join("\n"));
     assert_eq!(ended.stderr.matches("[thought]").count(), 3, "{ended:?}");
 }
 

@@ -93,7 +93,7 @@ fn program_session_file_is_continued() {
     assert!(second.stderr.contains("3 messages"), "{second:?}");
     let both = chat(&["--system", "Be brief."], "/reset\nthe cat\nand then\n");
     let lines = |ended: &Ended| ended.stdout.clone();
-    assert_eq!(lines(&both), lines(&first) + &lines(&second));
+    assert_eq!(lines(&both), lines(&first) + "\n" + &lines(&second));
     let other = chat(&["--system", "Be long."], "hi\n");
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");

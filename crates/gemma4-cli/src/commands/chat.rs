@@ -18,6 +18,8 @@ const COMMANDS: &str =
 /// Talk to a Gemma 4 model in the terminal.
 ///
 /// Ctrl-C stops an answer. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
+///
+/// If messages come from a file or a pipe, one on each line, an empty line separates the answers.
 #[derive(Parser)]
 #[command(version)]
 pub struct Chat {
@@ -87,6 +89,7 @@ fn talk(
     if is_interactive {
         note(COMMANDS);
     }
+    let mut is_first = true;
     while !output.is_closed() {
         if is_interactive {
             prompt("> ");
@@ -112,6 +115,11 @@ fn talk(
                 note(format_args!("{word} is no command. {COMMANDS}"));
             }
             message => {
+                if !is_interactive && !is_first {
+                    // A closed output ends the loop.
+                    let _ = output.write("\n");
+                }
+                is_first = false;
                 let answered = conversation.answer(message, output, interrupt);
                 let was_answered = answered.is_ok();
                 match answered {

@@ -165,7 +165,7 @@ fn repository() -> Result<PathBuf, Error> {
     let root = package.ancestors().nth(2);
     let root = root.filter(|root| root.join("crates/gemma4-cli").is_dir());
     root.map(Path::to_owned).ok_or_else(|| {
-        let reason = "--data is missing, and the repository that this program was built in is not on this machine";
+        let reason = "--data is missing; expected files or folders, because this machine lacks the repository in which this program was built";
         WrongArgument(reason.into()).into()
     })
 }
