@@ -7,6 +7,7 @@ use crate::fixture::{assert_close, greedy, on_every_device, tokens, values};
 use burn_gemma4::{Gemma4, Logits, PromptGraphs};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::ops::ControlFlow;
+use std::thread;
 
 /// Reads `prompt` and then `after`, one token at a time. Returns all logits.
 fn logits(
@@ -63,6 +64,27 @@ fn prompt_by_graph_matches_separate_launches() {
                 &format!("{}, {length} tokens", fixture.name),
             );
         }
+    });
+}
+
+/// Checks generations on threads that did not load the weights, within and outside of the weights' stream.
+#[test]
+fn generation_on_another_thread_equals_that_of_the_loading_thread() {
+    on_every_device(|fixture, gemma, _| {
+        let options = greedy(gemma, 8);
+        let check = || {
+            for _ in 0..3 {
+                let generation = gemma.generate(fixture.prompt.clone(), &options, |_| {
+                    ControlFlow::Continue(())
+                });
+                let tokens = generation.expect("the prompt fits").tokens;
+                assert_eq!(tokens, fixture.generated[..8], "{}", fixture.name);
+            }
+        };
+        thread::scope(|scope| scope.spawn(check).join()).expect("the tokens are equal");
+        thread::scope(|scope| scope.spawn(|| gemma.on_stream_of_weights(check)).join())
+            .expect("the tokens are equal");
+        check();
     });
 }
 

@@ -473,6 +473,36 @@ impl Gemma4 {
         Ok(prefill.with_graphs(&self.graphs))
     }
 
+    /// Runs `work` on the device's stream that loaded the weights.
+    ///
+    /// CubeCL gives each thread a stream of its own, and CUDA graphs need weights of the thread's stream. A thread that did
+    /// not load the weights runs its launches one by one, unless it generates within this method. Meanwhile no other thread
+    /// may use that stream: the thread that loaded the weights must not use the device.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_gemma4::{Gemma4, LoadOptions};
+    /// use std::ops::ControlFlow;
+    ///
+    /// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+    /// let worker = std::thread::spawn(move || {
+    ///     gemma.on_stream_of_weights(|| {
+    ///         gemma.generate("fn main", &gemma.options(), |_| ControlFlow::Break(()))
+    ///     })
+    /// });
+    /// assert_eq!(worker.join().unwrap()?.tokens.len(), 1);
+    /// # }
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    pub fn on_stream_of_weights<T>(&self, work: impl FnOnce() -> T) -> T {
+        #[cfg(feature = "cube")]
+        if let Some(stream) = crate::op::stream::stream_of(self.model.norm.weight.val()) {
+            return stream.executes(work);
+        }
+        work()
+    }
+
     /// Starts a session, which keeps its KV cache between generations. If a prompt begins with the tokens of the previous
     /// prompt, the session reuses their keys and values.
     pub fn session(&self) -> Session<'_> {

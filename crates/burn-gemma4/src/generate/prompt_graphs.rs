@@ -16,6 +16,8 @@ use crate::model::{Gemma4Model, Logits};
 #[cfg(feature = "cube")]
 use crate::op::graph_capture::CapturedGraph;
 #[cfg(feature = "cube")]
+use crate::op::stream::stream_of;
+#[cfg(feature = "cube")]
 use burn::backend::fusion::custom::StreamId;
 use burn::tensor::Tensor;
 use std::fmt;
@@ -40,8 +42,9 @@ const MOST_WORK_PER_LAYER: f64 = 1e11;
 /// A model, and the CUDA graphs of its passes over prompts. [`Gemma4`](crate::Gemma4) has its own.
 ///
 /// Prompts of up to 2,048 tokens may have a graph, in large models fewer tokens. The first prompt of a length runs without a
-/// graph. The graphs belong to the thread of the first prompt; prompts on other threads run without them. Each graph keeps
-/// the memory of its intermediate tensors: 0.8 GB for all lengths of E2B. Clones share the graphs.
+/// graph. Prompts on other threads than the one that loaded the weights run without graphs: see
+/// [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights). Each graph keeps the memory of its intermediate
+/// tensors: 0.8 GB for all lengths of E2B. Clones share the graphs.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -109,7 +112,7 @@ impl fmt::Debug for CapturedPrompts {
 #[cfg(feature = "cube")]
 #[derive(Default)]
 struct State {
-    /// The stream on which the graphs are captured and replayed. Its work is ordered before and after the replays.
+    /// The stream of the weights, on which the graphs are captured and replayed.
     stream: Option<StreamId>,
     /// The largest length of a prompt that may have a graph, once it has been computed.
     longest: Option<usize>,
@@ -134,9 +137,12 @@ impl CapturedPrompts {
                 return None;
             }
         };
-        let stream = StreamId::current();
+        let current = StreamId::current();
         let longest = *state.longest.get_or_insert_with(|| longest(model));
-        if count == 0 || count > longest || *state.stream.get_or_insert(stream) != stream {
+        let of_weights = *state
+            .stream
+            .get_or_insert_with(|| stream_of(model.norm.weight.val()).unwrap_or(current));
+        if count == 0 || count > longest || of_weights != current {
             return None;
         }
         let index = LENGTHS.iter().position(|length| count <= *length)?;

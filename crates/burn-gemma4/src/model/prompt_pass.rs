@@ -16,6 +16,7 @@ use crate::op::graph_capture::Computation;
 use crate::op::in_place::{overwrite_floats, overwrite_three};
 use crate::op::moe_gemm::infers_on_device;
 use crate::op::rope::{Positions, RotationTables};
+use crate::op::stream::StreamCheck;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 /// The forward pass over a padded prompt, with all tensors that its launches read.
@@ -140,6 +141,10 @@ impl Computation for PromptPass {
             KvDestination::Dropped | KvDestination::Cache(..) => Vec::new(),
         };
         PromptOutputs { hidden, key_values }
+    }
+
+    fn is_local(&self) -> bool {
+        StreamCheck::new().module(&self.model).are_local
     }
 
     fn device(&self) -> Device {

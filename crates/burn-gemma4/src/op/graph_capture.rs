@@ -26,6 +26,9 @@ pub(crate) trait Computation: 'static {
         self.compute()
     }
 
+    /// True if the tensors that the computation reads were allocated on the current stream: see [`stream`](super::stream).
+    fn is_local(&self) -> bool;
+
     /// The device of the computation, without autodiff. A CUDA graph cannot track gradients.
     fn device(&self) -> Device;
 }
@@ -61,7 +64,11 @@ impl<C: Computation> CapturedGraph<C> {
     /// first. Sets `may_capture` to false if the device cannot capture.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
-        if *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE {
+        let is_due = *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE;
+        if is_due && !self.computation.is_local() {
+            log::debug!("CUDA graph: no capture, because tensors were allocated on another thread");
+            *may_capture = false;
+        } else if is_due {
             match self.capture() {
                 Ok(graph) => self.graph = Some(graph),
                 Err(error) => {

@@ -48,6 +48,8 @@ pub(crate) mod sample;
 #[cfg(feature = "cube")]
 pub(crate) mod store;
 #[cfg(feature = "cube")]
+pub(crate) mod stream;
+#[cfg(feature = "cube")]
 mod sums;
 
 #[cfg(feature = "cube")]

@@ -56,7 +56,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts the engine's thread, which owns the model. When the thread ends, the receiver gets the reason of a failure, or
+    /// Starts the engine's thread, which owns the model, and works on the stream of the thread that loaded it. That thread must
+    /// not use the device while the engine runs. When the thread ends, the receiver gets the reason of a failure, or
     /// `Ok` after [`drain`](Self::drain).
     ///
     /// # Errors
@@ -89,7 +90,7 @@ impl Engine {
             vocabulary: config.vocab_size,
         };
         Self::spawn(limits, move |shared, messages| {
-            Scheduler::new(&gemma, &options, shared)?.run(messages)
+            gemma.on_stream_of_weights(|| Scheduler::new(&gemma, &options, shared)?.run(messages))
         })
     }
 

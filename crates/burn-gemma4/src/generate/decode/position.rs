@@ -14,6 +14,7 @@ use crate::model::observe::Part;
 use crate::op::argmax::argmax;
 use crate::op::graph_capture::Computation;
 use crate::op::rope::RotationTables;
+use crate::op::stream::StreamCheck;
 use crate::op::{gemv, make_edges_programmatic};
 use burn::tensor::{Device, Int, Tensor};
 
@@ -81,6 +82,14 @@ impl Computation for Position {
         let outputs = self.compute();
         make_edges_programmatic(&outputs.chosen.tokens());
         outputs
+    }
+
+    fn is_local(&self) -> bool {
+        let mut check = StreamCheck::new();
+        for target in &self.targets {
+            target.check_streams(&mut check);
+        }
+        check.module(&self.model).are_local
     }
 
     fn device(&self) -> Device {

@@ -16,6 +16,7 @@ use crate::model::decode_ops::DecodeOps;
 use crate::op::graph_capture::Computation;
 use crate::op::make_edges_programmatic;
 use crate::op::rope::RotationTables;
+use crate::op::stream::StreamCheck;
 use crate::speculative::drafter::{Draft, Drafter};
 use burn::tensor::{Device, Tensor};
 
@@ -106,6 +107,14 @@ impl Computation for Round {
         let outputs = self.compute();
         make_edges_programmatic(&outputs.tokens);
         outputs
+    }
+
+    fn is_local(&self) -> bool {
+        let mut check = StreamCheck::new();
+        for target in self.last_sliding.iter().chain(&self.last_full) {
+            target.check_streams(&mut check);
+        }
+        check.module(&self.target).module(&self.drafter).are_local
     }
 
     fn device(&self) -> Device {

@@ -9,6 +9,7 @@ use super::{
     slots::Slots,
 };
 use crate::config::LayerType;
+use crate::op::stream::StreamCheck;
 
 /// The buffers to which the decode kernels write a layer's next key and value.
 #[derive(Clone, Debug)]
@@ -17,6 +18,26 @@ pub(crate) enum WriteTarget {
     Apart(Box<Buffers>),
     /// One buffer whose slots hold both key and value.
     Compact(Box<CompactBuffer>),
+}
+
+impl WriteTarget {
+    /// Checks the streams of the buffers.
+    pub(crate) fn check_streams(&self, check: &mut StreamCheck) {
+        let of_slots = |slots: &Slots, check: &mut StreamCheck| match slots {
+            Slots::Whole(rows) => check.floats(rows.clone()),
+            Slots::Q8 { words, scales } => {
+                check.integers(words.clone());
+                check.floats(scales.clone());
+            }
+        };
+        match self {
+            Self::Apart(buffers) => {
+                of_slots(&buffers.key, check);
+                of_slots(&buffers.value, check);
+            }
+            Self::Compact(buffer) => of_slots(&buffer.slots, check),
+        }
+    }
 }
 
 impl Cache {

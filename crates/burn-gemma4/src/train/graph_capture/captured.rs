@@ -8,6 +8,7 @@ use crate::model::forward::Text;
 use crate::model::prefill_ops::Rotations;
 use crate::op;
 use crate::op::graph_capture::{CapturedGraph, Computation};
+use crate::op::stream::StreamCheck;
 use crate::op::{moe_gemm, moe_router};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId},
@@ -245,6 +246,10 @@ impl Computation for Step {
             loss,
             gradients: Rc::new(gradients),
         }
+    }
+
+    fn is_local(&self) -> bool {
+        StreamCheck::new().module(&self.model).are_local
     }
 
     fn device(&self) -> Device {
