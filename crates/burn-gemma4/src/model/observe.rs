@@ -44,11 +44,16 @@ pub enum LayerSite {
 
 /// Receives intermediate tensors of a forward pass. The observer `()` ignores all tensors at no cost.
 pub trait Observer {
+    /// True if the observer uses the tensors. Otherwise a layer may run kernels that do not store all of them.
+    const OBSERVES: bool = true;
+
     /// Receives one tensor, in the order of the computation. `tensor` returns the tensor at `site`.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 
 impl Observer for () {
+    const OBSERVES: bool = false;
+
     fn observe<const D: usize>(&mut self, _site: Site, _tensor: impl FnOnce() -> Tensor<D>) {}
 }
 

@@ -22,6 +22,8 @@ use crate::op::geglu::{GateColumns, gated_columns};
 use crate::op::linear::side_by_side;
 #[cfg(feature = "cube")]
 use crate::op::mlp::adapted_mlp;
+#[cfg(feature = "cuda")]
+use crate::op::moe_router::Choice;
 #[cfg(feature = "cube")]
 use crate::op::rope::heads::{LayerColumns, OwnShape};
 use crate::op::rope::tables::Rope;
@@ -236,6 +238,13 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     }
 
     fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2> {
+        #[cfg(feature = "cuda")]
+        if !O::OBSERVES
+            && let Some(Choice { experts, shares }) = mixture.router.choice_of_rows(&stream)
+        {
+            let normed = mixture.norm.forward(stream);
+            return mixture.experts.mix(normed, &experts, &shares);
+        }
         let routing = mixture.router.forward(stream.clone());
         self.observe(layer, LayerSite::RouterProbabilities, || {
             routing.probabilities.clone()

@@ -110,6 +110,20 @@ impl Router {
         moe_router::route(input, weights, self.top_k, self.epsilon)
     }
 
+    /// Chooses the experts of any number of rows like [`choice`](Self::choice), or returns `None` on devices where Burn's
+    /// operators should choose.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn choice_of_rows(&self, input: &Tensor<2>) -> Option<Choice> {
+        let (device, dtype) = (input.device(), input.dtype());
+        let [experts] = self.per_expert_scale.dims();
+        let serves = linear::on_tensor_cores(&device, dtype)
+            && !device.is_autodiff()
+            && moe_router::chooses(experts)
+            && self.scale.val().dtype() == dtype
+            && self.per_expert_scale.val().dtype() == dtype;
+        serves.then(|| self.choice(input.clone()))
+    }
+
     /// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`. On ties the lower index
     /// comes first.
     fn most_probable(&self, probabilities: &Tensor<2>) -> Tensor<2, Int> {
@@ -161,6 +175,16 @@ impl Experts {
     /// # Shapes
     /// `input` and the result are `[rows, hidden]`.
     pub fn forward(&self, input: Tensor<2>, routing: &Routing) -> Tensor<2> {
+        self.mix(input, &routing.experts, &routing.weights)
+    }
+
+    /// Runs the experts `chosen` for each row, and returns the sum of their outputs, weighted by `weights`, `[rows, top_k]`.
+    pub(crate) fn mix(
+        &self,
+        input: Tensor<2>,
+        chosen: &Tensor<2, Int>,
+        weights: &Tensor<2>,
+    ) -> Tensor<2> {
         let [rows, hidden] = input.dims();
         if rows == 0 {
             return input;
@@ -169,15 +193,15 @@ impl Experts {
         if let Some(mixed) = moe_gemm::mixture(
             &input,
             [self.gate_up_proj.matrices(), self.down_proj.matrices()],
-            &routing.experts,
-            &routing.weights,
+            chosen,
+            weights,
         ) {
             return mixed;
         }
         let dtype = input.dtype();
-        let [_, top_k] = routing.experts.dims();
-        let weights = routing.weights.clone().reshape([rows, top_k, 1]);
-        let outputs = self.outputs(input, &routing.experts);
+        let [_, top_k] = chosen.dims();
+        let weights = weights.clone().reshape([rows, top_k, 1]);
+        let outputs = self.outputs(input, chosen);
         let outputs = outputs.reshape([rows, top_k, hidden]);
         (outputs.cast(DType::F32) * weights)
             .sum_dim(1)

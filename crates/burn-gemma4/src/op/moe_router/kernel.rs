@@ -4,11 +4,12 @@
 //! Algorithm: each group of units computes the logits of several experts at a time. The rank of an expert is the number of
 //! experts before it in descending order of probability. The experts with a rank below k are the top-k.
 //!
-//! Budget: less than 22 KB of shared memory. Registers hold a vector of the row, and `at_once` vectors of the router's
-//! matrix.
+//! Budget: less than 30 KB of shared memory. Registers hold a vector of each row of the cube, `at_once` sums for each row, and
+//! a vector of the router's matrix.
 //!
-//! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read the
-//! matrix from the L2 cache.
+//! Schedule: one cube per row in decoding, and per [`RoutePlan::rows`] rows in prompts. The router's matrix has some hundred
+//! KB, which all cubes after the first read from the L2 cache. Bound: latency in decoding; in prompts the L2 cache and the
+//! units' arithmetic.
 
 use crate::op::sums::{Team, cube_sum, part_of_sum, sum_of_squares};
 use cubecl::prelude::*;
@@ -23,6 +24,8 @@ pub(super) struct RoutePlan {
     pub teams: usize,
     /// The number of experts whose logits a team of units computes at the same time.
     pub at_once: usize,
+    /// The number of rows of a cube, which share each read of the router's matrix.
+    pub rows: usize,
 }
 
 impl RoutePlan {
@@ -43,6 +46,7 @@ pub(super) fn route<E: Float, N: Size>(
     per_expert_scale: &Tensor<E>,
     chosen: &mut Tensor<i32>,
     shares: &mut Tensor<f32>,
+    rows: u32,
     vectors: u32,
     columns: f32,
     epsilon: f32,
@@ -50,57 +54,82 @@ pub(super) fn route<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let row = CUBE_POS * vectors as usize;
+    let first_row = CUBE_POS as u32 * comptime!(plan.rows as u32);
     let units = comptime!(plan.cube().units as u32);
     let experts = comptime!(plan.experts as u32);
     let parts = comptime!(plan.team.parts());
 
     let mut of_cube = Shared::<[f32]>::new_slice(comptime!(plan.cube().parts()));
-    let mut squares = 0.0f32;
-    let mut vector = UNIT_POS;
-    while vector < vectors {
-        squares += sum_of_squares(input[row + vector as usize]);
-        vector += units;
+    let mut factors = Array::<f32>::new(comptime!(plan.rows));
+    let mut starts = Array::<usize>::new(comptime!(plan.rows));
+    #[unroll]
+    for r in 0..plan.rows {
+        // A cube with fewer rows computes the last row again, so that all loads stay in bounds.
+        let start = min(first_row + comptime!(r as u32), rows - 1u32) as usize * vectors as usize;
+        let mut squares = 0.0f32;
+        let mut vector = UNIT_POS;
+        while vector < vectors {
+            squares += sum_of_squares(input[start + vector as usize]);
+            vector += units;
+        }
+        let mean = cube_sum(squares, &mut of_cube, comptime!(plan.cube())) / columns;
+        starts[r] = start;
+        factors[r] = 1.0f32 / (mean + epsilon).sqrt() / columns.sqrt();
+        // Wait until all units have read the sum, before the next row overwrites it.
+        if comptime!(r + 1 < plan.rows) {
+            sync_cube();
+        }
     }
-    let mean = cube_sum(squares, &mut of_cube, comptime!(plan.cube())) / columns;
-    let factor = 1.0f32 / (mean + epsilon).sqrt() / columns.sqrt();
 
-    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.experts * plan.team.parts()));
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.rows * plan.experts * parts));
     let lane = UNIT_POS_X;
     let mut first = UNIT_POS_Y * comptime!(plan.at_once as u32);
-    let mut sums = Array::<f32>::new(comptime!(plan.at_once));
+    let mut sums = Array::<f32>::new(comptime!(plan.at_once * plan.rows));
+    let mut x = Array::<Vector<f32, N>>::new(comptime!(plan.rows));
     while first < experts {
         #[unroll]
-        for o in 0..plan.at_once {
-            sums[o] = 0.0f32;
+        for sum in 0..comptime!(plan.at_once * plan.rows) {
+            sums[sum] = 0.0f32;
         }
         let mut vector = lane;
         while vector < vectors {
-            let x = Vector::<f32, N>::cast_from(input[row + vector as usize])
-                * Vector::<f32, N>::cast_from(scale[vector as usize]);
+            let scale = Vector::<f32, N>::cast_from(scale[vector as usize]);
+            #[unroll]
+            for r in 0..plan.rows {
+                x[r] = Vector::<f32, N>::cast_from(input[starts[r] + vector as usize]) * scale;
+            }
             #[unroll]
             for o in 0..plan.at_once {
                 // If the group of units has no expert left, load the matrix row of the last expert, so that the load stays in
                 // bounds. The result is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;
-                let products = x * Vector::<f32, N>::cast_from(proj[at]);
-                let mut sum = sums[o];
+                let weights = Vector::<f32, N>::cast_from(proj[at]);
                 #[unroll]
-                for component in 0..x.vector_size().comptime() {
-                    sum += products.extract(component);
+                for r in 0..plan.rows {
+                    let products = x[r] * weights;
+                    let mut sum = sums[comptime!(o * plan.rows + r)];
+                    #[unroll]
+                    for component in 0..products.vector_size().comptime() {
+                        sum += products.extract(component);
+                    }
+                    sums[comptime!(o * plan.rows + r)] = sum;
                 }
-                sums[o] = sum;
             }
             vector += comptime!(plan.team.units as u32);
         }
         #[unroll]
         for o in 0..plan.at_once {
-            let part = part_of_sum(sums[o], comptime!(plan.team));
             let expert = first + comptime!(o as u32);
-            if expert < experts && lane.is_multiple_of(comptime!(plan.team.width as u32)) {
-                let at = (lane / comptime!(plan.team.width as u32)) as usize;
-                partial[expert as usize * parts + at] = part;
+            #[unroll]
+            for r in 0..plan.rows {
+                let sum = sums[comptime!(o * plan.rows + r)];
+                let part = part_of_sum(sum, comptime!(plan.team));
+                if expert < experts && lane.is_multiple_of(comptime!(plan.team.width as u32)) {
+                    let at = (lane / comptime!(plan.team.width as u32)) as usize;
+                    let of_row = comptime!(r * plan.experts * parts);
+                    partial[of_row + expert as usize * parts + at] = part;
+                }
             }
         }
         first += comptime!((plan.teams * plan.at_once) as u32);
@@ -109,16 +138,62 @@ pub(super) fn route<E: Float, N: Size>(
 
     let mut numbers = Shared::<[f32]>::new_slice(comptime!(plan.experts));
     let mut keys = Shared::<[u32]>::new_slice(comptime!(plan.experts));
-    let mut expert = UNIT_POS;
-    while expert < experts {
-        let mut logit = 0.0f32;
-        #[unroll]
-        for part in 0..parts {
-            logit += partial[expert as usize * parts + part];
+    let mut of_rank = Shared::<[u32]>::new_slice(comptime!(plan.top_k));
+    #[unroll]
+    for r in 0..plan.rows {
+        let row = first_row + comptime!(r as u32);
+        let mut expert = UNIT_POS;
+        while expert < experts {
+            let mut logit = 0.0f32;
+            #[unroll]
+            for part in 0..parts {
+                let of_row = comptime!(r * plan.experts * parts + part);
+                logit += partial[of_row + expert as usize * parts];
+            }
+            numbers[expert as usize] = logit * factors[r];
+            expert += units;
         }
-        numbers[expert as usize] = logit * factor;
-        expert += units;
+        softmax_in_place(&mut numbers, &mut keys, plan);
+
+        let mut expert = UNIT_POS;
+        while expert < experts {
+            let rank = rank(&keys, expert, comptime!(plan.experts));
+            if rank < comptime!(plan.top_k as u32) {
+                of_rank[rank as usize] = expert;
+            }
+            expert += units;
+        }
+        sync_cube();
+        let mut rank = UNIT_POS;
+        while rank < comptime!(plan.top_k as u32) && row < rows {
+            let mut of_all = 0.0f32;
+            for index in 0..comptime!(plan.top_k) {
+                of_all += numbers[of_rank[index] as usize];
+            }
+            let expert = of_rank[rank as usize];
+            let at = row as usize * comptime!(plan.top_k) + rank as usize;
+            chosen[at] = i32::cast_from(expert);
+            shares[at] = numbers[expert as usize] / of_all
+                * f32::cast_from(per_expert_scale[expert as usize]);
+            rank += units;
+        }
+        // Wait until all units have read the probabilities and ranks, before the next row overwrites them.
+        if comptime!(r + 1 < plan.rows) {
+            sync_cube();
+        }
     }
+}
+
+/// Replaces the logits in `numbers` by their probabilities, and writes the keys by which probabilities compare. Synchronizes
+/// the cube before and after.
+#[cube]
+fn softmax_in_place(
+    numbers: &mut Shared<[f32]>,
+    keys: &mut Shared<[u32]>,
+    #[comptime] plan: RoutePlan,
+) {
+    let units = comptime!(plan.cube().units as u32);
+    let experts = comptime!(plan.experts as u32);
     sync_cube();
     let mut largest = numbers[0];
     for index in 1..comptime!(plan.experts) {
@@ -144,30 +219,6 @@ pub(super) fn route<E: Float, N: Size>(
         expert += units;
     }
     sync_cube();
-
-    let mut of_rank = Shared::<[u32]>::new_slice(comptime!(plan.top_k));
-    let mut expert = UNIT_POS;
-    while expert < experts {
-        let rank = rank(&keys, expert, comptime!(plan.experts));
-        if rank < comptime!(plan.top_k as u32) {
-            of_rank[rank as usize] = expert;
-        }
-        expert += units;
-    }
-    sync_cube();
-    let mut rank = UNIT_POS;
-    while rank < comptime!(plan.top_k as u32) {
-        let mut of_all = 0.0f32;
-        for index in 0..comptime!(plan.top_k) {
-            of_all += numbers[of_rank[index] as usize];
-        }
-        let expert = of_rank[rank as usize];
-        let at = CUBE_POS * comptime!(plan.top_k) + rank as usize;
-        chosen[at] = i32::cast_from(expert);
-        shares[at] =
-            numbers[expert as usize] / of_all * f32::cast_from(per_expert_scale[expert as usize]);
-        rank += units;
-    }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

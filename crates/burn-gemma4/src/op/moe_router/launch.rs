@@ -16,13 +16,19 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous};
-use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::{client::Client, prelude::CubeDim};
 
 /// The number of units in a cube that chooses experts from given probabilities.
 const UNITS: usize = 64;
 /// The number of experts whose logits a team of units computes at the same time.
 const AT_ONCE: usize = 4;
+/// The number of rows that a cube routes if there are more than [`FEW_ROWS`]. The rows share each read of the router's matrix.
+const ROWS: usize = 4;
+/// The largest number of rows that get a cube each.
+const FEW_ROWS: usize = 64;
+/// The largest number of units in a cube with several rows, whose sums take more registers.
+const UNITS_OF_ROWS: usize = 512;
 /// The number of units in a team on devices without plane operations. A team computes logits together.
 const TEAM: usize = 8;
 
@@ -66,14 +72,15 @@ impl RouteBackend for CubeBackend {
         let chosen = empty(&input, [rows, top_k], NUMBERS);
         let shares = empty(&input, [rows, top_k], DType::F32);
         let vector = vector_size(&client, input.dtype.size(), &[columns]);
-        let plan = plan(&client, experts, top_k);
+        let plan = plan(&client, rows, experts, top_k);
         let element = dtype_to_storage_type(input.dtype);
-        // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `input` and all `experts` rows of `proj`. Each row has
-        // `columns` elements. The cube writes only the `top_k` elements of row `r` in `chosen` and `shares`.
+        // SAFETY: a cube has `plan.rows` rows. It reads its rows of `input`, or the last one, and all `experts` rows of `proj`.
+        // Each row has `columns` elements. The cube writes only the `top_k` elements of its rows below `rows` in `chosen` and
+        // `shares`.
         unsafe {
             route::launch_unchecked(
                 &client,
-                exact_cube_count(&client, rows),
+                cube_count(&client, rows.div_ceil(plan.rows)),
                 CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
                 address_type([&input, &proj]),
                 input.into_tensor_arg(),
@@ -82,6 +89,7 @@ impl RouteBackend for CubeBackend {
                 into_contiguous(per_expert_scale).into_tensor_arg(),
                 chosen.clone().into_tensor_arg(),
                 shares.clone().into_tensor_arg(),
+                rows as u32,
                 (columns / vector) as u32,
                 columns as f32,
                 epsilon as f32,
@@ -98,12 +106,18 @@ impl RouteBackend for CubeBackend {
 }
 
 /// Plans enough teams of units to read the router's matrix fast, but no more than the experts need.
-fn plan(client: &Client, experts: usize, top_k: usize) -> RoutePlan {
+fn plan(client: &Client, rows: usize, experts: usize, top_k: usize) -> RoutePlan {
     let width = plane_width(client);
     let limit = client.properties().hardware.max_units_per_cube as usize;
-    let (units, most) = match width {
-        1 => (TEAM, 64),
-        width => (width, limit.min(1024)),
+    // Without plane operations, the sums of several rows would exceed the shared memory.
+    let of_cube = match width > 1 && rows > FEW_ROWS {
+        true => ROWS,
+        false => 1,
+    };
+    let (units, most) = match (width, of_cube) {
+        (1, _) => (TEAM, 64),
+        (width, 1) => (width, limit.min(1024)),
+        (width, _) => (width, limit.min(UNITS_OF_ROWS)),
     };
     let teams = experts.div_ceil(AT_ONCE).min(most / units).max(1);
     RoutePlan {
@@ -112,5 +126,6 @@ fn plan(client: &Client, experts: usize, top_k: usize) -> RoutePlan {
         team: Team { units, width },
         teams,
         at_once: AT_ONCE,
+        rows: of_cube,
     }
 }

@@ -116,3 +116,50 @@ pub trait RouteBackend: Backend {
         epsilon: f64,
     ) -> Routed<Self>;
 }
+
+#[cfg(all(test, any(feature = "wgpu", feature = "cuda")))]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, Distribution};
+
+    /// Checks that rows of a prompt, of which several share a cube, get the experts and weights of single rows.
+    #[test]
+    fn route_of_many_rows_equals_single_rows() {
+        let device = Device::default();
+        device.seed(2);
+        let (hidden, experts, top_k) = (72, 37, 5);
+        for dtype in [DType::F32, DType::BF16] {
+            if !device.supports_dtype(dtype) {
+                continue;
+            }
+            let random = |shape: [usize; 2]| {
+                let values =
+                    Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
+                (values - 0.5).cast(dtype)
+            };
+            let (proj, scales) = (random([experts, hidden]), random([2, hidden]));
+            let routed = |input: Tensor<2>| {
+                let weights = RouterWeights {
+                    proj: proj.clone(),
+                    scale: scales.clone().narrow(0, 0, 1).reshape([hidden]),
+                    per_expert_scale: scales.clone().slice([1..2, 0..experts]).reshape([experts]),
+                };
+                let Choice { experts, shares } = route(input, weights, top_k, 1e-6);
+                let experts: Vec<i64> = experts.into_data().iter::<i64>().collect();
+                let shares: Vec<f32> = shares.into_data().iter::<f32>().collect();
+                (experts, shares)
+            };
+            let input = random([131, hidden]);
+            let (experts, shares) = routed(input.clone());
+            for row in 0..131 {
+                let (of_row, shares_of_row) = routed(input.clone().narrow(0, row, 1));
+                let places = row * top_k..(row + 1) * top_k;
+                assert_eq!(experts[places.clone()], of_row, "{dtype:?}, row {row}");
+                for (found, expected) in shares[places].iter().zip(shares_of_row) {
+                    let error = (found - expected).abs();
+                    assert!(error <= 1e-5 * expected.abs(), "{found}, {expected}");
+                }
+            }
+        }
+    }
+}
