@@ -68,8 +68,12 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
                 _ => RowChoice::Argmax,
             })
             .collect();
-        let next = batch.step(&tokens).expect("the tokens fit");
-        let next = next.choose(&choices).expect("the device works");
+        // Half of the steps let the device go on, whether or not a sequence then joins or leaves.
+        let next = match rng.random_bool(0.5) {
+            true => batch.follow(&tokens, rng.random_bool(0.7)),
+            false => batch.step(&tokens).and_then(|next| next.choose(&choices)),
+        };
+        let next = next.expect("the device works");
         for (index, next) in running.iter().zip(next) {
             let token = match next {
                 RowResult::Token(token) => token.expect("finite"),

@@ -87,6 +87,11 @@ impl<'a> Answer<'a> {
         self.usage.tokens
     }
 
+    /// The number of tokens that the answer may still get.
+    pub fn remaining(&self) -> usize {
+        self.options.max_tokens - self.usage.tokens
+    }
+
     /// Sends an error to the client as the last event.
     pub fn fail(&self, error: RequestError) {
         // Ignore a failed send: the client has disconnected.

@@ -283,6 +283,15 @@ impl<'a> Scheduler<'a> {
         }
     }
 
+    /// True if no sequence is expected to join or leave the batch after the next step. The device may then start the step
+    /// after it early.
+    fn goes_on(&self) -> bool {
+        let mut running = self.running.iter();
+        self.queue.is_empty()
+            && self.prefilling.is_none()
+            && running.all(|running| running.answer.remaining() > 1)
+    }
+
     /// Runs one decode step for all answers in the batch.
     fn decode(&mut self) -> Result<(), Gemma4Error> {
         if self.running.is_empty() {
@@ -291,7 +300,13 @@ impl<'a> Scheduler<'a> {
         let tokens: Vec<u32> = self.running.iter().map(|one| one.answer.last).collect();
         let answers = self.running.iter();
         let choices: Vec<RowChoice<'_>> = answers.map(|one| one.answer.row_choice()).collect();
-        let results = self.batch.step(&tokens)?.choose(&choices)?;
+        let is_greedy = choices
+            .iter()
+            .all(|choice| matches!(choice, RowChoice::Argmax));
+        let results = match is_greedy {
+            true => self.batch.follow(&tokens, self.goes_on())?,
+            false => self.batch.step(&tokens)?.choose(&choices)?,
+        };
         let mut running = std::mem::take(&mut self.running);
         let goes_on: Vec<bool> = running
             .iter_mut()

@@ -3,7 +3,7 @@
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
 use super::next::Next;
-use super::row_logits::RowLogits;
+use super::row_logits::{RowChoice, RowLogits, RowResult};
 use crate::error::Gemma4Error;
 use crate::generate::CapturedPrompts;
 use crate::model::cache::Cache;
@@ -170,6 +170,9 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
+    /// The tokens of all rows of the buffers that the last call of [`follow`](Self::follow) chose.
+    #[cfg(feature = "cube")]
+    followed: Vec<u32>,
     /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
     /// ordered before a replay.
     _of_one_thread: PhantomData<*const ()>,
@@ -201,6 +204,8 @@ impl Batch {
             may_capture: true,
             #[cfg(feature = "cube")]
             graph: None,
+            #[cfg(feature = "cube")]
+            followed: Vec::new(),
             _of_one_thread: PhantomData,
         })
     }
@@ -328,6 +333,51 @@ impl Batch {
     /// Returns [`Gemma4Error::Argument`] if the number of tokens differs from the number of sequences, or if a token is
     /// outside the vocabulary. Returns the same error if a sequence has no position left.
     pub fn step(&mut self, tokens: &[u32]) -> Result<RowLogits<'_>, Gemma4Error> {
+        let tokens = self.tokens_of_rows(tokens)?;
+        let count = self.count;
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph {
+            let outputs = graph.step(&self.model, &mut self.cache, &tokens);
+            return Ok(RowLogits::of(outputs.into(), count));
+        }
+        self.cache.ensure_slots(self.cache.len() + 1);
+        let shape = [tokens.len(), 1];
+        let tokens = Tokens::upload(tokens, shape, &self.model.device());
+        let hidden = self
+            .model
+            .step_hidden(&tokens, &mut self.cache, Logits::Last(1))?
+            .expect("Logits::Last(1) gives a hidden state for every sequence");
+        Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
+    }
+
+    /// Runs the model like [`step`](Self::step), and returns the most probable next token of each sequence. If `goes_on` is
+    /// true, the device starts the step over these tokens before the host receives them. That step is lost if a sequence joins
+    /// or leaves before the next call, or if the next call has other tokens.
+    ///
+    /// # Errors
+    /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
+    pub fn follow(&mut self, tokens: &[u32], goes_on: bool) -> Result<Vec<RowResult>, Gemma4Error> {
+        #[cfg(feature = "cube")]
+        if self.graph.is_some() {
+            let mut tokens = self.tokens_of_rows(tokens)?;
+            let count = self.count;
+            // The queued step has the tokens that the device chose for the rows without a sequence.
+            for (token, followed) in tokens.iter_mut().zip(&self.followed).skip(count) {
+                *token = *followed;
+            }
+            if let Some(graph) = &mut self.graph {
+                let next = graph.follow(&self.model, &mut self.cache, &tokens, goes_on)?;
+                self.followed = next.iter().map(|token| token.unwrap_or(0)).collect();
+                return Ok(next.into_iter().take(count).map(RowResult::Token).collect());
+            }
+        }
+        let choices = vec![RowChoice::Argmax; tokens.len()];
+        self.step(tokens)?.choose(&choices)
+    }
+
+    /// Checks the sequences' tokens. Returns a token for each row of the cache's buffers: rows without a sequence get an
+    /// arbitrary token, because the caller does not receive their logits.
+    fn tokens_of_rows(&mut self, tokens: &[u32]) -> Result<Vec<u32>, Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
             let argument = "tokens";
@@ -347,32 +397,16 @@ impl Batch {
                 "exceed the model's {positions} positions; expected that full sequences leave"
             ));
         }
-        // Give an arbitrary token to the buffer rows that have no sequence. The caller does not receive the logits of these
-        // rows.
-        let mut tokens = tokens.to_vec();
-        tokens.resize(self.cache.batch(), 0);
-        let count = self.count;
         #[cfg(feature = "cube")]
         if self.graph.is_some() && self.cache.len() >= self.cache.room() {
             let lengths = self.lengths();
             if self.fit_capacity(self.count) {
                 self.set_lengths(lengths);
-                tokens.resize(self.cache.batch(), 0);
             }
         }
-        #[cfg(feature = "cube")]
-        if let Some(graph) = &mut self.graph {
-            let outputs = graph.step(&self.model, &mut self.cache, &tokens);
-            return Ok(RowLogits::of(outputs.into(), count));
-        }
-        self.cache.ensure_slots(self.cache.len() + 1);
-        let shape = [tokens.len(), 1];
-        let tokens = Tokens::upload(tokens, shape, &self.model.device());
-        let hidden = self
-            .model
-            .step_hidden(&tokens, &mut self.cache, Logits::Last(1))?
-            .expect("Logits::Last(1) gives a hidden state for every sequence");
-        Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
+        let mut tokens = tokens.to_vec();
+        tokens.resize(self.cache.batch(), 0);
+        Ok(tokens)
     }
 
     /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences`. Returns true if the
@@ -389,9 +423,12 @@ impl Batch {
         true
     }
 
-    /// Sets the lengths of the sequences, and keeps the buffers and the captured graph.
+    /// Sets the lengths of the sequences, and keeps the buffers and the captured graph. A queued step is lost.
     #[cfg(feature = "cube")]
     fn keep_graph(&mut self, mut lengths: Vec<usize>) {
+        if let Some(graph) = &mut self.graph {
+            graph.discard_lookahead();
+        }
         lengths.resize(self.capacity, 0);
         self.cache.set_lengths(&lengths);
     }
