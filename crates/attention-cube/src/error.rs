@@ -54,9 +54,9 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's checkpointing strategy.
         has: String,
-        /// The name of the first argument under autodiff.
+        /// The name of the first argument that autodiff tracks.
         whose: &'static str,
-        /// The checkpointing strategy of the first argument under autodiff.
+        /// The checkpointing strategy of the first argument that autodiff tracks.
         expected: String,
     },
     /// Keys and values have different code formats.

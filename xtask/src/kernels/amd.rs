@@ -203,8 +203,8 @@ fn hot_spills_of(assembly: &str) -> usize {
         |text| Some(start + branch_target(text)?),
         |text| text.contains("v_wmma") || text.contains("_fma"),
         |text| {
-            // Buffer instructions count as accesses to scratch memory. GPUs before gfx942 access scratch memory with these
-            // instructions, and the kernels use them for nothing else.
+            // Buffer instructions are counted as accesses to scratch memory, too. GPUs before gfx942 access scratch memory with
+            // buffer instructions, and the kernels use buffer instructions for nothing else.
             ["scratch_", "buffer_load", "buffer_store", "v_accvgpr"]
                 .iter()
                 .any(|spill| text.starts_with(spill))

@@ -28,7 +28,7 @@ pub struct DeviceProfile {
     pub largest_buffer: usize,
     /// The largest number of cubes along one dimension of a launch.
     pub cube_count: u32,
-    /// The number of hardware threads of the processor that runs a software driver, or `None` for a GPU.
+    /// The number of the CPU's hardware threads if the driver emulates a GPU on the CPU, or `None` for a GPU.
     pub processors: Option<usize>,
     /// The number of streaming multiprocessors, or `None` if the runtime does not report this number.
     pub multiprocessors: Option<usize>,

@@ -3,7 +3,8 @@
 //! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute the
 //! GEMVs. On other devices Burn's own operators compute the same results.
 //!
-//! Training runs on Burn's operators, except for norms, GeGLU, cross entropy, GEMMs and optimizer updates.
+//! In training, these kernels compute only norms, GeGLU, cross entropy, GEMMs and optimizer updates. Burn's operators compute
+//! the rest.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;

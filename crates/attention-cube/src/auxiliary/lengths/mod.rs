@@ -3,7 +3,7 @@
 //!
 //! A sequence has up to two lengths: its number of keys, then its number of queries.
 //!
-//! The record of a query holds its segment id (if any), then the first key and the end of each interval.
+//! The record of a query holds its segment id (if any), then the start key and the end key of each interval.
 //!
 //! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
 //! pair of a query block and a key block if the bounds show no common segment.
@@ -12,9 +12,9 @@
 //! stationary side also has a range of opposite blocks. The range covers all opposite blocks that segments and intervals may
 //! leave visible.
 //!
-//! The bounds of a query block also have two ranges of key blocks per interval. The first range covers each key block with a
-//! key that a query of the block sees. The second range covers each key block whose keys are all visible to every query of
-//! the block.
+//! For each interval, the bounds of a query block hold two more ranges of key blocks. The first range covers each key block
+//! with a key that a query of the block sees. The second range covers each key block whose keys are all visible to every
+//! query of the block.
 //!
 //! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter, initially 0.
 //! Persistent cubes claim tiles by incrementing this counter.

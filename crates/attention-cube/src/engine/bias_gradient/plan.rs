@@ -148,8 +148,8 @@ fn summed(problem: &AttentionProblem, rows: usize) -> usize {
     })
 }
 
-/// Chooses the way of summation for a bias of shape `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension.
-/// `tiles` are the tiles of the scores.
+/// Chooses how the gradient of a bias is summed over the bias's broadcast dimensions. The bias is
+/// `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension. `tiles` are the tiles of the scores.
 fn sum(
     [batch, heads, rows, columns]: [usize; 4],
     problem: &AttentionProblem,

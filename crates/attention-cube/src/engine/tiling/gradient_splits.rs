@@ -157,7 +157,7 @@ mod tests {
             (8, 1, 820, 16),
             // Eight heads have one query each, over 131,072 keys in blocks of 128.
             (8, 1, 1024, 16),
-            // The next cases have at least as many tiles as the device runs cubes at once (132), so no tile is split.
+            // The next cases have at least 132 tiles, the number of cubes that the device runs at once, so no tile is split.
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),

@@ -17,7 +17,7 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    /// Allocates uninitialized inputs for `rows` tokens of `batch` sequences.
+    /// Allocates uninitialized inputs for `batch` sequences with `rows` tokens in total.
     pub fn empty(rows: usize, batch: usize, device: &Device) -> Self {
         let own = |count| Tensor::empty([count], (device, DType::I32));
         Self {

@@ -68,7 +68,7 @@ impl Computation for Round {
 
     fn compute(&self) -> Draft {
         let position = self.inputs.positions.clone();
-        // The queries see only the keys before their own position, because the cache does not hold the key of that position.
+        // Each query sees only the keys before its own position, because the cache does not hold the key of this position.
         let in_ring = [self.inputs.rows(), 1];
         let in_ring = self.ring.visible_before(in_ring, position.clone());
         let in_full = Visible {

@@ -110,7 +110,8 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
-    /// Builds the index tensors and the query factors. `key_weight`, `[head_dim]`, is the weight of the key norm.
+    /// Builds the index tensors. Also builds the factors that multiply queries, because stored keys lack the key norm's
+    /// weight in some channels. `key_weight`, `[head_dim]`, is that weight.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
         let pairs = layout.head_dim / 2;

@@ -4,8 +4,8 @@
 //! pair.
 //!
 //! In the down projection a work item is one row, and the kernel adds up the outputs of the row's chosen experts. The kernel
-//! treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its index among the
-//! experts of a work item.
+//! treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its position among the
+//! experts of a work item. In the gate and up projections the rank is always 0.
 
 use super::concat::SideOutputs;
 use super::sums::ProjectPlan;

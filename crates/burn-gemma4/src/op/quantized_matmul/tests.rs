@@ -84,8 +84,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // Use more outputs than a cube has units on any device. The number of outputs is also not a multiple of the
-            // number that a team of units computes.
+            // Use more outputs than a cube has units on any device. The outputs also do not divide evenly among teams, which
+            // are groups of units that compute several outputs together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);

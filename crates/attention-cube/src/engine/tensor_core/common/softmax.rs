@@ -83,8 +83,8 @@ pub(crate) struct Rescaled<NS: Size> {
 
 /// Updates the references, which are the row maxima that the softmax subtracts from the scores. If a score of the warp
 /// exceeds the reference of its row by more than [`RESCALE_THRESHOLD`], the reference of each row becomes the row's maximum.
-/// If a reference exceeds [`FAR`] in magnitude, every block updates the references, and the softmax subtracts the references
-/// before it applies the scale.
+/// If a reference exceeds [`FAR`] in magnitude, this threshold does not apply: the references are updated after each block of
+/// keys. The softmax then subtracts the references before it applies the scale.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
 /// `agreed`, `largest` is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.

@@ -329,7 +329,8 @@ fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
 /// vector.
 ///
 /// # Shapes
-/// `source` is `[batch, heads, length, columns]`. `operands` is one-dimensional, and the copy begins at its element `first`.
+/// `source` is `[batch, heads, length, columns]`. `operands` is the packed buffer, with one dimension. The first row is written
+/// at its element `first`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn pack_operand<E: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

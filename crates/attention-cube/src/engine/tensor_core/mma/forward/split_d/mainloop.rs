@@ -77,7 +77,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
     let end = tile.end_block;
     let position = tile_position(tile);
     let hidden = scoring.arguments.negative_infinity;
-    // The tile row of the thread's first score register.
+    // The row within the tile of the thread's first score register.
     let row = roles.score_row + UNIT_POS % 32u32 / 4u32;
     // One half of the warps computes P before the GEMM with the first chunk of values, the second half after this GEMM. Each
     // warp scheduler has one warp of each half, so exponentials overlap with `mma`.
