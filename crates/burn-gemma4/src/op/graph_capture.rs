@@ -1,7 +1,7 @@
 //! A computation whose launches are captured in a CUDA graph once. Later runs replay the graph.
 
 use burn::{
-    backend::{Backend, BackendGraph, Dispatch, DispatchDevice},
+    backend::{Backend, BackendGraph, Dispatch, DispatchDevice, fusion::custom::StreamId},
     tensor::{Device, ExecutionError},
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -44,6 +44,8 @@ pub(crate) struct CapturedGraph<C: Computation> {
 struct Graph<O> {
     launches: BackendGraph<Dispatch>,
     outputs: O,
+    /// The stream of the capture, which alone orders the replays between other launches.
+    stream: StreamId,
 }
 
 impl<C: Computation> CapturedGraph<C> {
@@ -78,11 +80,12 @@ impl<C: Computation> CapturedGraph<C> {
                 }
             }
         }
-        let Some(graph) = &self.graph else {
+        let on_this_stream = |graph: &&Graph<_>| graph.stream == StreamId::current();
+        let Some(graph) = self.graph.as_ref().filter(on_this_stream) else {
             return self.computation.compute();
         };
         // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, and the graph's own intermediate
-        // tensors. All of them live as long as the graph. All launches are issued on this thread, and therefore in order.
+        // tensors. All of them live as long as the graph. All launches are issued on the graph's stream, and therefore in order.
         let replayed = unsafe {
             Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
         };
@@ -110,7 +113,12 @@ impl<C: Computation> CapturedGraph<C> {
         Dispatch::graph_start_capture(device)?;
         let outputs = self.computation.compute_captured();
         let launches = window.close()?;
-        Ok(Graph { launches, outputs })
+        let stream = StreamId::current();
+        Ok(Graph {
+            launches,
+            outputs,
+            stream,
+        })
     }
 }
 

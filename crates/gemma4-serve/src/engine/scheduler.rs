@@ -176,17 +176,21 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
+    /// True if the KV cache and the batch have room for the answers of a request.
+    fn has_room(&self, job: &Job) -> bool {
+        let answers = self.running.len() + job.request.choices;
+        let longest = self.running.iter().map(|running| running.reserved);
+        let longest = longest.max().unwrap_or(0).max(job.reserved());
+        answers <= self.options.max_running
+            && Shared::slots(answers, longest) <= self.shared.limits.kv_tokens
+    }
+
     /// Starts the prefill of the first request in the queue, if the KV cache and the batch have room for its answers.
     fn admit(&mut self) {
         while self.prefilling.is_none()
             && let Some(job) = self.queue.front()
         {
-            let answers = self.running.len() + job.request.choices;
-            let longest = self.running.iter().map(|running| running.reserved);
-            let longest = longest.max().unwrap_or(0).max(job.reserved());
-            let is_full = answers > self.options.max_running
-                || Shared::slots(answers, longest) > self.shared.limits.kv_tokens;
-            if is_full {
+            if !self.has_room(job) {
                 return;
             }
             let Some(job) = self.queue.pop_front() else {
@@ -287,9 +291,8 @@ impl<'a> Scheduler<'a> {
     /// after it early.
     fn goes_on(&self) -> bool {
         let mut running = self.running.iter();
-        self.queue.is_empty()
-            && self.prefilling.is_none()
-            && running.all(|running| running.answer.remaining() > 1)
+        let joins = self.queue.front().is_some_and(|job| self.has_room(job));
+        !joins && self.prefilling.is_none() && running.all(|running| running.answer.remaining() > 1)
     }
 
     /// Runs one decode step for all answers in the batch.

@@ -371,6 +371,7 @@ impl Batch {
                 return Ok(next.into_iter().take(count).map(RowResult::Token).collect());
             }
         }
+        let _ = goes_on;
         let choices = vec![RowChoice::Argmax; tokens.len()];
         self.step(tokens)?.choose(&choices)
     }

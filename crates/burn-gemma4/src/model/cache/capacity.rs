@@ -35,7 +35,10 @@ impl WriteTarget {
                 of_slots(&buffers.key, check);
                 of_slots(&buffers.value, check);
             }
-            Self::Compact(buffer) => of_slots(&buffer.slots, check),
+            Self::Compact(buffer) => {
+                of_slots(&buffer.slots, check);
+                buffer.keys.check_streams(check);
+            }
         }
     }
 }

@@ -16,6 +16,8 @@
 use super::precision::CODES;
 use super::slots::Slots;
 use crate::config::Gemma4Config;
+#[cfg(feature = "cube")]
+use crate::op::stream::StreamCheck;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// The layout of the channels in a slot.
@@ -110,6 +112,15 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
+    /// Checks the streams of the tensors.
+    #[cfg(feature = "cube")]
+    pub fn check_streams(&self, check: &mut StreamCheck) {
+        check.floats(self.query_factor.clone());
+        for order in [&self.slot_order, &self.key_order, &self.value_columns] {
+            check.integers(order.clone());
+        }
+    }
+
     /// Builds the index tensors. Also builds the factors that multiply queries, because stored keys lack the key norm's
     /// weight in some channels. `key_weight`, `[head_dim]`, is that weight.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {

@@ -117,6 +117,7 @@ impl Router {
         let (device, dtype) = (input.device(), input.dtype());
         let [experts] = self.per_expert_scale.dims();
         let serves = linear::on_tensor_cores(&device, dtype)
+            && input.dims()[0] > 0
             && !device.is_autodiff()
             && moe_router::chooses(experts)
             && self.scale.val().dtype() == dtype

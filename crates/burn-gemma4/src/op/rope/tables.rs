@@ -4,6 +4,8 @@
 use super::RotationTables;
 use super::{Positions, Rotation};
 use crate::config::{Gemma4Config, LayerType};
+#[cfg(feature = "cube")]
+use burn::backend::fusion::custom::StreamId;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -113,10 +115,26 @@ struct Tables {
 #[derive(Clone, Debug)]
 struct Table {
     device: Device,
+    /// The stream that allocated the table. Other streams have their own, because a CUDA graph needs tables of its stream.
+    #[cfg(feature = "cube")]
+    stream: StreamId,
     dtype: DType,
     positions: usize,
     cos: Tensor<2>,
     sin: Tensor<2>,
+}
+
+/// The largest number of tables. The oldest is dropped, so that threads that have ended leave few tables behind.
+const MOST_TABLES: usize = 8;
+
+impl Table {
+    /// True if the current stream allocated the table.
+    fn is_local(&self) -> bool {
+        #[cfg(feature = "cube")]
+        return self.stream == StreamId::current();
+        #[cfg(not(feature = "cube"))]
+        true
+    }
 }
 
 impl Tables {
@@ -135,14 +153,16 @@ impl Tables {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let index = made
             .iter()
-            .position(|table| table.dtype == dtype && table.device == *device);
+            .position(|table| table.dtype == dtype && table.device == *device && table.is_local());
         if let Some(table) = index.map(|index| &made[index])
             && table.positions >= positions
         {
             return table.clone();
         }
-        if let Some(index) = index {
-            made.swap_remove(index);
+        match index {
+            Some(index) => drop(made.remove(index)),
+            None if made.len() == MOST_TABLES => drop(made.remove(0)),
+            None => (),
         }
         let table = self.make(positions.next_power_of_two().max(SMALLEST), dtype, device);
         made.push(table.clone());
@@ -169,6 +189,8 @@ impl Tables {
         };
         Table {
             device: device.clone(),
+            #[cfg(feature = "cube")]
+            stream: StreamId::current(),
             dtype,
             positions,
             cos: upload(cos),
