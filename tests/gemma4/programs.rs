@@ -430,7 +430,8 @@ fn program_chat_answers_until_exit() {
     // The end of input and `/exit` end the chat, and later lines get no answers.
     assert_eq!(answers("the cat\n/exit\nthe cat\n").stdout, first);
     // After `/reset`, the same question has the same answer. Without `/reset`, the second answer depends on the first answer.
-    let again = first.clone() + &first;
+    // An empty line separates the answers, because the input is a pipe.
+    let again = format!("{first}\n{first}");
     assert_eq!(answers("the cat\n/reset\nthe cat\n").stdout, again);
     assert_ne!(answers("the cat\nthe cat\n").stdout, again);
     let mistaken = answers("/rset\n\n");
