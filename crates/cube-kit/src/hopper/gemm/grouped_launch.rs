@@ -1,16 +1,16 @@
 //! Launches grouped GEMM on Hopper.
 
 use super::grouped::{GroupSizesLaunch, product_of_groups};
-use super::launch::{BOX_ALIGNMENT, LONGEST, multiprocessors};
-use super::plan::{Grouping, Major, MatrixTiles};
-use crate::hopper::tma::boxes;
+use super::launch::{LONGEST, multiprocessors};
+use super::operand::{BOX_ALIGNMENT, Operand};
+use super::plan::{Grouping, MatrixTiles};
 use crate::hopper::{PRODUCT_ROWS, is_hopper};
 use crate::launch::empty;
-use crate::nvidia::{Half, SUBTILE};
+use crate::nvidia::Half;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::prelude::{CubeCount, CubeDim, TensorMapArg, Tiled};
+use cubecl::prelude::{CubeCount, CubeDim};
 
 /// Multiplies the rows of each group by the group's matrix: f16 or bf16, summed in f32 and rounded once.
 ///
@@ -32,8 +32,8 @@ pub fn grouped_rows(lhs: &CubeTensor, rhs: &CubeTensor, table: &CubeTensor) -> O
     let [groups, rhs_inner, columns] = rhs.meta.shape().dims();
     assert_eq!(rhs_inner, inner, "grouped GEMM: expected equal inner sizes");
     let problem = Problem {
-        lhs: View::of(lhs, [0, 1])?,
-        rhs: View::of(rhs, [2, 1])?,
+        lhs: Operand::of(lhs, [0, 1])?,
+        rhs: Operand::of(rhs, [2, 1])?,
         lengths: [slots, inner, columns],
         grouping: Grouping::Rows,
         groups,
@@ -63,8 +63,8 @@ pub fn grouped_inner(
     let [rhs_slots, columns] = rhs.meta.shape().dims();
     assert_eq!(rhs_slots, slots, "grouped GEMM: expected equal inner sizes");
     let problem = Problem {
-        lhs: View::of(lhs, [1, 0])?,
-        rhs: View::of(rhs, [1, 0])?,
+        lhs: Operand::of(lhs, [1, 0])?,
+        rhs: Operand::of(rhs, [1, 0])?,
         lengths: [rows, slots.div_ceil(groups), columns],
         grouping: Grouping::Inner,
         groups,
@@ -73,69 +73,9 @@ pub fn grouped_inner(
     problem.launch(lhs, rhs, table, vec![groups, rows, columns])
 }
 
-/// An operand of a grouped GEMM: a stack of matrices, or one matrix.
-struct View {
-    /// The shape and the strides, `[matrices, rows in memory, contiguous elements]`.
-    shape: [usize; 3],
-    strides: [usize; 3],
-    /// The dimension of the GEMM along which the operand is contiguous.
-    major: Major,
-}
-
-impl View {
-    /// Describes an operand whose dimensions `outer` and `inner` are those of the GEMM. A third dimension in front is that of
-    /// the stack. Returns `None` if TMA cannot read the operand.
-    fn of(operand: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Self> {
-        let (shape, strides) = (operand.meta.shape(), operand.meta.strides());
-        let is_legal = |stride: usize| {
-            stride > 0 && (stride * operand.dtype.size()).is_multiple_of(BOX_ALIGNMENT)
-        };
-        let stack = match shape.num_dims() {
-            3 => (shape[0], strides[0]),
-            _ => (1, 0),
-        };
-        let (major, [apart, together]) = match (strides[inner], strides[outer]) {
-            (1, _) => (Major::Inner, [outer, inner]),
-            (_, 1) => (Major::Outer, [inner, outer]),
-            _ => return None,
-        };
-        // TMA checks the stride of a dimension of size 1 although it never uses it.
-        let row = match shape[apart] {
-            1 => shape[together].next_multiple_of(SUBTILE),
-            _ => strides[apart],
-        };
-        let matrix = match stack {
-            (1, _) => row * shape[apart],
-            (_, stride) => stride,
-        };
-        let fits = !operand.meta.is_tiled() && is_legal(row) && is_legal(matrix);
-        fits.then_some(Self {
-            shape: [stack.0, shape[apart], shape[together]],
-            strides: [matrix, row, 1],
-            major,
-        })
-    }
-
-    /// Builds the tensor map, with boxes of `extent` outer elements by one chunk of inner elements.
-    fn map(&self, operand: &CubeTensor, extent: usize) -> TensorMapArg<Tiled> {
-        let [matrices, rows, columns] = self.shape;
-        let [matrix, row, _] = self.strides;
-        let extent = match self.major {
-            Major::Inner => extent,
-            Major::Outer => MatrixTiles::DEPTH,
-        };
-        boxes(
-            operand,
-            vec![1, matrices, rows, columns],
-            vec![matrix * matrices, matrix, row, 1],
-            vec![1, 1, extent, SUBTILE],
-        )
-    }
-}
-
 struct Problem {
-    lhs: View,
-    rhs: View,
+    lhs: Operand,
+    rhs: Operand,
     /// The rows of the result, the inner size, and the columns of the result, from which the tiles are chosen.
     lengths: [usize; 3],
     grouping: Grouping,
@@ -192,8 +132,8 @@ impl Problem {
         let tiles = MatrixTiles::choose(all, &[], multiprocessors, majors, half);
         let output = empty(lhs, shape, lhs.dtype);
         let of_output = match grouping {
-            Grouping::Rows => View::of(&output, [0, 1])?,
-            Grouping::Inner => View::of(&output, [1, 2])?,
+            Grouping::Rows => Operand::of(&output, [0, 1])?,
+            Grouping::Inner => Operand::of(&output, [1, 2])?,
         };
         let sizes = GroupSizesLaunch::new(
             groups as u32,

@@ -1,18 +1,18 @@
 //! Launches GEMM on Hopper.
 
 use crate::hopper::gemm::kernel::{MatrixGridLaunch, StartsLaunch, product, product_of_sides};
-use crate::hopper::gemm::plan::{Major, MatrixTiles, TOGETHER};
-use crate::hopper::tma::boxes;
+use crate::hopper::gemm::operand::{BOX_ALIGNMENT, Operand};
+use crate::hopper::gemm::plan::{MatrixTiles, TOGETHER};
 use crate::hopper::{ASSUMED_MULTIPROCESSORS, PRODUCT_ROWS, is_hopper};
 use crate::launch::empty;
-use crate::nvidia::{Half, SUBTILE};
+use crate::nvidia::Half;
 use burn::backend::TensorMetadata;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::prelude::CubeCount;
-use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
+use cubecl::prelude::CubeDim;
 
 /// The reason why a GEMM was refused: the argument, its value, and the expected value.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -179,11 +179,11 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     {
         return None;
     }
-    let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
-    if others
-        .iter()
-        .any(|other| major(other, [1, 0]) != Some(rhs_major))
-    {
+    let of_lhs = Operand::of(lhs, [0, 1])?;
+    let of_sides: Option<Vec<_>> = sides.iter().map(|side| Operand::of(side, [1, 0])).collect();
+    let of_sides = of_sides?;
+    let [lhs_major, rhs_major] = [of_lhs.major, of_sides[0].major];
+    if of_sides.iter().any(|side| side.major != rhs_major) {
         return None;
     }
     let multiprocessors = multiprocessors(&client);
@@ -200,13 +200,9 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
         columns.div_ceil(tiles.columns),
     ];
     let cubes = multiprocessors.min(grid[0] * grid[1]);
-    let extent = |major, outer| match major {
-        Major::Inner => outer,
-        Major::Outer => MatrixTiles::DEPTH,
-    };
-    let of_lhs = map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS));
-    let of_side = |side| map(side, [1, 0], rhs_major, extent(rhs_major, tiles.columns));
-    let of_output = map(&output, [0, 1], Major::Inner, PRODUCT_ROWS);
+    let of_side = |side: usize| of_sides[side].map(sides[side], tiles.columns);
+    let of_lhs = of_lhs.map(lhs, MatrixTiles::ROWS);
+    let of_output = Operand::of(&output, [0, 1])?.map(&output, PRODUCT_ROWS);
     let grid = MatrixGridLaunch::new(
         grid[0] as u32,
         grid[1] as u32,
@@ -228,7 +224,7 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
                 count,
                 units,
                 of_lhs,
-                of_side(rhs),
+                of_side(0),
                 of_output,
                 grid,
                 starts,
@@ -236,14 +232,15 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
                 element,
                 tiles.columns / 2,
             ),
-            [second, rest @ ..] => product_of_sides::launch_unchecked(
+            // Of two right operands, the second is passed again as the third.
+            [_, ..] => product_of_sides::launch_unchecked(
                 &client,
                 count,
                 units,
                 of_lhs,
-                of_side(rhs),
-                of_side(second),
-                of_side(rest.first().unwrap_or(second)),
+                of_side(0),
+                of_side(1),
+                of_side(sides.len() - 1),
                 of_output,
                 grid,
                 starts,
@@ -265,56 +262,11 @@ pub(super) fn multiprocessors(client: &Client) -> usize {
         .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
 }
 
-/// The alignment that TMA requires of strides, in bytes.
-pub(super) const BOX_ALIGNMENT: usize = 16;
-
 /// The largest supported size of a dimension. The size is limited because TMA coordinates are 32 bits wide.
 pub(super) const LONGEST: usize = i32::MAX as usize / 2;
 
 fn shape(matrix: &CubeTensor) -> [usize; 2] {
     [matrix.meta.shape()[0], matrix.meta.shape()[1]]
-}
-
-/// Returns the dimension along which an operand is contiguous (outer or inner), or `None` if TMA cannot read the operand.
-fn major(matrix: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Major> {
-    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
-    let reads = |together: usize, apart: usize| {
-        let stride = strides[apart] * matrix.dtype.size();
-        let is_legal = stride > 0 && stride.is_multiple_of(BOX_ALIGNMENT);
-        (strides[together] == 1 || shape[together] == 1) && (is_legal || shape[apart] == 1)
-    };
-    if reads(inner, outer) {
-        return Some(Major::Inner);
-    }
-    reads(outer, inner).then_some(Major::Outer)
-}
-
-/// Builds an operand's tensor map, with boxes of `extent` rows of 64 contiguous elements.
-fn map(
-    matrix: &CubeTensor,
-    [outer, inner]: [usize; 2],
-    major: Major,
-    extent: usize,
-) -> TensorMapArg<Tiled> {
-    let [apart, together] = match major {
-        Major::Inner => [outer, inner],
-        Major::Outer => [inner, outer],
-    };
-    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
-    let row = match shape[apart] {
-        // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never
-        // uses it.
-        1 => shape[together].next_multiple_of(SUBTILE),
-        _ => strides[apart],
-    };
-    let shape = vec![1, 1, shape[apart], shape[together]];
-    let whole = row * shape[2];
-    boxes(
-        matrix,
-        shape,
-        vec![whole, whole, row, 1],
-        vec![1, 1, extent, SUBTILE],
-    )
 }
 
 #[cfg(test)]

@@ -8,6 +8,8 @@ mod grouped_launch;
 mod kernel;
 #[cfg(feature = "cuda")]
 mod launch;
+#[cfg(feature = "cuda")]
+mod operand;
 pub mod plan;
 #[cfg(feature = "cuda")]
 mod text;
