@@ -7,7 +7,7 @@ use super::{Groups, Matrices, groups};
 use crate::op::geglu::{GateColumns, GateColumnsBackend};
 use burn::{
     backend::{
-        Backend, CubeDevice, Dispatch, DispatchDevice, backend_extension,
+        Backend, Dispatch, backend_extension,
         ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
@@ -30,10 +30,7 @@ pub(crate) fn mixture(
     weights: &Tensor<2>,
 ) -> Option<Tensor<2>> {
     let (device, dtype) = (input.device(), input.dtype());
-    let DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) = device.as_dispatch() else {
-        return None;
-    };
-    if !serves(&device.client(), dtype) {
+    if device.is_autodiff() || !serves(&device, dtype) {
         return None;
     }
     let [gate_up, down] = [gate_up, down].map(|matrices| matrices.whole(dtype));

@@ -25,8 +25,6 @@ pub(crate) use mixture::mixture;
 
 use super::linear::{Matrices, QuantizedMatrix};
 use crate::quant::layout::Layout;
-#[cfg(feature = "cuda")]
-use burn::backend::DispatchDevice;
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
@@ -48,15 +46,7 @@ pub(crate) fn serves(input: &Tensor<2>) -> bool {
 pub(crate) fn infers_on_device(device: &Device, dtype: DType) -> bool {
     #[cfg(feature = "cuda")]
     if super::linear::on_tensor_cores(device, dtype) {
-        let device = device.clone().without_autodiff();
-        return match device.as_dispatch() {
-            DispatchDevice::Cube(device) => padded::serves(&device.client(), dtype),
-            #[allow(
-                unreachable_patterns,
-                reason = "with only the Cube backend, no other device exists"
-            )]
-            _ => false,
-        };
+        return padded::serves(device, dtype);
     }
     crate::op::runs(device, dtype)
 }

@@ -8,16 +8,24 @@ use super::kernel::Form;
 use super::launch::{Product, Right};
 use super::tiles::ExpertTiles;
 use crate::op::dequantize::DequantizeBackend;
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape};
+use burn::backend::{CubeDevice, DispatchDevice, ops::FloatTensorOps};
+use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
 
-/// True if the tensor cores can multiply the experts' rows on the device of `client`. Widths that are not multiples of 8 run
-/// on ordinary units; no published model has such widths.
-pub(super) fn serves(client: &Client, dtype: DType) -> bool {
+/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. Widths that are not multiples
+/// of 8 run on ordinary units; no published model has such widths.
+pub(super) fn serves(device: &Device, dtype: DType) -> bool {
+    let device = device.clone().without_autodiff();
+    match device.as_dispatch() {
+        DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) => has_kernels(&device.client(), dtype),
+        _ => false,
+    }
+}
+
+fn has_kernels(client: &Client, dtype: DType) -> bool {
     is_hopper(client) && matches!(dtype, DType::F16 | DType::BF16)
 }
 
@@ -35,7 +43,7 @@ pub(super) fn product(
         columns_in,
         of_row,
     } = product;
-    let is_served = serves(&left.client, left.dtype)
+    let is_served = has_kernels(&left.client, left.dtype)
         && has_legal_sizes(&[*columns_out, *columns_in])
         && order.meta.shape()[0] > 0;
     if !is_served {

@@ -114,42 +114,55 @@ fn gradients(
     [of_input, of_weight]
 }
 
+/// Returns uniform numbers between −½ and ½ in `dtype`.
+fn random(shape: [usize; 2], dtype: DType, device: &Device) -> Tensor<2> {
+    let numbers = Tensor::<2>::random(shape, Distribution::Default, (device, DType::F32));
+    (numbers - 0.5).cast(dtype)
+}
+
+/// Checks the GEMM of random rows and its gradients. The errors are at most `tolerance` times the largest magnitude.
+fn check_rows_and_gradients(
+    case: &Case,
+    [columns_out, columns_in]: [usize; 2],
+    of_row: usize,
+    dtype: DType,
+    tolerance: f64,
+    device: &Device,
+) {
+    let tracked = device.clone().autodiff();
+    let (places, experts) = (case.chosen.len(), case.experts);
+    let what = format!("{dtype:?}, {places} places, {of_row} of a row");
+    let input = random([places / of_row, columns_in], dtype, device);
+    let weight = random([experts * columns_out, columns_in], dtype, device);
+    let gradient = random([places, columns_out], dtype, device);
+    let [of_input, of_weight, of_gradient] =
+        [&input, &weight, &gradient].map(|tensor| values(tensor.clone()));
+    let track = |tensor: Tensor<2>| Tensor::<2>::from_data(tensor.into_data(), (&tracked, dtype));
+    let leaves = [input, weight].map(|tensor| track(tensor).require_grad());
+    let [input, weight] = leaves.clone();
+    let groups = groups(&case.chosen(&tracked), experts);
+    let weight = weight.reshape([experts, columns_out, columns_in]);
+    let output = rows(input, Matrices::Whole(weight), &groups, of_row);
+    let expected = product(case, &of_input, &of_weight, columns_in, of_row);
+    check_to(tolerance, &values(output.clone()), &expected, &what);
+
+    let found = (output * track(gradient)).sum().backward();
+    let tensors = [&of_gradient[..], &of_input, &of_weight];
+    let expected = gradients(case, tensors, columns_in, of_row);
+    for ((leaf, expected), of) in leaves.iter().zip(expected).zip(["input", "weight"]) {
+        let found = leaf.grad(&found).expect("the leaf has a gradient");
+        let what = format!("{what}: gradient of the {of}");
+        check_to(tolerance, &values(found), &expected, &what);
+    }
+}
+
 #[test]
 fn rows_and_gradients_match_reference() {
     let device = Device::default();
-    let tracked = device.clone().autodiff();
     device.seed(3);
-    let random =
-        |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device) - 0.5;
-    for (case, (columns_out, columns_in)) in cases().iter().zip([(7, 17), (66, 40), (130, 65)]) {
-        let (places, experts) = (case.chosen.len(), case.experts);
+    for (case, sizes) in cases().iter().zip([[7, 17], [66, 40], [130, 65]]) {
         for of_row in [1, case.top_k] {
-            let what = format!("{places} places, {of_row} of a row");
-            let input = random([places / of_row, columns_in]);
-            let weight = random([experts * columns_out, columns_in]);
-            let gradient = random([places, columns_out]);
-            let [of_input, of_weight, of_gradient] =
-                [&input, &weight, &gradient].map(|tensor| values(tensor.clone()));
-            let track = |tensor: Tensor<2>| Tensor::<2>::from_data(tensor.into_data(), &tracked);
-            let leaves = [input, weight].map(|tensor| track(tensor).require_grad());
-            let [input, weight] = leaves.clone();
-            let groups = groups(&case.chosen(&tracked), experts);
-            let weight = weight.reshape([experts, columns_out, columns_in]);
-            let output = rows(input, Matrices::Whole(weight), &groups, of_row);
-            let expected = product(case, &of_input, &of_weight, columns_in, of_row);
-            check(&values(output.clone()), &expected, &what);
-
-            let found = (output * track(gradient)).sum().backward();
-            let tensors = [&of_gradient[..], &of_input, &of_weight];
-            let expected = gradients(case, tensors, columns_in, of_row);
-            for ((leaf, expected), of) in leaves.iter().zip(expected).zip(["input", "weight"]) {
-                let found = leaf.grad(&found).expect("the leaf has a gradient");
-                check(
-                    &values(found),
-                    &expected,
-                    &format!("{what}: gradient of the {of}"),
-                );
-            }
+            check_rows_and_gradients(case, sizes, of_row, DType::F32, 2e-5, &device);
         }
     }
 }
@@ -159,13 +172,7 @@ fn rows_and_gradients_match_reference() {
 #[test]
 fn rows_and_gradients_in_half_precision_match_reference() {
     let device = Device::default();
-    let tracked = device.clone().autodiff();
     device.seed(8);
-    // The rounding of an output is half of epsilon. Sums of gradients over the pairs of a row are rounded again.
-    let dtypes = [
-        (DType::F16, f64::from(f32::EPSILON) * 8192.0),
-        (DType::BF16, f64::from(f32::EPSILON) * 65536.0),
-    ];
     let [_, one, mixed] = cases();
     let many = Case {
         experts: 9,
@@ -174,45 +181,14 @@ fn rows_and_gradients_in_half_precision_match_reference() {
             .map(|pair| [0, 3, 8, 3][pair * pair % 11 % 4])
             .collect(),
     };
-    for (dtype, epsilon) in dtypes {
+    // The rounding of an output is half of epsilon. Sums of gradients over the pairs of a row are rounded again.
+    for (dtype, epsilon) in [(DType::F16, 1.0 / 1024.0), (DType::BF16, 1.0 / 128.0)] {
         if !device.supports_dtype(dtype) {
             continue;
         }
-        for (case, (columns_out, columns_in)) in
-            [&one, &mixed, &many]
-                .into_iter()
-                .zip([(72, 40), (136, 200), (328, 520)])
-        {
-            let (places, experts, of_row) = (case.chosen.len(), case.experts, case.top_k);
-            let what = format!("{dtype:?}, {places} places");
-            let random = |shape: [usize; 2]| {
-                let values =
-                    Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
-                (values - 0.5).cast(dtype)
-            };
-            let input = random([places / of_row, columns_in]);
-            let weight = random([experts * columns_out, columns_in]);
-            let gradient = random([places, columns_out]);
-            let [of_input, of_weight, of_gradient] =
-                [&input, &weight, &gradient].map(|tensor| values(tensor.clone()));
-            let track =
-                |tensor: Tensor<2>| Tensor::<2>::from_data(tensor.into_data(), (&tracked, dtype));
-            let leaves = [input, weight].map(|tensor| track(tensor).require_grad());
-            let [input, weight] = leaves.clone();
-            let groups = groups(&case.chosen(&tracked), experts);
-            let weight = weight.reshape([experts, columns_out, columns_in]);
-            let output = rows(input, Matrices::Whole(weight), &groups, of_row);
-            let expected = product(case, &of_input, &of_weight, columns_in, of_row);
-            check_to(epsilon, &values(output.clone()), &expected, &what);
-
-            let found = (output * track(gradient)).sum().backward();
-            let tensors = [&of_gradient[..], &of_input, &of_weight];
-            let expected = gradients(case, tensors, columns_in, of_row);
-            for ((leaf, expected), of) in leaves.iter().zip(expected).zip(["input", "weight"]) {
-                let found = leaf.grad(&found).expect("the leaf has a gradient");
-                let what = format!("{what}: gradient of the {of}");
-                check_to(epsilon, &values(found), &expected, &what);
-            }
+        let sizes = [[72, 40], [136, 200], [328, 520]];
+        for (case, sizes) in [&one, &mixed, &many].into_iter().zip(sizes) {
+            check_rows_and_gradients(case, sizes, case.top_k, dtype, epsilon, &device);
         }
     }
 }
@@ -293,11 +269,7 @@ fn mixture_matches_reference() {
     let [_, one, mixed] = cases();
     for (dtype, epsilon) in [(DType::F16, 1.0 / 1024.0), (DType::BF16, 1.0 / 128.0)] {
         for (case, (hidden, inner)) in [&one, &mixed].into_iter().zip([(72, 40), (200, 136)]) {
-            let random = |shape: [usize; 2]| {
-                let values =
-                    Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
-                (values - 0.5).cast(dtype)
-            };
+            let random = |shape| random(shape, dtype, &device);
             let input = random([case.rows(), hidden]);
             let gate_up = random([case.experts * 2 * inner, hidden]);
             let down = random([case.experts * hidden, inner]);

@@ -32,7 +32,7 @@ impl<'a> ExpertTiles<'a> {
         let tiles = pairs / MatrixTiles::ROWS + experts.min(pairs);
         let table = empty(starts, [experts + 1 + tiles], NUMBERS);
         // SAFETY: the kernel reads the `experts + 1` elements of `starts`. It writes the first `experts + 1` elements of
-        // `table`, and behind them one element per tile of an expert, of which there are at most `tiles`.
+        // `table`, and then one element per tile. All experts together have at most `tiles` tiles.
         unsafe {
             tile_table::launch_unchecked(
                 &starts.client,
@@ -149,8 +149,8 @@ impl<'a> ExpertTiles<'a> {
             target_stride,
             of_row as u32,
         );
-        // SAFETY: a unit reads and writes vectors of one row. The row is a slot, of which there are `slots`, or the row of a
-        // pair in `order`. Units of unused tiles end at once.
+        // SAFETY: a unit copies one row between a slot and a pair. The slot is below `slots`, and `order` lists only existing
+        // pairs. Units of unused tiles end at once.
         unsafe {
             move_rows::launch_unchecked(
                 client,

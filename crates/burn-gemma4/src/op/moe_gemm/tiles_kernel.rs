@@ -60,6 +60,34 @@ fn tiles_of(starts: &Tensor<i32>, expert: u32, #[comptime] tile_rows: u32) -> u3
     pairs.div_ceil(tile_rows)
 }
 
+/// The place of a slot's pair among all pairs.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct PlaceInOrder {
+    /// The index of the pair in the list that is sorted by expert.
+    index: u32,
+    /// False if the slot lies behind the last pair of its expert.
+    has_pair: bool,
+}
+
+/// Returns the place of a slot's pair. The slot belongs to a used tile.
+#[cube]
+fn place_in_order(
+    starts: &Tensor<i32>,
+    table: &Tensor<i32>,
+    experts: u32,
+    slot: u32,
+    #[comptime] tile_rows: u32,
+) -> PlaceInOrder {
+    let expert = u32::cast_from(table[(experts + 1u32 + slot / tile_rows) as usize]);
+    let first_slot = u32::cast_from(table[expert as usize]) * tile_rows;
+    let index = u32::cast_from(starts[expert as usize]) + slot - first_slot;
+    PlaceInOrder {
+        index,
+        has_pair: index < u32::cast_from(starts[expert as usize + 1]),
+    }
+}
+
 /// The sizes of a move.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -89,14 +117,11 @@ pub(super) fn move_rows<E: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     let slot = CUBE_POS as u32 * comptime!(ROWS as u32) + UNIT_POS / comptime!(UNITS_OF_ROW as u32);
-    let tile = slot / tile_rows;
-    if tile >= u32::cast_from(table[sizes.experts as usize]) {
+    if slot / tile_rows >= u32::cast_from(table[sizes.experts as usize]) {
         terminate!();
     }
-    let expert = u32::cast_from(table[(sizes.experts + 1u32 + tile) as usize]);
-    let first_slot = u32::cast_from(table[expert as usize]) * tile_rows;
-    let index = u32::cast_from(starts[expert as usize]) + slot - first_slot;
-    let has_pair = index < u32::cast_from(starts[expert as usize + 1]);
+    let PlaceInOrder { index, has_pair } =
+        place_in_order(starts, table, sizes.experts, slot, tile_rows);
     let mut vector = UNIT_POS % comptime!(UNITS_OF_ROW as u32);
     if has_pair {
         let pair = u32::cast_from(order[index as usize]);
@@ -133,12 +158,10 @@ pub(super) fn slots_of_pairs(
     #[comptime] tile_rows: u32,
 ) {
     let slot = ABSOLUTE_POS as u32;
-    let tile = slot / tile_rows;
-    if tile < u32::cast_from(table[experts as usize]) {
-        let expert = u32::cast_from(table[(experts + 1u32 + tile) as usize]);
-        let first_slot = u32::cast_from(table[expert as usize]) * tile_rows;
-        let index = u32::cast_from(starts[expert as usize]) + slot - first_slot;
-        if index < u32::cast_from(starts[expert as usize + 1]) {
+    if slot / tile_rows < u32::cast_from(table[experts as usize]) {
+        let PlaceInOrder { index, has_pair } =
+            place_in_order(starts, table, experts, slot, tile_rows);
+        if has_pair {
             let pair = u32::cast_from(order[index as usize]);
             slots[pair as usize] = i32::cast_from(slot);
         }

@@ -75,10 +75,6 @@ pub(super) fn route<E: Float, N: Size>(
         let mean = cube_sum(squares, &mut of_cube, comptime!(plan.cube())) / columns;
         starts[r] = start;
         factors[r] = 1.0f32 / (mean + epsilon).sqrt() / columns.sqrt();
-        // Wait until all units have read the sum, before the next row overwrites it.
-        if comptime!(r + 1 < plan.rows) {
-            sync_cube();
-        }
     }
 
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.rows * plan.experts * parts));

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use burn::tensor::{Device, Distribution};
 
-    /// Checks that rows of a prompt, of which several share a cube, get the experts and weights of single rows.
+    /// Checks rows that share a cube with other rows. Each row must get the experts and weights that it gets alone.
     #[test]
     fn route_of_many_rows_equals_single_rows() {
         let device = Device::default();
