@@ -1,5 +1,7 @@
 //! Text generation: prefill of the prompts, then the decode loop.
 
+#[cfg(feature = "cube")]
+mod captured_prompts;
 pub(crate) mod decode;
 mod generation;
 pub(crate) mod logprobs;
