@@ -38,14 +38,14 @@ pub(crate) struct PrefillOps<'a, O> {
     pub window: usize,
     /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
-    /// Where the keys and values of this call are stored for later calls.
+    /// The place for the keys and values that later calls read.
     pub destination: KvDestination<'a>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     pub mlp_recompute: bool,
     pub observer: &'a mut O,
 }
 
-/// Where a call stores its keys and values for later calls.
+/// The place to which a call writes the keys and values that later calls read.
 pub(crate) enum KvDestination<'a> {
     /// Nowhere, as in training.
     Dropped,
@@ -54,7 +54,7 @@ pub(crate) enum KvDestination<'a> {
     /// In a list with the keys and values of each layer that computes its own, in the order of the layers. Each tensor is
     /// `[batch, kv_heads, positions, head_dim]`.
     #[cfg(feature = "cube")]
-    List(Vec<[Tensor<4>; 2]>),
+    List(&'a mut Vec<[Tensor<4>; 2]>),
 }
 
 /// The cosines and sines of the rotary embedding (RoPE) at a call's positions, for both layer types.

@@ -13,7 +13,7 @@ use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
 use super::text_model::Gemma4Model;
 use crate::config::LayerType;
 use crate::op::graph_capture::Computation;
-use crate::op::in_place::{overwrite_floats, overwrite_three};
+use crate::op::in_place::{copied, overwrite_three};
 use crate::op::moe_gemm::infers_on_device;
 use crate::op::rope::{Positions, RotationTables};
 use crate::op::stream::StreamCheck;
@@ -104,12 +104,13 @@ impl Computation for PromptPass {
         let [length] = self.tokens.dims();
         let ids = self.tokens.clone().reshape([1, length]);
         let (embedded, embeddings) = model.embedded_rows(&ids, None, &mut ());
+        let mut key_values = Vec::new();
         let mut all_rows = PrefillOps {
             batch: 1,
             rotations: self.rotations.clone(),
             window: config.sliding_window,
             segments: None,
-            destination: KvDestination::List(Vec::new()),
+            destination: KvDestination::List(&mut key_values),
             mlp_recompute: false,
             observer: &mut (),
         };
@@ -136,10 +137,6 @@ impl Computation for PromptPass {
             stream = model.layers(rest, stream, embeddings.as_ref(), &mut shared, &mut one_row);
         }
         let hidden = stream.norm(&model.norm);
-        let key_values = match all_rows.destination {
-            KvDestination::List(list) => list,
-            KvDestination::Dropped | KvDestination::Cache(..) => Vec::new(),
-        };
         PromptOutputs { hidden, key_values }
     }
 
@@ -164,9 +161,7 @@ impl PromptOutputs {
         }
         cache.advance(&call);
         let [rows, columns] = self.hidden.dims();
-        let hidden = Tensor::empty([columns], (&self.hidden.device(), self.hidden.dtype()));
-        overwrite_floats(hidden.clone(), self.hidden.reshape([columns]));
-        hidden.reshape([rows, 1, columns])
+        copied(self.hidden.reshape([columns])).reshape([rows, 1, columns])
     }
 }
 

@@ -7,7 +7,7 @@
 use burn::{
     backend::{Cube, fusion::custom::StreamId},
     module::{Module, ModuleVisitor, Param},
-    tensor::{Bool, Int, Tensor},
+    tensor::{Int, Tensor},
 };
 use burn_cubecl::CubeBackend;
 
@@ -68,6 +68,4 @@ impl ModuleVisitor for StreamCheck {
             self.integers(param.val());
         }
     }
-
-    fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<D, Bool>>) {}
 }

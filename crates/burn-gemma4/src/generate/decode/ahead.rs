@@ -19,13 +19,13 @@ impl Ahead {
         Self { tokens, chosen }
     }
 
-    /// Returns the tokens that the queued step chooses, if `tokens` are its input tokens. Returns `None` otherwise.
+    /// Returns the tokens that the queued step chooses, if `tokens` are the input tokens of its first rows. Further rows have
+    /// no sequence. Returns `None` if the tokens differ.
     pub fn after(self, tokens: &[u32]) -> Option<Reading> {
-        let tokens = tokens.iter().copied().map(Some);
-        self.tokens
-            .iter()
+        let first_rows = self.tokens.iter().take(tokens.len());
+        first_rows
             .copied()
-            .eq(tokens)
+            .eq(tokens.iter().copied().map(Some))
             .then_some(self.chosen)
     }
 }

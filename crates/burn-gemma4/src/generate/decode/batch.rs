@@ -170,9 +170,6 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
-    /// The tokens of all rows of the buffers that the last call of [`follow`](Self::follow) chose.
-    #[cfg(feature = "cube")]
-    followed: Vec<u32>,
     /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
     /// ordered before a replay.
     _of_one_thread: PhantomData<*const ()>,
@@ -204,8 +201,6 @@ impl Batch {
             may_capture: true,
             #[cfg(feature = "cube")]
             graph: None,
-            #[cfg(feature = "cube")]
-            followed: Vec::new(),
             _of_one_thread: PhantomData,
         })
     }
@@ -333,7 +328,11 @@ impl Batch {
     /// Returns [`Gemma4Error::Argument`] if the number of tokens differs from the number of sequences, or if a token is
     /// outside the vocabulary. Returns the same error if a sequence has no position left.
     pub fn step(&mut self, tokens: &[u32]) -> Result<RowLogits<'_>, Gemma4Error> {
-        let tokens = self.tokens_of_rows(tokens)?;
+        self.prepare(tokens)?;
+        // Give an arbitrary token to the buffer rows that have no sequence. The caller does not receive the logits of these
+        // rows.
+        let mut tokens = tokens.to_vec();
+        tokens.resize(self.cache.batch(), 0);
         let count = self.count;
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {
@@ -359,16 +358,11 @@ impl Batch {
     pub fn follow(&mut self, tokens: &[u32], goes_on: bool) -> Result<Vec<RowResult>, Gemma4Error> {
         #[cfg(feature = "cube")]
         if self.graph.is_some() {
-            let mut tokens = self.tokens_of_rows(tokens)?;
-            let count = self.count;
-            // The queued step has the tokens that the device chose for the rows without a sequence.
-            for (token, followed) in tokens.iter_mut().zip(&self.followed).skip(count) {
-                *token = *followed;
-            }
+            self.prepare(tokens)?;
             if let Some(graph) = &mut self.graph {
-                let next = graph.follow(&self.model, &mut self.cache, &tokens, goes_on)?;
-                self.followed = next.iter().map(|token| token.unwrap_or(0)).collect();
-                return Ok(next.into_iter().take(count).map(RowResult::Token).collect());
+                let next = graph.follow(&self.model, &mut self.cache, tokens, goes_on)?;
+                let of_sequences = next.into_iter().take(self.count);
+                return Ok(of_sequences.map(RowResult::Token).collect());
             }
         }
         let _ = goes_on;
@@ -376,9 +370,8 @@ impl Batch {
         self.step(tokens)?.choose(&choices)
     }
 
-    /// Checks the sequences' tokens. Returns a token for each row of the cache's buffers: rows without a sequence get an
-    /// arbitrary token, because the caller does not receive their logits.
-    fn tokens_of_rows(&mut self, tokens: &[u32]) -> Result<Vec<u32>, Gemma4Error> {
+    /// Checks the sequences' tokens, and reduces the number of buffer rows if the buffers must grow.
+    fn prepare(&mut self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
             let argument = "tokens";
@@ -405,9 +398,7 @@ impl Batch {
                 self.set_lengths(lengths);
             }
         }
-        let mut tokens = tokens.to_vec();
-        tokens.resize(self.cache.batch(), 0);
-        Ok(tokens)
+        Ok(())
     }
 
     /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences`. Returns true if the

@@ -20,7 +20,7 @@ use crate::model::cache::Cache;
 use crate::model::decode_ops::DecodeOps;
 use crate::model::observe::Part;
 use crate::op::graph_capture::CapturedGraph;
-use crate::op::in_place::overwrite_floats;
+use crate::op::in_place::{copied, overwrite_floats};
 use crate::op::reading::Reading;
 use crate::speculative::drafter::{Draft, Drafter};
 use burn::tensor::{Int, Tensor};
@@ -139,8 +139,8 @@ impl GraphCapture {
         self.sampler.is_some()
     }
 
-    /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible
-    /// token has `None`.
+    /// Runs a decode step over one token of each sequence and returns the next token of each row. A row without a possible
+    /// token has `None`. `tokens` are the tokens of the first rows; further rows have no sequence.
     ///
     /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens. No
     /// step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
@@ -157,7 +157,11 @@ impl GraphCapture {
                 cache.advance_by(1);
                 chosen
             }
-            None => Reading::begin(self.step(model, cache, tokens).chosen.tokens()),
+            None => {
+                let mut rows = tokens.to_vec();
+                rows.resize(cache.batch(), 0);
+                Reading::begin(self.step(model, cache, &rows).chosen.tokens())
+            }
         };
         let next = match goes_on && model.host_table.is_none() {
             true => self.go_on(cache, &chosen),
@@ -293,7 +297,7 @@ impl GraphCapture {
                 pass
             }
             Entry::Vacant(place) => {
-                let from_host = from_host.map(own);
+                let from_host = from_host.map(copied);
                 let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
@@ -319,13 +323,6 @@ impl GraphCapture {
 fn flat(rows: Tensor<2>) -> Tensor<1> {
     let count = rows.dims().iter().product::<usize>();
     rows.reshape([count])
-}
-
-/// Copies the elements to a newly allocated tensor, so that later steps can overwrite the new tensor in place.
-fn own(numbers: Tensor<1>) -> Tensor<1> {
-    let own = Tensor::empty(numbers.dims(), (&numbers.device(), numbers.dtype()));
-    overwrite_floats(own.clone(), numbers);
-    own
 }
 
 /// Builds the forward pass over the next `count` positions of each sequence, with rotary tables for the full size of the

@@ -23,6 +23,13 @@ pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, In
     let _: Three<Dispatch> = Dispatch::overwrite_three(three(targets), source.into_dispatch());
 }
 
+/// Copies the elements to a newly allocated tensor, which in-place writes to `numbers` leave unchanged.
+pub(crate) fn copied(numbers: Tensor<1>) -> Tensor<1> {
+    let copy = Tensor::empty(numbers.dims(), (&numbers.device(), numbers.dtype()));
+    overwrite_floats(copy.clone(), numbers);
+    copy
+}
+
 /// Overwrites the tokens in `inputs` with `chosen`, and adds one to each position and length. All vectors are `[rows]`.
 pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
