@@ -392,6 +392,13 @@ impl Bench {
             .collect()
     }
 
+    fn cache_kind(&self) -> CacheKind {
+        CacheKind {
+            compact_keys: self.compact_keys,
+            precision: self.kv.into(),
+        }
+    }
+
     /// Prefills one prompt at once. A short prompt replays a CUDA graph from the second prefill on.
     fn replayed(
         &self,
@@ -399,11 +406,7 @@ impl Bench {
         model: &Gemma4Model,
         prompt: &[i32],
     ) -> Result<(Cache, Vec<u32>), Error> {
-        let kind = CacheKind {
-            compact_keys: self.compact_keys,
-            precision: self.kv.into(),
-        };
-        let mut cache = model.cache_of(kind, vec![0])?;
+        let mut cache = model.cache_of(self.cache_kind(), vec![0])?;
         let prompt: Vec<u32> = prompt.iter().map(|token| *token as u32).collect();
         let tokens = graphs.read(&prompt, &mut cache)?.argmax()?;
         Ok((cache, tokens))
@@ -418,11 +421,9 @@ impl Bench {
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
         let padding = padding(batch, context, self.ragged);
-        let kind = CacheKind {
-            compact_keys: self.compact_keys,
-            precision: self.kv.into(),
-        };
-        let mut cache = model.cache_of(kind, padding)?.forgetting(forgettable);
+        let mut cache = model
+            .cache_of(self.cache_kind(), padding)?
+            .forgetting(forgettable);
         loop {
             let columns = cache.len()..(cache.len() + self.prefill_chunk).min(context);
             let last = columns.end == context;
