@@ -110,7 +110,8 @@ impl Feature {
             1..=8 => head_dim + 8,
             _ => head_dim / 2,
         };
-        // Some causal windows of 20 keys lie within one document, and others span two documents.
+        // Returns the segment ids of two sequences. The documents are so long that some causal windows of 20 keys lie
+        // within one document, and others span two.
         let documents = |length: usize| {
             let of_one = |ends: [usize; 2]| {
                 (0..length)
@@ -216,7 +217,8 @@ impl Feature {
     }
 }
 
-/// The results that the table shows. Each pair holds the name of a result in `Comparison::name` and the title of its column.
+/// The columns of the table. In each pair, the first text is the name of a result, as in `Comparison::name`. The second
+/// text is the title of the result's column.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),

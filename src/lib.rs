@@ -1,7 +1,7 @@
 //! Shared code of the examples, tests and benchmarks.
 //!
-//! The crate contains attention problems and models with random data, a timer, the measurement of errors against a reference
-//! implementation in f64, and helpers for tests.
+//! The crate contains attention problems and models with random data, a timer, and helpers for tests. It also measures
+//! errors against a reference implementation in f64.
 
 pub mod accuracy;
 #[cfg(test)]

@@ -203,7 +203,7 @@ fn serialize_codes<S: serde::Serializer>(
     serde::Serialize::serialize(&codes.map(|format| format.to_string()), serializer)
 }
 
-/// Quantizes rows of normally distributed elements. In e4m3, one scale serves the tensor.
+/// Quantizes rows of normally distributed elements. In e4m3, the whole tensor has a single scale.
 fn quantized_rows(rows: Tensor<4>, format: CodeFormat) -> Result<QuantizedRows, AttentionError> {
     match format {
         CodeFormat::Int8 => QuantizedRows::try_new(rows),

@@ -1,5 +1,5 @@
-//! Runs the benchmark's cases and collects the report. Each case also runs with the peers, other implementations of
-//! attention.
+//! Runs the benchmark's cases and collects the results in a report. Each case also runs with the peers, which are other
+//! implementations of attention.
 
 use crate::cases::{Case, Scale};
 use crate::ceilings::ceilings;
@@ -26,7 +26,7 @@ pub struct Bench<'a> {
     pub report: Report,
     only_ours: bool,
     peer_bytes: f64,
-    /// True if every result of this project's attention was measured and is accurate.
+    /// True if every run of this project's attention was measured and gave accurate results.
     pub good: bool,
 }
 
@@ -119,7 +119,7 @@ impl<'a> Bench<'a> {
                 continue;
             }
             for pass in [Pass::Forward, Pass::Backward] {
-                // The backward of a decode case is skipped, because training with a single query does not occur.
+                // The backward of a decode case is skipped, because no training step has only a single query.
                 let pointless = pass == Pass::Backward && workload.is_decode();
                 if pointless || !self.cli.passes.contains(&pass) {
                     continue;

@@ -103,7 +103,7 @@ const fn decode(
     }
 }
 
-/// Creates a case that equals `like`, but has keys and values in `format`.
+/// Creates a copy of the case `like` whose keys and values are quantized in `format`.
 const fn quantized(name: &'static str, format: CodeFormat, like: Case) -> Case {
     Case {
         name,
@@ -169,8 +169,8 @@ pub const CASES: [Case; 57] = [
         CodeFormat::E4m3,
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key head.
-    // This case has 40 rows, so the operator first dequantizes keys and values.
+    // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key
+    // head. For 40 rows, as in `rows-d128-40-int8`, the operator first dequantizes keys and values.
     rows_d128("rows-d128-40", 5),
     quantized(
         "rows-d128-32-int8",
@@ -210,7 +210,7 @@ pub const CASES: [Case; 57] = [
             ..decode("rows-d512-32", [8, 32, 4, 32768, 512])
         },
     ),
-    // These cases have the shapes of speculative decoding, in which one forward verifies several draft tokens.
+    // These cases have the shapes of speculative decoding: one forward of the model verifies several draft tokens.
     Case {
         q_len: 8,
         ..decode("decode-d512-gqa8-32k-queries8", [1, 8, 1, 32768, 512])
@@ -223,7 +223,7 @@ pub const CASES: [Case; 57] = [
         q_len: 4,
         ..decode("decode-d512-32k-queries4", [8, 32, 4, 32768, 512])
     },
-    // These cases measure the cost of an option, such as the softcap.
+    // These cases differ from a plain case in one option, such as the softcap, and measure what the option costs.
     softcapped("option-d128-softcap", D128_FULL),
     masked("option-d128-mask", D128_FULL),
     biased("option-d128-bias", D128_FULL),
@@ -240,7 +240,7 @@ pub const CASES: [Case; 57] = [
     uneven("tail-d256-odd", [4, 16, 1023, 4097, 256]),
     uneven("tail-d512-even", [4, 8, 1024, 4096, 512]),
     uneven("tail-d512-odd", [4, 8, 1023, 4097, 512]),
-    // These cases vary the sequence length. The number of tokens is large enough to fill the GPU at every length.
+    // These cases vary the sequence length. The batch size keeps the number of tokens large enough to fill the GPU.
     case("length-512", [64, 8, 1, 512, 512], true, None),
     case("length-1024", [32, 8, 1, 1024, 512], true, None),
     case("length-2048", [16, 8, 1, 2048, 512], true, None),

@@ -12,7 +12,7 @@ use burn::{
 };
 use burn_gemma4::layer::{Linear, Weight};
 
-/// Measures the FLOP/s of a large GEMM, and the bandwidth of an elementwise operation over a large tensor.
+/// Measures the FLOP/s of a large GEMM, and the memory bandwidth of an elementwise operation over a large tensor.
 pub fn ceilings(
     chosen: &Chosen,
     dtype: Dtype,
@@ -28,9 +28,9 @@ pub fn ceilings(
     let layer = Linear {
         weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
-    // In half precision the benchmark times the GEMM of burn-gemma4's `Linear`. On Hopper, Burn's own untuned GEMM would
-    // reach only a tenth of the GPU's speed. In f32 the benchmark times Burn's GEMM instead of `Linear`. On NVIDIA GPUs,
-    // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs. The extra GEMMs would lower the measured peak.
+    // In half precision, the benchmark times the GEMM of burn-gemma4's `Linear`, because Burn's own untuned GEMM
+    // reaches only a tenth of a Hopper GPU's speed. In f32, the benchmark times Burn's GEMM instead. On NVIDIA GPUs,
+    // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs, which would lower the measured peak.
     let product = timer.singles(
         effort,
         || left.clone(),

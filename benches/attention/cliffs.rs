@@ -26,11 +26,11 @@ pub struct Attention {
     causal: bool,
     /// The number of tokens per document, or `None` if a sequence is a single document.
     document: Option<usize>,
-    /// True if intervals of visible keys replace the causal mask. Every fourth block of 256 tokens is an image, and the
-    /// tokens of an image all see each other.
+    /// True if every fourth block of 256 tokens is an image whose tokens all see each other. Intervals of visible keys
+    /// then replace the causal mask.
     images: bool,
-    /// The storage of prompts with different lengths, or `None` if all prompts have one length. [`RAGGED`] lists the
-    /// lengths.
+    /// The storage of prompts with different lengths, which [`RAGGED`] lists. `None` if all prompts have the same
+    /// length.
     ragged: Option<Rows>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
     page_len: Option<usize>,
@@ -43,18 +43,19 @@ pub struct Attention {
     /// True if the bias needs a gradient.
     trained_bias: bool,
     mask: Option<Mask>,
-    /// True if all columns of a query are equal. The tensor of queries stores a single column, expanded with stride 0.
+    /// True if all columns of a query are equal. The query tensor then stores only one column, expanded with stride 0.
     flat_queries: bool,
-    /// One flag each for the queries, the keys and the values, in this order. A flag is true if the tensor needs a gradient.
+    /// One flag each for the queries, the keys and the values, in this order. A flag is true if its tensor needs a
+    /// gradient.
     trained: [bool; 3],
 }
 
 /// A mask that hides the same keys in every sequence and head.
 #[derive(Clone, Copy)]
 enum Mask {
-    /// The call gets the mask as a tensor `[1, 1, length, length]`.
+    /// The mask is a tensor `[1, 1, length, length]`.
     Own,
-    /// The call gets the mask `[1, 1, length, length]` expanded to all sequences and heads, with stride 0.
+    /// The mask is a tensor `[1, 1, length, length]`, expanded with stride 0 to all sequences and heads.
     Expanded,
 }
 
@@ -64,7 +65,7 @@ enum Rows {
     /// Prompts padded to the length of the longest prompt. `query_lengths` and `kv_lengths` hold each prompt's number of
     /// valid rows.
     Padded,
-    /// All prompts follow each other without padding, and `cu_seqlens` holds the index of the first row of each prompt.
+    /// Prompts that follow each other without padding. `cu_seqlens` holds the index of the first row of each prompt.
     Packed,
 }
 
@@ -177,7 +178,8 @@ const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) 
     )
 }
 
-/// Creates a cliff with image blocks of Gemma's prompts as intervals of visible keys. The counterpart is causal attention.
+/// Creates a cliff in which intervals of visible keys describe the image blocks of a Gemma prompt. The counterpart is
+/// causal attention.
 const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
     let plain = attention([1, heads, 8192, width], true);
     let case = Attention {
@@ -188,11 +190,11 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// The prompts of the cases with different prompt lengths. Each pair is a number of prompts and their length in tokens.
-/// Under a causal mask, all pairs have about the same number of visible query-key pairs.
+/// The prompts of the cases with different prompt lengths. An entry `(count, length)` stands for `count` prompts of
+/// `length` tokens. Under a causal mask, all entries have about the same number of visible query-key pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
-/// Returns the length of each prompt in [`RAGGED`].
+/// Returns one length for each prompt that [`RAGGED`] describes.
 fn ragged_lengths() -> Vec<i32> {
     let lengths = RAGGED
         .iter()
@@ -200,7 +202,8 @@ fn ragged_lengths() -> Vec<i32> {
     lengths.collect()
 }
 
-/// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has sequences of 1,024 tokens.
+/// Creates a cliff with the prompts of [`RAGGED`], which have different lengths. All sequences of the counterpart have
+/// 1,024 tokens.
 ///
 /// The counterpart has 0.94 times as many visible query-key pairs as the case. The case may take at most 1.18 times as long
 /// as the counterpart. At this limit, the case reaches `1 / (0.94 · 1.18)` = 90 % of the counterpart's FLOP/s.
@@ -251,7 +254,7 @@ const fn dropped(name: &'static str, pass: Pass, heads: usize, width: usize) -> 
     cliff(name, pass, case, plain, 1.25)
 }
 
-/// Creates a case with ALiBi as a score mod. The counterpart has no score mod.
+/// Creates a cliff with ALiBi as a score mod. The counterpart has no score mod.
 const fn alibi(name: &'static str, pass: Pass, limit: f64) -> Cliff {
     let plain = attention([4, 16, 4096, 128], true);
     let case = Attention {
@@ -553,8 +556,9 @@ impl Prepared {
             options,
             bias: attention.bias.map(random),
             page_table: pages.map(|[count, _]| {
-                // The page index grows by 7919 modulo the number of pages, so neighboring entries name distant pages. 7919
-                // shares no factor with the number of pages, so every page occurs exactly once.
+                // Each entry of the page table is the previous entry plus 7919, modulo the number of pages, so that
+                // neighboring entries refer to distant pages. 7919 shares no factor with the number of pages, so every
+                // page occurs exactly once.
                 let entries = (0..count).map(|entry| (entry * 7919 % count) as i32);
                 let data = TensorData::new(entries.collect::<Vec<_>>(), [batch, count / batch]);
                 Tensor::from_data(data, device)
@@ -587,8 +591,9 @@ impl Prepared {
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. The time to
-    /// differentiate the loss alone is measured with a leaf tensor in place of the output, and subtracted.
+    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. A
+    /// second measurement has a leaf tensor in place of the output. It gives the time to differentiate the loss alone,
+    /// which is subtracted.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

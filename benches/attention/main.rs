@@ -1,14 +1,14 @@
 //! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
-//! The rate of the forward counts `2 · visible pairs · (head_dim + value_dim)` operations, and the rate of the backward 2.5
-//! times as many. A visible pair is a query with a key that the query sees. The rate of decoding counts the bytes of keys
-//! and values.
+//! The FLOP/s of the forward count `2 · visible pairs · (head_dim + value_dim)` operations, and the FLOP/s of the
+//! backward 2.5 times as many. A visible pair is a query with a key that the query sees. The rate of decoding is the
+//! number of bytes of keys and values per second.
 //!
 //! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this
 //! loss.
 //!
-//! The sustained time is the time per launch when launches follow back to back. For the backward, it is the time of a
-//! training step (forward and backward) minus the times of the forward and of the loss.
+//! The sustained time is the time per launch when launches follow each other without a pause. For the backward, it is
+//! the time of a training step (forward and backward) minus the times of the forward and of the loss.
 //!
 //! The module `cliffs` lists cases in which attention was once many times slower than in a similar case.
 
@@ -32,7 +32,7 @@ use cliffs::{CLIFFS, Cliff};
 use report::{Pass, print_cliff_header, print_header};
 use std::{env, path::PathBuf, process::ExitCode};
 
-/// The environment variables that the options `--engine` and `--shared-memory` set.
+/// The names of the environment variables that the options `--engine` and `--shared-memory` set.
 const ENGINES: &str = "ATTENTION_ENGINES";
 const SHARED_MEMORY: &str = "ATTENTION_SHARED_MEMORY";
 
@@ -115,7 +115,8 @@ fn restrict(cli: &Cli) {
     }
 }
 
-/// Returns a text for the first line of the output. The text names the allowed engines and the shared memory limit.
+/// Returns a text for the first line of the output. The text lists the allowed engines and states the shared memory
+/// limit.
 fn restriction() -> String {
     let said = |name| env::var(name).ok();
     let engines = said(ENGINES).map(|engines| format!(", engines {engines}"));

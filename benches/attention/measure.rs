@@ -11,7 +11,7 @@ use attention_workspace::{
 };
 use burn::tensor::Tensor;
 
-/// The identity of one result: the case, the peer and the pass.
+/// The identity of one result: the case, the peer (the implementation of attention) and the pass.
 pub struct Entry<'a> {
     pub workload: &'a Workload,
     pub inputs: &'a Inputs,
@@ -24,8 +24,8 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch in seconds when launches follow back to back. The time of the backward is a difference of
-    /// measured times, and is `None` if noise makes the difference zero or negative.
+    /// The time per launch in seconds when launches follow each other without a pause. For the backward, this time is a
+    /// difference of measured times. It is `None` if noise makes the difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
@@ -33,8 +33,8 @@ struct Times {
 /// A training step whose forward and loss are done, so that only the backward remains.
 struct Step {
     inputs: Triple,
-    /// The elementwise product of the output and its gradient. Burn's `backward` of a tensor differentiates the sum of its
-    /// elements, so the product needs no sum.
+    /// The elementwise product of the output and the output's gradient. The loss is the sum of this product. The sum is
+    /// not computed, because Burn's `backward` differentiates the sum of a tensor's elements.
     loss: Tensor<4>,
 }
 
@@ -140,8 +140,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // This closure computes the loss from a leaf tensor in place of the output. The backward of this loss takes the time
-        // to differentiate the loss alone.
+        // This closure computes the loss from a leaf tensor in place of the output. Its backward therefore takes only
+        // the time to differentiate the loss, without attention.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

@@ -30,9 +30,10 @@ pub struct Prepared<'a> {
     peer: Peer,
     workload: &'a Workload,
     pub inputs: Inputs,
-    /// The explicit mask, which is true for hidden keys, or `None` if the implementation needs no explicit mask.
+    /// The explicit mask, which is true for hidden keys, or `None` if the implementation needs no such mask.
     hidden: Option<Tensor<4, Bool>>,
-    /// A note on the conversion of the inputs for this implementation, or `None`. The timing excludes the conversion.
+    /// A note on how the inputs were converted for this implementation, or `None` without a conversion. The timing
+    /// excludes the conversion.
     pub note: Option<String>,
 }
 
@@ -74,10 +75,11 @@ impl<'a> Prepared<'a> {
         prepared
     }
 
-    /// Estimates the bytes that a pass allocates beyond its inputs and outputs, for an implementation that stores all scores.
+    /// Estimates the bytes that a pass of a peer allocates beyond its inputs and outputs. Such a peer stores all
+    /// scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
         // The forward stores the scores, the probabilities and a temporary of the same size. For the backward, autodiff
-        // keeps every result, which doubles the number of tensors.
+        // keeps every result, which doubles the memory.
         workload.score_bytes() * if backward { 6.0 } else { 3.0 }
     }
 
@@ -117,8 +119,8 @@ impl<'a> Prepared<'a> {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Returns the gradients of the original key and value heads. If the inputs hold each head several times, the function
-    /// adds the gradients of all copies of a head.
+    /// Returns the gradients with the original number of key and value heads. If the inputs hold copies of each head,
+    /// the function adds the gradients of all copies of a head.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {
@@ -135,7 +137,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// Repeats every head `group` times. All repetitions of one head are consecutive heads of the result.
+/// Repeats every head `group` times. The copies of a head are consecutive heads of the result.
 fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
     let [batch, heads, length, width] = tensor.dims();
     tensor

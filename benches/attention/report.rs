@@ -60,7 +60,8 @@ pub struct Row {
     pub kernel: String,
     /// The engine's plan with its tile sizes, or `None` for a peer.
     pub plan: Option<String>,
-    /// The engines with a higher priority than the chosen engine, each with the reason why it refused the case.
+    /// One entry for each engine with a higher priority than the chosen engine: the engine, and the reason why it
+    /// refused the case.
     pub refusals: Vec<String>,
     pub note: Option<String>,
     pub outcome: Outcome,
@@ -78,7 +79,8 @@ pub enum Outcome {
 pub struct Measured {
     pub milliseconds: f64,
     pub launches: usize,
-    /// The time per launch when launches follow back to back, or `None` if noise makes this time unmeasurable.
+    /// The time per launch when launches follow each other without a pause. `None` if noise makes this time
+    /// unmeasurable.
     pub sustained_milliseconds: Option<f64>,
     /// The rate in bytes per second for decoding, and in FLOP/s otherwise.
     pub rate: f64,

@@ -27,7 +27,7 @@ impl Choice {
     }
 
     /// Runs a decode step on `tokens`, and returns the next token of each sequence on the host. If `goes_on` is true,
-    /// another step follows, and the decoder may start that step early.
+    /// the caller runs another step afterwards, and the decoder may start that step early.
     pub(crate) fn after(
         &mut self,
         decoder: &mut Decoder<'_>,

@@ -34,15 +34,15 @@ pub struct Drafted {
     pub tokens: usize,
     /// True if a drafter model computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
-    /// The number of accepted draft tokens divided by the number of compared draft tokens. A pass compares its draft tokens
-    /// up to the first rejected draft token.
+    /// The number of accepted draft tokens divided by the number of compared draft tokens. A pass compares its draft
+    /// tokens with the target model's tokens until it rejects one.
     pub acceptance: f64,
     /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass, from a separate measurement in which the host waits for the draft
-    /// tokens. In a timed pass, the host does not wait for the draft tokens.
+    /// The time to compute the draft tokens of a pass. A separate measurement, in which the host waits for the draft
+    /// tokens, gives this time. In a timed pass, the host does not wait for them.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,

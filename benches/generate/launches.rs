@@ -1,4 +1,5 @@
-//! Records the kernels that a closure launches, and the device time of each kernel. Recording does not wait for the device.
+//! Records the kernels that a closure launches, and the device time of each kernel. The recording does not make the
+//! host wait for the device.
 
 use serde::Serialize;
 

@@ -1,14 +1,15 @@
 //! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
-//! Prefill is the time from a prompt on the host to the first token on the host. In decoding, each token reaches the host
-//! before the benchmark requests the next token. Meanwhile the device may already run the forward of the next token, as in
-//! the program `generate`.
+//! The prefill time is the time from a prompt on the host to the first token on the host. In decoding, each token
+//! reaches the host before the benchmark requests the next token. As in the program `generate`, the device may already
+//! run the forward of the next token during this time.
 //!
-//! The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. The floor
-//! assumes the bandwidth of an elementwise operation over a large tensor.
+//! The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. It assumes
+//! the memory bandwidth of an elementwise operation over a large tensor.
 //!
-//! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The times
-//! show how a token's work divides among the parts. Because of the waits, the sum of these times is not the token's time.
+//! The parts of a decode step, such as attention, are timed in a separate run that waits for the device after each
+//! part. The times show how the work of a step divides among the parts. Because of the waits, the sum of these times is
+//! not the token's time.
 
 mod choice;
 mod drafted;
@@ -345,8 +346,8 @@ impl Bench {
             .sum();
         let bits_of_key = match self.kv {
             Kv::Model => bits,
-            // The int8 elements of one token and one head share a 32-bit scale. For 256 columns, the scale adds 32 / 256 =
-            // 0.125 bits per element.
+            // The int8 elements of one token and one head share a 32-bit scale. With 256 columns per head, the scale
+            // adds 32 / 256 = 0.125 bits per element.
             Kv::Q8 => 8.125,
         };
         let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;
@@ -399,7 +400,7 @@ impl Bench {
         }
     }
 
-    /// Prefills one prompt at once. A short prompt replays a CUDA graph from the second prefill on.
+    /// Prefills one prompt at once. From its second prefill, a short prompt replays a captured CUDA graph.
     fn replayed(
         &self,
         graphs: &PromptGraphs,
@@ -444,8 +445,8 @@ impl Bench {
     }
 }
 
-/// Returns the number of padding tokens of each sequence. If `ragged`, the numbers grow from 0 to at most half the context.
-/// Otherwise all numbers are 0.
+/// Returns the number of padding tokens of each sequence. If `ragged`, the number grows from 0 for the first sequence
+/// to at most half the context. Otherwise all numbers are 0.
 fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
     let of_row = |row| {
         if ragged {

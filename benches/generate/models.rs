@@ -63,7 +63,8 @@ impl Shape {
 }
 
 impl Shape {
-    /// Returns the configuration of the drafter that is published for this model. A small shape for a CPU has a small drafter.
+    /// Returns the configuration of the drafter that is published for this model. For the small shapes that run on a
+    /// CPU, the drafter is small too.
     pub fn drafter(self) -> DrafterConfig {
         let target = self.config();
         let (hidden_size, intermediate_size, heads, has_groups) = match self {
@@ -114,8 +115,8 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies. `all` is the number of the model's parameters. Experts that
-/// the router does not select are excluded, and so are embedding tables that are not also the output head.
+/// Returns the number of weights that a decode step multiplies. `all` is the number of the model's parameters. The
+/// result excludes experts that the router does not select, and embedding tables that are not also the output head.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {

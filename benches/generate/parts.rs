@@ -1,4 +1,5 @@
-//! Times the parts of a token that the decoder reports, such as attention. The benchmark waits for the device after each part.
+//! Times the parts of a decode step, such as attention, that the decoder reports. The benchmark waits for the device
+//! after each part.
 
 use crate::choice::Choice;
 use attention_workspace::Error;
@@ -7,23 +8,23 @@ use burn_gemma4::{Decoder, Part};
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// The time of each part of a token, keyed by the name of the part.
+/// The time of each part of a decode step, keyed by the name of the part.
 #[derive(Default, Serialize)]
 pub struct Parts(BTreeMap<String, Time>);
 
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Time {
-    /// The time of all occurrences of the part in a token. The benchmark waits for the device after each occurrence, and
-    /// subtracts the time that a wait for an idle device takes.
+    /// The time of all occurrences of the part in a decode step. The benchmark waits for the device after each
+    /// occurrence, and subtracts the time that a wait for an idle device takes.
     pub milliseconds: f64,
-    /// The number of times that the part occurs in a token.
+    /// The number of times that the part occurs in a decode step.
     pub places: usize,
 }
 
-/// The number of timed tokens. The mean of their times is reported. One warm-up token precedes the timed tokens.
+/// The number of timed decode steps. The mean of their times is reported. One warm-up step precedes the timed steps.
 const TOKENS: usize = 5;
 
-/// Decodes a few tokens and returns the times of their parts.
+/// Runs a few decode steps, and returns the mean time of each part of a step.
 pub fn measure(
     decoder: &mut Decoder<'_>,
     choice: &mut Choice,

@@ -62,7 +62,7 @@ pub struct Measured {
     pub mode: String,
     /// The time of each warm-up token. The warm-up tokens compile and tune kernels and capture the CUDA graph.
     pub first_tokens_milliseconds: Vec<f64>,
-    /// The time of each part of a token.
+    /// The time of each part of a decode step.
     pub parts: Parts,
     /// The kernel launches of one token, or `None` if they were not recorded.
     pub token_launches: Option<Launches>,
@@ -74,7 +74,7 @@ pub struct Measured {
     pub memory_bytes: Option<u64>,
     /// The size of the KV cache in bytes at the end.
     pub cache_bytes: usize,
-    /// The results of speculative decoding, or an empty list if it was not requested.
+    /// The results of speculative decoding. The list is empty if speculative decoding was not requested.
     pub drafted: Vec<Drafted>,
 }
 

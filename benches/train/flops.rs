@@ -6,8 +6,8 @@ use burn_gemma4::Gemma4Model;
 /// The number of floating-point operations in one multiply-add.
 const MULTIPLY_ADD: f64 = 2.0;
 
-/// The number of operations of attention's forward and backward together, divided by the number of operations of the
-/// forward. The backward alone has 2.5 times as many operations as the forward.
+/// The floating-point operations of attention's forward and backward together, relative to those of the forward. The
+/// backward alone has 2.5 times as many operations as the forward.
 const ATTENTION_PASSES: f64 = 3.5;
 
 /// Returns the number of floating-point operations of the GEMMs and the attention in one training step with

@@ -277,8 +277,8 @@ fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome,
     let last = cli.last.min(length);
     let plain = training.model().device().inner();
     let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
-    // Poll the memory only during untimed steps, because polling slows a step down. The timed steps need no more memory than
-    // the untimed steps.
+    // Poll the memory only during untimed steps, because polling slows a step down. The peak is still complete, because
+    // timed steps need no more memory than untimed steps.
     let watch = Watch::start(&plain);
     for _ in 0..cli.warmup {
         (training, _) = training.step(&text)?;

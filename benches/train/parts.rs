@@ -110,7 +110,8 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// Returns the time of one run of `work` in seconds, the median over `BATCHES` batches of `RUNS` runs after the warm-up.
+/// Returns the time of one run of `work` in seconds. It is the median over `BATCHES` batches of `RUNS` runs after the
+/// warm-up.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -152,8 +153,8 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers. Each kind comes with the index of one layer of the kind, and the number of its
-/// layers.
+/// Returns the kinds of attention layers as a map. Each kind maps to `(layer, count)`: the index of one layer of the
+/// kind, and the number of its layers.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -203,7 +204,7 @@ fn attention(
     Ok(sum)
 }
 
-/// Returns the weight matrices of a layer except the matrices of experts. Each matrix comes with its number of input
+/// Returns the weight matrices of a layer, except those of experts. An entry is a matrix and its number of input
 /// columns.
 fn matrices<'a>(
     layer: &'a DecoderLayer,
@@ -230,8 +231,9 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape comes with
-/// one weight matrix of this shape, and the number of such matrices in the model.
+/// Returns the GEMMs with a model's weights as a map. A key is the shape of a GEMM,
+/// `[rows, input columns, output columns]`. Its value is one weight matrix of this shape, and the number of such
+/// matrices in the model.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],

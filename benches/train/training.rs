@@ -64,8 +64,8 @@ pub fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// A visitor that initializes all weights at once. Without this visitor, Burn initializes a weight when the weight is first
-/// read.
+/// A visitor that initializes all weights at once. Otherwise, Burn would initialize a weight only when the weight is
+/// first read.
 struct Draw;
 
 impl ModuleVisitor for Draw {

@@ -27,9 +27,9 @@ pub enum Hide {
     Keys,
 }
 
-/// A score mod that depends on the score `x`, the head, the query, the key and the sequence. The slope in `x` varies. The new
-/// score is `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the entry of `table` for the
-/// head.
+/// A score mod that depends on the score `x`, the head, the query, the key and the sequence. The derivative of the new
+/// score with respect to `x` varies. The new score is `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`.
+/// Here `factor` is the entry of `table` for the head.
 pub struct Bent;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -110,8 +110,8 @@ impl Case {
         (score_mod, mask_mod)
     }
 
-    /// Returns the score of query `i` and key `j` after the case's score mod. `offset` is the position of query 0, counted
-    /// in keys.
+    /// Returns the score of query `i` and key `j` after the case's score mod. `offset` is the position of query 0 on
+    /// the axis of keys.
     pub fn changed(&self, score: f64, [b, h, i, j]: [usize; 4], offset: i64) -> f64 {
         match self.score_mod {
             None => score,

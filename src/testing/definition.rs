@@ -17,7 +17,7 @@ pub struct Definition<'a> {
     case: &'a Case,
     inputs: &'a Inputs,
     exact: Vec<Named>,
-    /// The baseline, which is the results of the reference implementation in the case's dtype.
+    /// The baseline: the results of the reference implementation in the case's dtype.
     baseline: OnceCell<Vec<Named>>,
     /// The results of the unfused operator in the case's dtype. Unlike the reference implementation, this operator stores
     /// output and logsumexp between forward and backward.
@@ -53,7 +53,7 @@ impl<'a> Definition<'a> {
             .collect()
     }
 
-    /// Returns the faults like [`faults`](Self::faults), but accepts larger errors, for results on random data.
+    /// Returns the faults like [`faults`](Self::faults), but accepts larger errors, because the case has random data.
     ///
     /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that rounding
     /// the logsumexp to f32 loses their differences. The allowed errors of [`compare`](super::compare) are too small for
@@ -91,9 +91,9 @@ impl<'a> Definition<'a> {
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison uses the exact results as the baseline, which allows the smallest errors. Computing the real
-        // baseline takes as long as all other work of the check. The real baseline is therefore computed only if a result
-        // fails.
+        // The first comparison uses the exact results as the baseline, so it allows the smallest errors. Computing the
+        // real baseline takes as long as all other work of the check. The real baseline is therefore computed only if a
+        // result fails.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)

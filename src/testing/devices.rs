@@ -68,11 +68,11 @@ const COMPILED: &[(&str, Constructor)] = &[
     }),
 ];
 
-/// Returns the devices of this build that `ATTENTION_TEST_DEVICES` names, or all devices of this build if the variable is not
-/// set.
+/// Returns the devices of this build that the environment variable `ATTENTION_TEST_DEVICES` lists. Without the
+/// variable, returns all devices of this build.
 ///
 /// # Panics
-/// Panics if the variable names a device that this build does not have.
+/// Panics if the variable lists a device that this build does not have.
 pub fn devices() -> Vec<TestDevice> {
     let wanted = env::var("ATTENTION_TEST_DEVICES").ok();
     let wanted: Option<Vec<&str>> = wanted

@@ -90,7 +90,7 @@ impl Case {
         options
     }
 
-    /// Returns the problem for [`explain`](attention_cube::explain).
+    /// Returns the description of the case for [`explain`](attention_cube::explain).
     ///
     /// # Errors
     /// Returns an error if the case's sizes do not fit each other.
@@ -109,8 +109,8 @@ impl Case {
         )
     }
 
-    /// Computes output and logsumexp with the option `kv_lengths_ahead`. The option promises that no kernel launch in the same
-    /// CUDA graph writes the lengths.
+    /// Computes output and logsumexp with the option `kv_lengths_ahead`. With this option, the caller promises that no
+    /// kernel launch in the same CUDA graph writes the lengths.
     ///
     /// # Panics
     /// Panics if the operator refuses the case.
@@ -288,9 +288,10 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`, with the probability
-/// `p`, the output gradient `do`, the value `v`, and `Δ = do·o` for the output `o`. The terms `do·v` and `Δ` have the
-/// magnitude `√value_dim · |do| · |v|`. The magnitude of the logsumexp's gradient is added.
+/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`. Here `p` is
+/// the probability, `do` is the output gradient, `v` is the value, and `Δ` is `do·o` for the output `o`. The terms
+/// `do·v` and `Δ` have the magnitude `√value_dim · |do| · |v|`. A loss that depends on the logsumexp adds the magnitude
+/// of the logsumexp's gradient.
 struct Magnitudes {
     score: f64,
     difference: f64,

@@ -1,4 +1,4 @@
-//! Determines which keys each query sees, as the operator's contract defines it.
+//! Determines which keys each query sees, according to the operator's contract.
 
 use super::case::Case;
 use super::dense::Dense;

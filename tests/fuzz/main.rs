@@ -1,5 +1,5 @@
-//! Fuzzes all file formats that this project reads. A broken file must give a result or an error. The reader must not panic,
-//! abort, allocate more than 1 GB, or take more than half a minute.
+//! Fuzzes all file formats that this project reads. Reading a broken file must give a result or an error. It must not
+//! panic, abort, allocate more than 1 GB, or take more than half a minute.
 //!
 //! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process reads the
 //! files of the corpus, and then reads randomly mutated files for `--seconds`. The value of `--seconds` is 0 under `cargo

@@ -90,7 +90,7 @@ fn said<T>(outcome: Result<T, impl ToString>) -> Result<T, String> {
     outcome.map_err(|error| error.to_string())
 }
 
-/// Returns a tiny model configuration with a layer of every kind.
+/// Returns a tiny model configuration with one layer of each kind: sliding, full attention, and shared KV.
 fn smallest() -> Gemma4Config {
     Gemma4Config {
         vocab_size: 8,
@@ -359,8 +359,8 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // The description is a run of letters as long as the rendered text, up to a limit. So texts of different lengths
-        // have different descriptions.
+        // The description is a run of letters as long as the rendered text, up to a limit. So texts of different
+        // lengths have different descriptions, and the worker keeps an input for each length.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }

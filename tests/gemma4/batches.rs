@@ -16,7 +16,7 @@ struct Sequence {
     prompt: Vec<u32>,
     expected: Vec<u32>,
     tokens: Vec<u32>,
-    /// The number of tokens after which the sequence leaves the batch.
+    /// The number of generated tokens after which the sequence leaves the batch.
     end: usize,
 }
 
@@ -68,7 +68,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
                 _ => RowChoice::Argmax,
             })
             .collect();
-        // Half of the steps let the device go on, whether or not a sequence then joins or leaves.
+        // Half of the steps call `follow`, which may start the next step early. The early step is lost if a sequence
+        // then joins or leaves.
         let next = match rng.random_bool(0.5) {
             true => batch.follow(&tokens, rng.random_bool(0.7)),
             false => batch.step(&tokens).and_then(|next| next.choose(&choices)),
@@ -109,9 +110,9 @@ fn step_of_a_changing_batch_equals_single_sequences() {
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
-        // The first schedule has ten sequences, and the decode kernels support eight. In the second schedule, the prompts
-        // nearly fill the allocated 256 cache slots (token positions) per sequence. The answers exceed these slots while the
-        // batch has free rows.
+        // The first schedule has ten sequences, which is more than the eight that the decode kernels support. In the
+        // second schedule, the prompts nearly fill the allocated 256 cache slots (token positions) per sequence. The
+        // answers then need more slots, while the batch has free rows.
         let kinds = [
             (10, 1..60, false, KvPrecision::Model),
             (6, 250..257, false, KvPrecision::Model),

@@ -10,8 +10,8 @@ use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 /// sequence.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
-/// The two kinds of cache, each with a name for error messages. The compact cache stores only those columns of a key that
-/// RoPE rotates.
+/// The two kinds of cache, each with a name for error messages. If a layer's keys and values come from the same
+/// projection, the compact cache stores only the key columns that RoPE rotates.
 const CACHES: [(&str, NewCache); 2] = [
     ("cache", Gemma4Model::cache),
     ("compact cache", Gemma4Model::compact_cache),
@@ -80,8 +80,8 @@ fn cache_read_by_portions_gives_the_logits_of_one_pass() {
     });
 }
 
-/// A forward that computes only the last positions gives the same logits for these positions as a forward over all
-/// positions.
+/// A forward that computes the logits of only the last positions gives the same logits for them as a forward that
+/// computes all logits.
 #[test]
 fn cache_logits_of_last_positions_equal_the_whole() {
     on_every_device(|fixture, gemma, device| {
@@ -162,7 +162,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     }
 }
 
-/// The logits stay the same when the cache's buffers grow.
+/// Growing the cache's buffers does not change the logits.
 #[test]
 fn cache_growing_past_its_blocks_keeps_the_logits() {
     for device in devices() {

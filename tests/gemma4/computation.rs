@@ -1,4 +1,4 @@
-//! Tests that every intermediate tensor of a whole forward equals the same tensor in transformers.
+//! Tests that every intermediate tensor of a whole forward equals the same tensor in Hugging Face Transformers.
 
 use crate::fixture::{Fixture, on_every_device, tokens};
 use burn::tensor::Tensor;
@@ -38,8 +38,8 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // transformers returns the last layer's output only after the final norm. So the test does not compare the
-            // output before the norm.
+            // Hugging Face Transformers returns the last layer's output only after the final norm. So the test does not
+            // compare the output before the norm.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }

@@ -6,7 +6,7 @@ use burn_gemma4::{Gemma4Config, Gemma4Error};
 use serde_json::{Value, json};
 use std::fs;
 
-/// Reads a fixture's configuration after replacing some fields. The path `a.b` names the field `b` of `a`.
+/// Reads a fixture's configuration after replacing some fields. The path `a.b` selects the field `b` of the object `a`.
 fn read(fixture: &str, changes: &[(&str, Value)]) -> Result<Gemma4Config, Gemma4Error> {
     let text =
         fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
@@ -192,8 +192,8 @@ fn config_field_of_wrong_type_is_named_with_its_path() {
     );
 }
 
-/// A configuration with scaling in the older field `rope_scaling` is refused. A scaling factor that transformers would ignore
-/// is refused too.
+/// A configuration that scales RoPE in the older field `rope_scaling` is refused. A scaling factor with the RoPE type
+/// `default` is refused too, because Hugging Face Transformers would ignore the factor.
 #[test]
 fn config_rope_scaling_is_obeyed_or_refused() {
     for scaling in [

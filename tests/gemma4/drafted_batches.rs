@@ -1,6 +1,6 @@
 //! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
-//! lengths, accept different numbers of draft tokens, and end separately. Texts are greedy or sampled. Some passes have few
-//! enough rows for the decode kernels, and others have too many.
+//! lengths, accept different numbers of draft tokens, and end separately. Tokens are chosen greedily or sampled. Some
+//! passes have few enough rows for the decode kernels, and others have too many.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -172,9 +172,9 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// Batches with a drafter give the same texts as without a drafter. The first model accepts draft tokens in all sequences,
-/// because its drafter knows the model's text. The other models reject most draft tokens, because their drafters have random
-/// weights.
+/// Batches with a drafter give the same texts as without a drafter. The first model accepts draft tokens in all
+/// sequences, because its drafter is built to predict the model's text. The other models reject most draft tokens,
+/// because their drafters have random weights.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

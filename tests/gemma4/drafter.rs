@@ -1,6 +1,6 @@
 //! Tests drafters, the small models that compute draft tokens. The draft tokens and hidden states equal the results of
-//! transformers on the same tiny checkpoints. A text generated with a drafter equals the text without it. A drafter that
-//! does not fit the model is refused, and the error names the difference.
+//! Hugging Face Transformers on the same tiny checkpoints. A text generated with a drafter equals the text without it.
+//! A drafter that does not fit the model is refused, and the error names the difference.
 
 mod refused;
 
@@ -36,8 +36,8 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// A drafter gives the draft tokens and hidden states of transformers. The test compares with the results for the exact
-/// window (`strict_window`), because the window of transformers has one key more.
+/// A drafter gives the same draft tokens and hidden states as Hugging Face Transformers. The expected results are those
+/// for the exact window (`strict_window`), because the library's own window has one key more.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
@@ -154,8 +154,8 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay on the device.
-/// In the second way, the host reads the draft tokens and gives them to the model.
+/// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay in device
+/// memory. In the second way, the host reads the draft tokens and gives them to the model.
 ///
 /// After each forward pass, the test itself chooses the row that counts as the last accepted token. Both decoders continue
 /// from the hidden state of that row.
@@ -342,8 +342,8 @@ fn drafter_of_random_weights_leaves_the_text_unchanged() {
     }
 }
 
-/// If a drafter knows the model's text, the model accepts all draft tokens of the drafter. The text also ends correctly
-/// between two draft tokens of one forward pass.
+/// If a drafter is built to predict the model's text, the model accepts all draft tokens of the drafter. The text also
+/// ends correctly between two draft tokens of one forward pass.
 #[test]
 fn drafter_with_right_tokens_accepts_all() {
     for device in devices() {

@@ -87,8 +87,8 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// Penalties and other sampling options depend on the earlier text. Draft tokens count as earlier text. The random numbers
-/// are drawn in the same order as without draft tokens.
+/// Penalties and other sampling options depend on the earlier text. For a draft token, the earlier text includes the
+/// draft tokens before it. The random numbers are drawn in the same order as without draft tokens.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");

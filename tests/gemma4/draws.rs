@@ -1,6 +1,6 @@
-//! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have every cut
-//! (top-k, top-p, min-p), every dtype, and difficult logits such as ties and NaN. Other tests check the distribution of the
-//! drawn tokens, and compare whole texts.
+//! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases cover every
+//! cut (top-k, top-p, min-p), every dtype, and difficult logits such as ties and NaN. Other tests check the
+//! distribution of the drawn tokens, and compare whole texts.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -119,8 +119,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
     for device in devices() {
         for dtype in [DType::F32, DType::F16] {
             let (mut drawn, mut others) = (0, 0);
-            // With 1 or 300 columns, a row is one chunk, which one cube processes. With 9,001 columns, a row has several
-            // chunks.
+            // With 1 or 300 columns, a row is one chunk, which one cube (thread block) processes. With 9,001 columns, a
+            // row has several chunks.
             for columns in [1, 300, 9_001] {
                 let rows = rounded(&hostile(columns, &mut state), dtype);
                 for sampling in cuts() {
@@ -361,8 +361,8 @@ fn sampling_with_too_few_samplers_is_refused() {
     assert!(error.is_err());
 }
 
-/// Returns the generated texts twice: sampled by kernels, and sampled on the host. The function requests logprobs to make
-/// the decoder sample on the host.
+/// Returns the generated texts of two runs: sampled by kernels, and sampled on the host. The second run requests
+/// logprobs, which makes the decoder sample on the host.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {
         let options = GenerateOptions {

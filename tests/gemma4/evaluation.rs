@@ -1,5 +1,6 @@
-//! Tests the program `evaluate` and its library function. The cost of a text equals the loss of transformers. Each token counts
-//! once, regardless of how documents are divided into windows and rows. In conversations, only the trained tokens count.
+//! Tests the program `evaluate` and its library function. The cross entropy of a text equals the loss in Hugging Face
+//! Transformers. Each token counts once, regardless of how documents are divided into windows and rows. In
+//! conversations, only the trained tokens count.
 
 use crate::{
     devices::devices,
@@ -101,8 +102,8 @@ fn evaluation_in_windows_and_shared_rows_equals_the_definition() {
     };
     let long = random(21, 5);
     let (length, stride) = (8, 3);
-    // The cost includes all tokens of the first window, 3 tokens of each of the next windows, and one token of the last
-    // window. Each window after the first starts with the text's first token.
+    // The sum includes all predicted tokens of the first window, 3 tokens of each of the next windows, and one token of
+    // the last. Each window after the first starts with the text's first token.
     let mut expected = definition(&gemma, &long[..8], 7);
     for (end, counted) in [(11, 3), (14, 3), (17, 3), (20, 3), (21, 1)] {
         let window = [&long[..1], &long[end - 7..end]].concat();
@@ -159,8 +160,8 @@ fn evaluate_reports_the_validation_loss_of_finetune() {
     assert_eq!(documents.len(), 200);
     assert_eq!(documents[199]["line"], 200);
     let of = |told: &Value| told["cross_entropy"].as_f64().expect("field is a number");
-    // Every fifth document has the same text, so its cost must be the same except for rounding. The equal documents lie at
-    // different positions of their rows, where a GEMM on the CPU may add in another order.
+    // Every fifth document has the same text, so its cross entropy must be the same except for rounding. The equal
+    // documents lie at different positions of their rows, where a GEMM on the CPU may add in another order.
     let (first, fifth) = (of(&documents[0]), of(&documents[5]));
     let error = (first - fifth).abs();
     assert!(

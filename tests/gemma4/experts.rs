@@ -1,5 +1,6 @@
-//! Tests the mixture of experts (MoE). Kernels must select the same experts as the host, even if probabilities are equal. The
-//! logits and the gradients must be the same too. The sizes are no multiples of a tile. Two runs give bitwise equal results.
+//! Tests the mixture of experts (MoE). Kernels must select the same experts as the host, even if probabilities are
+//! equal. The logits and the gradients must be the same too. The tested sizes are no multiples of the tile size. Two
+//! runs must give bitwise equal results.
 
 use crate::{
     devices::devices,
@@ -30,8 +31,8 @@ struct Case {
     tied: bool,
 }
 
-/// A case in which all tokens select the same two experts, because all probabilities are equal. The number of tokens exceeds
-/// the rows of a tile, and the experts' width of 7 is no multiple of a tile.
+/// A case in which all tokens select the same two experts, because all probabilities are equal. The number of tokens
+/// exceeds the rows of a tile, and the experts' width of 7 is no multiple of the tile size.
 const TIED: Case = Case {
     num_experts: 9,
     top_k_experts: 2,
@@ -167,7 +168,8 @@ impl Observer for Chosen {
     }
 }
 
-/// The results of a case: the logits of the whole text, the selected experts, and all gradients of a loss of the logits.
+/// The results of a case: the logits of the whole text, the selected experts, and the gradients of all parameters. The
+/// gradients are those of a loss that depends on the logits.
 struct Outcome {
     logits: Vec<f32>,
     chosen: Vec<Vec<f32>>,

@@ -1,4 +1,4 @@
-//! The fixtures: tiny checkpoints, with the results that transformers computed for these checkpoints.
+//! The fixtures: tiny checkpoints, with the results that Hugging Face Transformers computed for these checkpoints.
 
 use crate::devices::{TestDevice, devices};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -20,7 +20,7 @@ pub const ALL: [&str; 5] = [
 /// The maximum difference between two correct computations in f32, relative to the largest element of the expected result.
 pub const TOLERANCE: f32 = 2e-4;
 
-/// A tiny checkpoint with the results of transformers.
+/// A tiny checkpoint with the results of Hugging Face Transformers.
 pub struct Fixture {
     pub name: &'static str,
     pub prompt: Vec<u32>,
@@ -28,7 +28,7 @@ pub struct Fixture {
     tensors: HashMap<String, Reference>,
 }
 
-/// A tensor that transformers computed.
+/// A tensor that Hugging Face Transformers computed.
 #[derive(Clone)]
 pub struct Reference {
     pub values: Vec<f32>,
@@ -75,7 +75,8 @@ impl Fixture {
             .unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }
 
-    /// Returns the loss and the gradients that transformers computed, or `None` if the fixture has no gradients.
+    /// Returns the loss and the gradients that Hugging Face Transformers computed, or `None` if the fixture has no
+    /// gradients.
     pub fn gradients(&self) -> Option<HashMap<String, Reference>> {
         let path = self.folder().join("grads.safetensors");
         path.exists().then(|| read(path))

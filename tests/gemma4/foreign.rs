@@ -141,8 +141,8 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// A GGUF file is loaded by its path, lies in a folder, or has the misleading name `model.safetensors`. Each time, the error
-/// names the file and its format. The GGUF file of this test is only a header.
+/// A GGUF file that is loaded by its path, lies in the loaded folder, or has the misleading name `model.safetensors`
+/// gives an error. The error names the file and its format. The GGUF file of this test is only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
@@ -304,8 +304,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// Adapters of unsupported kinds are refused. For these kinds, PEFT computes something else than
-/// `weight + alpha / r · B · A`.
+/// Adapters of unsupported kinds are refused. For them, PEFT does not compute `weight + alpha / r · B · A`. A and B are
+/// the LoRA matrices of the rank `r`.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
@@ -387,8 +387,9 @@ fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
     ]
 }
 
-/// The adapter's scale follows PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`. In `alpha_pattern` and
-/// `rank_pattern`, the first pattern that matches a module's name sets the alpha or the rank of the module.
+/// The adapter's scale follows PEFT's formulas for the rank `r`: `alpha / r`, or `alpha / √r` with `use_rslora`. In
+/// `alpha_pattern` and `rank_pattern`, the first pattern that matches a module's name sets the alpha or the rank of the
+/// module.
 #[test]
 fn adapter_scale_with_rslora_and_patterns_equals_peft() {
     const RANK: usize = 4;

@@ -20,8 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// The cache removes its last tokens, on both sides of the end of a buffer's first allocation. Removing tokens does not
-/// shrink the grown buffer, so the padding mask of a batch must also cover the buffer's unused slots.
+/// The cache removes its last tokens, which lie on both sides of the end of a buffer's first allocation. Removing
+/// tokens does not shrink the grown buffer, so the padding mask of a batch must also cover the buffer's unused slots.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -63,8 +63,8 @@ fn cache_forget_over_a_block_keeps_padded_batches() {
     }
 }
 
-/// If a forward pass has more tokens than a ring buffer has slots beyond the window, some tokens overwrite slots that the
-/// pass's first query still needs. The cache must store such tokens only after that query has read the slots.
+/// A forward pass may have more tokens than a ring buffer has slots beyond the window. Some tokens then overwrite slots
+/// that the pass's first query still needs. The cache must store such tokens only after that query has read the slots.
 #[test]
 fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {
@@ -77,7 +77,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
             let mut decoder = gemma.model().decoder(&mut cache);
             let mut found = Vec::new();
             let mut rest = &text[..];
-            // The decode kernels process some of the portions, and the operations of prefill process the other portions.
+            // The decode kernels process some of the portions, and the prefill operations process the others.
             for portion in [4, 1, 5, 3, 1].into_iter().cycle() {
                 let (now, later) = rest.split_at(portion.min(rest.len()));
                 found.extend(read(&mut decoder, now));

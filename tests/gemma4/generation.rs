@@ -1,5 +1,5 @@
-//! Tests that generated tokens equal the tokens of transformers: for single prompts, with prefill in chunks, in batches and
-//! in sessions. Also tests the options for sampling and for the end of a text.
+//! Tests that generated tokens equal the tokens of Hugging Face Transformers: for single prompts, with prefill in
+//! chunks, in batches and in sessions. Also tests the options for sampling and for the end of a text.
 
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};

@@ -1,5 +1,5 @@
-//! Tests training: the loss and the gradient of every parameter equal the results of transformers, with and without gradient
-//! checkpointing.
+//! Tests training: the loss and the gradient of every parameter equal the results of Hugging Face Transformers, with
+//! and without gradient checkpointing.
 
 use crate::{
     devices::{TestDevice, devices},
@@ -13,11 +13,12 @@ use burn::{
 use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
 use std::collections::BTreeMap;
 
-/// The maximum difference between a gradient and the gradient in transformers, relative to the gradient's norm.
+/// The maximum difference between a gradient and the gradient in Hugging Face Transformers, relative to the gradient's
+/// norm.
 const TOLERANCE: f64 = 1e-3;
 
-/// Returns the device with autodiff twice: without and with gradient checkpointing. Each of the two has a name for error
-/// messages.
+/// Returns two autodiff devices, each with a name for error messages. The first device has no gradient checkpointing,
+/// and the second device has it.
 pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
     let plain = device.device.clone().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();

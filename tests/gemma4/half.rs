@@ -1,5 +1,5 @@
-//! Tests half precision. The logits are compared with the f32 logits of transformers. Their error is about the error that
-//! transformers has in half precision.
+//! Tests half precision. The error of the logits is their distance from the f32 logits of Hugging Face Transformers.
+//! This error may be at most 1.5 times the error that the library has in bf16.
 
 use crate::{
     devices::devices,
@@ -18,8 +18,8 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     (squares / a.len() as f32).sqrt()
 }
 
-/// An observer that finds the first position at which rounding makes the router select other experts than in f32. From that
-/// position on, logits differ by arbitrary amounts and are not compared.
+/// An observer that finds the first position at which rounding makes the router select other experts than in f32. The
+/// logits of this and all later positions differ by arbitrary amounts, so they are not compared.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
@@ -45,8 +45,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Rounding explains the selection of another expert only if the last selected and the first unselected
-                    // probability are close. Their gap may be at most twice the rounding error.
+                    // Rounding explains the selection of another expert only if the smallest selected and the largest
+                    // unselected probability are close. Their gap may be at most twice the rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));
@@ -66,9 +66,9 @@ impl Observer for Routing<'_> {
     }
 }
 
-/// The error of half-precision logits is their distance from the f32 logits of transformers. The limit for bf16 is 1.5 times
-/// the error that transformers has in bf16, because two correct orders of summation differ by rounding. The limit for f16,
-/// which is more precise, is the bf16 error of transformers.
+/// The error of half-precision logits is their distance from the f32 logits of Hugging Face Transformers. The limit for
+/// bf16 is 1.5 times the error that Transformers has in bf16, because two correct orders of summation differ by
+/// rounding. The limit for f16, which is more precise, is the bf16 error of Transformers.
 #[test]
 fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {
@@ -118,8 +118,8 @@ fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     }
 }
 
-/// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Compact keys share
-/// columns with the values, so rounding differs.
+/// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Rounding differs,
+/// because compact keys share columns with the values.
 #[test]
 fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     for device in devices() {

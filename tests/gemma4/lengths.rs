@@ -1,5 +1,6 @@
-//! Tests the options that limit the length of a text or exclude tokens from its beginning: `min_new_tokens`, `min_length`,
-//! `max_length` and `begin_suppress_tokens`. The options work as in the logits processors of transformers.
+//! Tests the options that limit the length of a text or exclude tokens from its beginning: `min_new_tokens`,
+//! `min_length`, `max_length` and `begin_suppress_tokens`. The options work as in the logits processors of Hugging Face
+//! Transformers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy, tokens, values};
@@ -16,8 +17,8 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u3
         .tokens
 }
 
-/// Returns greedy tokens. A forward over the whole text computes each token. A token may be chosen only if `is_allowed`
-/// returns true for the number of tokens generated so far and for the token.
+/// Returns the greedily generated tokens, each computed by a forward over the whole text. A token is allowed only if
+/// `is_allowed(count, token)` is true, where `count` is the number of tokens generated so far.
 fn expected(
     gemma: &Gemma4,
     prompt: &[u32],

@@ -1,4 +1,4 @@
-//! Tests the loading of checkpoints in every format, and the errors of wrong checkpoints.
+//! Tests the loading of checkpoints in every format, and the errors for invalid checkpoints.
 
 use crate::fixture::{Fixture, folder, tokens, values};
 use burn::tensor::{DType, Device};
@@ -7,7 +7,8 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// The `config.json` from the Hugging Face Hub and the file that transformers 5 writes describe the same model.
+/// The `config.json` from the Hugging Face Hub and the file that Hugging Face Transformers 5 writes describe the same
+/// model.
 #[test]
 fn load_both_config_dialects_give_the_same_model() {
     for fixture in Fixture::all() {

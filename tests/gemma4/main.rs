@@ -1,5 +1,5 @@
-//! Tests Gemma 4 on every device of this build. The results are compared with the results of the Python library transformers
-//! on the same tiny checkpoints (`tests/fixtures`). Each module tests one feature.
+//! Tests Gemma 4 on every device of this build. The results are compared with the results of the Python library Hugging
+//! Face Transformers on the same tiny checkpoints (`tests/fixtures`). Each module tests one feature.
 //!
 //! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts the devices,
 //! for example `ATTENTION_TEST_DEVICES=cuda,flex`.

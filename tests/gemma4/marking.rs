@@ -1,5 +1,6 @@
-//! Tests `Tokenizer::marking`. If a message spells out a special token, the marking makes the tokenizer encode the spelling
-//! as plain text. The vocabularies of these tests are made to defeat the marking.
+//! Tests `Tokenizer::marking`. If a message spells out a special token, a mark character in the spelling makes the
+//! tokenizer encode the spelling as plain text. The tests try to defeat this with special tokens that contain possible
+//! mark characters.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;

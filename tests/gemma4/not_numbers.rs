@@ -1,4 +1,5 @@
-//! Tests models with NaN in their weights. Greedy decoding and sampling end with an error, on the host and by kernels.
+//! Tests models with NaN in their weights. Greedy decoding and sampling end with an error, both on the host and in
+//! kernels.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -33,8 +34,8 @@ fn argmax_of_a_row_without_finite_logits_is_an_error() {
             if !device.computes_in(dtype) {
                 continue;
             }
-            // With 3 or 300 columns, a row is one chunk, which one cube processes. With 40,000 columns, a row has several
-            // chunks.
+            // With 3 or 300 columns, a row is one chunk, which one cube (thread block) processes. With 40,000 columns,
+            // a row has several chunks.
             for columns in [3, 300, 40_000] {
                 let what = format!("{} {} {columns}", device.name, dtype.name());
                 for nothing in [f32::NAN, NONE] {

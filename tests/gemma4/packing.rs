@@ -68,7 +68,7 @@ impl Packed {
     }
 }
 
-/// Returns the same sum as [`Packed::loss`], but computes a separate forward for each document.
+/// Returns the same sum as [`Packed::loss`], but runs a separate forward for each document.
 fn loss_alone(model: &Gemma4Model, documents: &Packed, device: &Device) -> Tensor<1> {
     let of_one = |document: &Vec<u32>| {
         let count = document.len() - 1;

@@ -8,8 +8,8 @@ use burn::{
 };
 use burn_gemma4::layer::{Linear, Weight};
 
-/// The shapes `[rows, inner, columns]` of the GEMMs. Some consist of whole tiles, some are smaller or larger than a tile, and
-/// some have sizes that are no multiples of a tile.
+/// The shapes `[rows, inner, columns]` of the GEMMs. Some consist of whole tiles, some are smaller or larger than a
+/// tile, and some have sizes that are no multiples of the tile size.
 const SHAPES: [[usize; 3]; 5] = [
     [128, 64, 256],
     [2, 8, 8],

@@ -1,7 +1,7 @@
-//! Tests prompts that replay a CUDA graph. The logits, the KV cache and the next decode steps must be those of separate
-//! launches, for every length up to and around the padded lengths.
+//! Tests prompts whose prefill replays a CUDA graph. A graph processes a fixed number of tokens, to which shorter
+//! prompts are padded. The logits, the KV cache and the next decode steps must equal those of separate launches.
 //!
-//! Devices without CUDA graphs run the padded pass without a capture once, and then separate launches.
+//! Devices without CUDA graphs run the padded pass once without a capture. Afterwards they use separate launches.
 
 use crate::fixture::{assert_close, greedy, on_every_device, tokens, values};
 use burn_gemma4::{Gemma4, Logits, PromptGraphs};
@@ -9,7 +9,8 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::ops::ControlFlow;
 use std::thread;
 
-/// Reads `prompt` and then `after`, one token at a time. Returns all logits.
+/// Prefills `prompt`, and then decodes the tokens in `after` one at a time. Returns the logits after the prompt and
+/// after each decode step.
 fn logits(
     gemma: &Gemma4,
     graphs: Option<&PromptGraphs>,
@@ -48,7 +49,8 @@ fn prompt_by_graph_matches_separate_launches() {
         let graphs = PromptGraphs::new(gemma.model().clone());
         let vocabulary = gemma.config().vocab_size as u32;
         let mut rng = StdRng::seed_from_u64(11);
-        // The lengths come twice in another order, so that each graph runs for prompts of different lengths.
+        // Several lengths are padded to 32 and to 64 tokens, so that each of these two graphs runs for prompts of
+        // different lengths.
         for length in [20, 32, 33, 64, 1, 31, 2, 32, 50, 8, 65, 40, 63, 17] {
             let mut draw = |count: usize| -> Vec<u32> {
                 (0..count)
@@ -67,7 +69,8 @@ fn prompt_by_graph_matches_separate_launches() {
     });
 }
 
-/// Checks generations on threads that did not load the weights, within and outside of the weights' stream.
+/// Checks generations on threads that did not load the weights. One thread uses its own stream, and another uses the
+/// stream of the weights.
 #[test]
 fn generation_on_another_thread_equals_that_of_the_loading_thread() {
     on_every_device(|fixture, gemma, _| {

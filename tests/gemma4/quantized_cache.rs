@@ -17,8 +17,8 @@ use tempfile::TempDir;
 /// The scores of the test models have a standard deviation of 8, so the error changes the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
-/// The maximum difference between the results of two ways to compute with the same int8 keys. If an element lies midway
-/// between two codes, rounding in f32 decides which of the two codes the element gets.
+/// The maximum relative difference between two computations over the same text with an int8 cache. They may differ,
+/// because rounding in f32 decides the code of an element that lies midway between two codes.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -33,7 +33,7 @@ fn cache(gemma: &Gemma4, compact_keys: bool, padding: Vec<usize>) -> Cache {
     cache.expect("the head sizes can be packed")
 }
 
-/// Returns the largest difference of an element, relative to the largest magnitude of an expected element.
+/// Returns the largest difference between two elements, relative to the largest magnitude of the expected elements.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -86,9 +86,9 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// The logits with the int8 cache are near the logits with the full-precision cache. The division of the prefill into
-/// portions does not change the logits. Devices that run CubeCL kernels compile new kernels for every number of rows, so
-/// they test only one fixture.
+/// The logits with the int8 cache are near the logits with the full-precision cache. Dividing the prefill into portions
+/// does not change the logits. Devices that run CubeCL kernels compile new kernels for every number of rows, so they
+/// test only one fixture.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {

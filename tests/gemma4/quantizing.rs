@@ -1,6 +1,6 @@
-//! Tests the program `quantize` and its library function. The written weights equal the weights of a model that is quantized
-//! while loading. The written bytes equal the output of each format's own program. The output appears only when it is
-//! complete.
+//! Tests the program `quantize` and its library function. The written weights equal the weights of a model that is
+//! quantized while loading. The written bytes equal the output of the format's original program: llama.cpp for GGUF,
+//! and compressed-tensors for folders. The output appears only when it is complete.
 
 use crate::{
     fixture,
@@ -149,8 +149,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
     }
 }
 
-/// The packed tensors of quantized folders have the recorded checksums. The script `tests/fixtures/check_quantized.py` has
-/// written these checksums after checking the folders with compressed-tensors and transformers.
+/// The packed tensors of quantized folders have the recorded checksums. The script `tests/fixtures/check_quantized.py`
+/// has written these checksums after checking the folders with compressed-tensors and Hugging Face Transformers.
 #[test]
 fn quantize_to_folder_equals_compressed_tensors() {
     let checksums = fs::read(fixture::folder("quantized.json")).expect("the fixture is readable");

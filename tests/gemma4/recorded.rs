@@ -152,7 +152,7 @@ fn collected(model: &Gemma4Model, gradients: &GradientsParams) -> Vec<Vec<f32>> 
     collected.found
 }
 
-/// A step of gradient descent that writes each parameter to new memory.
+/// A mapper that applies a step of gradient descent. Each updated parameter lies in new memory.
 struct Descent<'a> {
     gradients: &'a GradientsParams,
     rate: f64,
@@ -170,7 +170,7 @@ impl ModuleMapper for Descent<'_> {
     }
 }
 
-/// Writes NaN to memory and frees it. A replay that reads freed memory then fails the comparison.
+/// Fills newly allocated memory with NaN and frees it, so that a replay that reads freed memory fails the comparison.
 fn dirty(device: &Device) {
     let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
     let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));

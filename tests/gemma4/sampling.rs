@@ -31,8 +31,8 @@ fn largest(logits: &[f32]) -> u32 {
     largest.expect("the row is not empty").0
 }
 
-/// Applies the logits processors of transformers in f32. The repetition penalty on the tokens of prompt and text comes first,
-/// and the suppression of tokens comes second.
+/// Applies the logits processors of Hugging Face Transformers in f32. The repetition penalty on the tokens of prompt
+/// and text comes first, and the suppression of tokens comes second.
 fn processed(mut logits: Vec<f32>, read: &[u32], sampling: &Sampling) -> Vec<f32> {
     for (token, logit) in (0u32..).zip(&mut logits) {
         if read.contains(&token) {

@@ -13,7 +13,8 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The distance in tokens from a checkpoint of the cache to the end of the prompt, if the prompt is not a conversation.
+/// The number of tokens between the last checkpoint of the cache and the end of the prompt, if the prompt is not a
+/// conversation.
 const MARGIN: usize = 8;
 
 fn generate(

@@ -1,5 +1,5 @@
-//! Tests chat templates from unknown sources. The loader finds templates in the same files as transformers does, and bounds
-//! the computation and the output of a template.
+//! Tests chat templates from unknown sources. The loader finds templates in the same files as Hugging Face Transformers
+//! does, and bounds the computation and the output of a template.
 
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
 use serde_json::{Value, json};
@@ -298,8 +298,8 @@ fn template_of_tokenizer_config_is_used() {
     assert_eq!(folder.rendered(), "file");
 }
 
-/// The templates have the same precedence as in transformers' processors: `processor_config.json`, `chat_template.json`, then
-/// the files of the tokenizer.
+/// The templates have the same precedence as in Hugging Face Transformers' processors: `processor_config.json`,
+/// `chat_template.json`, then the files of the tokenizer.
 #[test]
 fn template_of_a_processor_takes_precedence_over_the_tokenizers() {
     let folder = Folder::new();

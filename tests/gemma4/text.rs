@@ -1,4 +1,5 @@
-//! Tests text processing: tokenization as in transformers, token streams, prompts, and the generation defaults of checkpoints.
+//! Tests text processing: tokenization as in Hugging Face Transformers, token streams, prompts, and the generation
+//! defaults of checkpoints.
 
 use crate::fixture::{self, folder};
 use burn_gemma4::{ChatOptions, ChatTemplate, GenerationDefaults, Message, Sampling, Tokenizer};
@@ -51,8 +52,8 @@ fn tokenizer_vocabulary_counts_each_token_once() {
     assert_eq!(tokenizer.id("<turn|>"), Some(12));
 }
 
-/// The built-in template renders a conversation to one of the texts in `reference.json`. The tokenizer encodes this text to
-/// the same tokens as transformers does.
+/// The built-in template renders a conversation to one of the texts in `reference.json`. The tokenizer encodes this
+/// text to the same tokens as Hugging Face Transformers does.
 #[test]
 fn tokenizer_prompt_of_a_conversation_equals_transformers() {
     let prompt = ChatTemplate::gemma4()

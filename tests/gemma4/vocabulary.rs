@@ -6,7 +6,8 @@ use crate::fixture::Fixture;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Logits, Packing};
 
-/// The texts, each with one token outside the vocabulary of 320 tokens, and that token.
+/// The tested texts. Each pair holds a text of four tokens, and the one token in it that is outside the vocabulary of
+/// 320 tokens.
 const OUTSIDE: [([i32; 4], i32); 5] = [
     ([2, 7, 9, 320], 320),
     ([1_000_000, 7, 9, 8], 1_000_000),

@@ -1,4 +1,4 @@
-//! Tests the memory of attention on the processor.
+//! Tests how much memory attention takes on the CPU.
 
 use super::ONE_AT_A_TIME;
 use super::counted::peak_of;
@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 
 const HEAD_DIM: usize = 16;
 
-/// Returns the most bytes that a forward and its backward hold beyond the inputs.
+/// Returns the maximum number of bytes that a forward and its backward hold beyond the inputs.
 fn peak(len: usize) -> usize {
     let device = Device::flex().autodiff();
     let random = || {
@@ -23,7 +23,7 @@ fn peak(len: usize) -> usize {
     })
 }
 
-/// A tensor of all scores of 8,192 tokens has 256 MiB.
+/// Attention over 8,192 tokens must take less than 32 MiB. A tensor of all scores would take 256 MiB.
 #[test]
 fn attention_on_the_processor_keeps_no_tensor_of_all_scores() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! An allocator that records the most bytes that the program holds at the same time.
+//! An allocator that records the maximum number of bytes that the program holds at the same time.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -11,7 +11,7 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 /// The system's allocator, with a count of the allocated bytes.
 pub struct Counted;
 
-/// Runs `work`, and returns the most bytes that the program holds during the run beyond those that it holds before.
+/// Runs `work`, and returns by how many bytes the program's memory grows at most during the run.
 pub fn peak_of(work: impl FnOnce()) -> usize {
     let before = ALLOCATED.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

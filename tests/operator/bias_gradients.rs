@@ -1,4 +1,5 @@
-//! Tests of bias gradients over several tiles of queries and keys, in the dtypes that matrix units multiply.
+//! Tests of bias gradients over several tiles of queries and keys, in the dtypes that matrix units (tensor cores)
+//! multiply.
 
 use crate::case::{Case, FULL};
 use crate::dense::Layout;

@@ -30,7 +30,7 @@ pub(crate) fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionPro
     }
 }
 
-/// Returns the device properties of an H200, from which engines plan kernels.
+/// Returns the device properties of an H200. Engines plan kernels from these properties.
 pub(crate) fn hopper() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
@@ -214,7 +214,7 @@ fn choices() -> impl Iterator<Item = [bool; 3]> {
     (0..8).map(|bits| [0, 1, 2].map(|index| bits >> index & 1 == 1))
 }
 
-/// Checks that the wgmma backward launches no kernel whose gradients belong only to frozen inputs.
+/// Checks that the wgmma backward launches no kernel that computes only gradients of frozen inputs.
 #[test]
 fn hopper_backward_launches_only_requested_gradients() {
     for width in [64, 128, 192, 256, 512] {
@@ -240,7 +240,7 @@ fn hopper_backward_launches_only_requested_gradients() {
     }
 }
 
-/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs.
+/// Checks that the unit backward launches no kernel that computes only gradients of frozen inputs.
 #[test]
 fn unit_backward_launches_only_requested_gradients() {
     let card = DeviceProfile {

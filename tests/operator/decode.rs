@@ -1,5 +1,6 @@
-//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are split
-//! over cubes (split-KV), and the kernel `combine` merges the splits' results. The tests cover lengths, sinks and windows.
+//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are
+//! split over cubes (thread blocks), which is called split-KV, and the kernel `combine` merges the splits' results. The
+//! tests cover lengths, sinks and windows.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -42,7 +43,7 @@ fn decode_one_to_eight_queries_matches_reference() {
     }
 }
 
-/// Checks tiles whose rows belong to several heads. Some GQA groups have more rows (heads times queries) than the smallest
+/// Checks tiles that hold rows of several heads. Some GQA groups have more rows (heads times queries) than the smallest
 /// tile.
 #[test]
 fn decode_large_groups_match_reference() {

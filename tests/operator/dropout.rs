@@ -146,8 +146,8 @@ fn dropout_of_wide_heads_matches_reference() {
     }
 }
 
-/// Checks the share of dropped probabilities. All scores are equal and all values are 1, so an output is the share of kept
-/// probabilities times the factor of dropout.
+/// Checks the share of dropped probabilities. All scores are equal and all values are 1, so an output is the share of
+/// kept probabilities times the scale of dropout.
 #[test]
 fn dropout_drops_the_given_share() {
     let (queries, keys) = (128, 256);

@@ -1,5 +1,5 @@
-//! Tests that wrong calls are refused. The error names the argument, the actual shape, dtype or value, and the expected one.
-//! The panicking functions panic with the same text, and the `try_` functions never panic.
+//! Tests that wrong calls are refused. The error names the argument, its actual shape, dtype or value, and what is
+//! expected instead. The panicking functions panic with the same text, and the `try_` functions never panic.
 
 use crate::devices::{cube_devices, devices};
 use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};
@@ -284,7 +284,7 @@ fn argument_on_other_device_is_refused() {
     }
 }
 
-/// Checks that a call may mix constants without autodiff with tensors that autodiff tracks.
+/// Checks that a call may have constants without autodiff together with tensors that autodiff tracks.
 #[test]
 fn autodiff_device_beside_plain_device_is_accepted() {
     for device in devices() {

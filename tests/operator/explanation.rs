@@ -24,7 +24,7 @@ const READABLE: Layouts = Layouts {
     tma_bias: true,
 };
 
-/// The properties of a device on which the unit engine serves every problem.
+/// Returns the properties of a device on which the unit engine serves every problem.
 fn profile() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
@@ -229,7 +229,8 @@ fn select_length_beyond_32_bits_is_refused() {
     );
 }
 
-/// Checks that the unit engine refuses problems with long loops on a software driver, which ends such loops without an error.
+/// Checks that the unit engine refuses problems with long loops on a software driver. Such a driver ends a long loop
+/// early, without an error.
 #[test]
 fn select_long_loops_on_software_driver_are_refused() {
     let software = DeviceProfile {
@@ -391,8 +392,8 @@ fn select_engine_not_built_names_the_feature() {
                 assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
             }
         }
-        // The runtime of this device is not CUDA. Building with the Cargo feature `cuda` would not help, so the refusal
-        // names the missing feature of the GPU.
+        // The runtime of this device is not CUDA, so a build with the Cargo feature `cuda` would not help. The refusal
+        // therefore names the missing feature of the GPU.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);
@@ -531,8 +532,8 @@ fn select_hopper_refusal_names_the_reason() {
     says(forward(&half(64), &little), "49152 bytes of shared memory");
 }
 
-/// Checks that a plan warns about the wgmma backward in f16. This backward rounds the gradients of the scores to the inputs'
-/// dtype, and gradients above 65504, the largest f16 number, overflow.
+/// Checks that a plan warns about the wgmma backward in f16. This backward rounds the gradients of the scores to the
+/// inputs' dtype. In f16, gradients above 65504, the largest f16 number, then overflow.
 #[test]
 fn select_hopper_backward_in_f16_warns() {
     let hopper = DeviceProfile {

@@ -2,7 +2,7 @@
 //! fragments, the tests emulate fragments in f16. The cases cover partly filled tiles, rows without keys, every option that
 //! hides keys, head sizes that no fragment divides, GQA groups, and decode.
 //!
-//! A process supports one shape of fragments only, so each test runs itself in a new process for every shape.
+//! A process can support only one fragment shape, so each test runs itself in a new process for every shape.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -20,7 +20,7 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::DType;
 use std::env;
 
-/// The environment variable that is set in the new process of a test, in which fragments are emulated.
+/// The environment variable that tells a test that it runs in its new process, in which fragments are emulated.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
 /// A shared memory size in bytes that permits the smallest tiles only, which compile fastest on a software driver.
@@ -87,7 +87,7 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     }
 }
 
-/// Checks GQA groups, few rows with split keys, and lengths close to the tile sizes. One case also runs with scores that
+/// Checks GQA groups, few rows with split-KV, and lengths close to the tile sizes. One case also runs with scores that
 /// grow along the keys, so that some blocks raise the row maximum and others do not.
 #[test]
 fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
@@ -151,8 +151,8 @@ fn fragments_all_options_ignore_hidden_nan() {
     );
 }
 
-/// Checks rows whose first blocks have the lowest finite number as scores. Later blocks have so much higher scores that the
-/// first blocks must add nothing to the row sum.
+/// Checks rows whose scores in the first blocks are the lowest finite number. The scores in later blocks are so much
+/// higher that the first blocks must add nothing to the row sum.
 #[test]
 fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     emulated(
@@ -178,8 +178,8 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     );
 }
 
-/// Checks kernels that convert queries, keys and values to f32 in shared memory. Devices on which f16 fragments accumulate
-/// less accurately run such kernels.
+/// Checks kernels that convert queries, keys and values to f32 in shared memory. Such kernels are for devices whose
+/// fragments in half precision do not accumulate in f32.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -193,7 +193,7 @@ fn fragments_operands_widened_to_f32_match_reference() {
     );
 }
 
-/// Checks kernels that multiply int8 codes in fragments, and then multiply the results by the scales.
+/// Checks kernels that multiply int8 codes in fragments, and then multiply the products by the scales.
 #[test]
 fn fragments_int8_keys_and_values_match_reference() {
     emulated(
@@ -205,8 +205,9 @@ fn fragments_int8_keys_and_values_match_reference() {
     );
 }
 
-/// Checks which engine serves int8 keys and values on a GPU with fragments: cmma in bf16, but the unit engine in f16. The cmma
-/// engine refuses f16, because a probability times a value's scale can exceed the range of f16.
+/// Checks which engine serves int8 keys and values on a GPU with fragments: cmma in bf16, but the unit engine in f16.
+/// The cmma engine refuses f16, because an attention probability times the scale of a value row can exceed the range of
+/// f16.
 #[test]
 fn select_int8_with_f16_fragments_is_refused() {
     for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
@@ -329,8 +330,8 @@ fn select_cmma_serves_all_fragment_shapes() {
     }
 }
 
-/// Checks when a plan warns that gradients of the scores may overflow in f16. The dtype of the fragments decides, not the dtype
-/// of the inputs.
+/// Checks in which cases a plan warns that gradients of the scores may overflow in f16. The dtype of the fragments
+/// decides, not the dtype of the inputs.
 #[test]
 fn select_f16_fragments_in_backward_warn() {
     for (own, staged, pass, warned) in [

@@ -1,5 +1,5 @@
-//! Tests of attention between elementwise operations that Burn fuses. The result must equal the result of a run without
-//! fusion, in which every tensor is read to the host and written back.
+//! Tests of attention between elementwise operations that Burn fuses. The result must equal the result of an unfused
+//! run, in which every tensor is read to the host and written back to the device.
 
 use crate::dense::{Dense, read};
 use crate::devices::devices;
@@ -7,8 +7,8 @@ use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Reads a tensor to the host and writes it back. Burn then runs all pending operations, so Burn cannot fuse these
-/// operations with later ones.
+/// Reads a tensor to the host and writes it back to the device. The read makes Burn run all pending operations, so that
+/// Burn cannot fuse them with later operations.
 fn materialised(tensor: Tensor<4>) -> Tensor<4> {
     let device = tensor.device();
     let dtype = tensor.dtype();
@@ -59,7 +59,7 @@ fn attention_between_fused_operations_matches_unfused() {
     }
 }
 
-/// Checks many calls of different sizes in sequence, whose results are read only after the last call.
+/// Checks many calls of different sizes in sequence. The results are read only after the last call.
 #[test]
 fn attention_many_calls_in_a_row_matches_values() {
     for device in devices() {

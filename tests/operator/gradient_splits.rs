@@ -1,5 +1,5 @@
-//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles, so
-//! kernels split the sum of each tile over several cubes to fill the device.
+//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles.
+//! To fill the device, kernels split the sum that a tile computes over several cubes (CTAs).
 
 use crate::case::{Case, FULL};
 use crate::cliffs::{chosen, hopper, problem};
@@ -33,8 +33,8 @@ fn planned_splits(problem: &AttentionProblem, device: &DeviceProfile) -> Gradien
     }
 }
 
-/// Checks that a kernel with few tiles is split until its cubes fill the device. The other gradient kernel of the same problem
-/// has many tiles and stays unsplit.
+/// Checks that a gradient kernel with few tiles is split until its cubes fill the device. The other gradient kernel of
+/// the same problem has many tiles and is not split.
 #[test]
 fn plan_few_tiles_fill_the_device() {
     for device in [hopper(), ampere()] {
@@ -62,7 +62,7 @@ fn plan_few_tiles_fill_the_device() {
     }
 }
 
-/// Checks that kernels whose tiles fill the device are not split and need no workspace.
+/// Checks that gradient kernels whose tiles fill the device are not split and need no workspace.
 #[test]
 fn plan_full_grids_stay_whole() {
     let whole = GradientSplits {
@@ -134,7 +134,7 @@ fn plan_compared_shapes_are_split() {
     }
 }
 
-/// The tested head sizes. Together, these sizes use every kernel in the engines' tile tables.
+/// The tested head sizes. Together, these sizes reach every kernel in the engines' tile tables.
 const WIDTHS: [usize; 6] = [9, 64, 128, 200, 256, 320];
 
 fn check_each(width: usize, change: impl Fn(Case) -> Case) {
@@ -184,8 +184,8 @@ fn gradient_splits_uneven_match_reference() {
     }
 }
 
-/// Checks splits without visible keys. In the first case, the keys of a sequence end in the first of many splits. In the
-/// second case, the causal mask shows a single block of keys.
+/// Checks splits that have no visible keys. In the first case, the keys of a sequence end in the first of many splits.
+/// In the second case, the causal mask leaves only one block of keys visible.
 #[test]
 fn gradient_splits_without_keys_match_reference() {
     let [.., few_queries] = uneven_shapes();
@@ -256,8 +256,8 @@ fn gradient_splits_lengths_and_segments_match_reference() {
     });
 }
 
-/// Checks that repeated calls give the same bits. Other calls run in between, so that the workspaces contain other data each
-/// time.
+/// Checks that repeated calls give the same bits. Other calls run in between, so that the workspaces hold other data
+/// before each repetition.
 #[test]
 fn gradient_splits_repeats_after_other_work_are_equal() {
     for case in shapes(64) {

@@ -35,8 +35,8 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks the results of a case with the larger error limits of [`Definition::random_faults`]. These limits allow for the
-/// rounding of the stored output and logsumexp.
+/// Checks the results of a case with the error limits of [`Definition::random_faults`]. These limits are larger than
+/// usual, because they allow for the rounding of the stored output and logsumexp.
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -46,8 +46,9 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// Checks gradients if the scores are in the hundreds. The last bits of a score then change the probability. The backward
-/// must accumulate each dot product in the same order as the forward, even if another engine ran the forward.
+/// Checks gradients if the scores are in the hundreds. Even the last bits of such a score change the attention
+/// probability. The backward must therefore accumulate each dot product in the same order as the forward, even if
+/// another engine ran the forward.
 #[test]
 fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     for (dtype, head_dim, value_dim) in [
@@ -71,8 +72,8 @@ fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     }
 }
 
-/// Checks gradients if the probabilities are tiny. A sink takes nearly all of a row's probability, so the keys'
-/// probabilities are subnormal in half precision.
+/// Checks gradients if the attention probabilities are tiny. A sink takes nearly all of each row's probability, so the
+/// probabilities of the keys are subnormal in half precision.
 #[test]
 fn gradient_of_small_probabilities_matches_stored_forward() {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
@@ -197,8 +198,8 @@ fn gradient_of_self_attention_of_one_tensor_matches_reference() {
     });
 }
 
-/// Checks two calls over halves of the keys, whose outputs are merged by their logsumexps. The result equals attention over all
-/// keys.
+/// Checks two calls, each over one half of the keys. The outputs of the calls are merged by their logsumexps, and the
+/// result equals attention over all keys.
 #[test]
 fn gradient_of_halves_merged_by_logsumexp_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
@@ -288,8 +289,8 @@ fn gradient_of_one_tracked_input_matches_reference() {
     }
 }
 
-/// Checks gradients that each fit in the device's largest buffer, but do not fit in one buffer together. The last head must
-/// get the same gradients as in a call with this head alone.
+/// Checks gradients that fit in the device's largest buffer one by one, but not all together. The last head must get
+/// the same gradients as in a call with this head alone.
 #[test]
 fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;

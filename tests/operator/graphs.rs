@@ -12,8 +12,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// An environment variable that marks the new process of a test, in which the test captures a graph. No other test may run in
-/// that process. During a capture, no other thread may allocate device memory or wait for the device.
+/// The environment variable that is set in the new process in which a test captures its graph. No other test may run in
+/// that process, because during a capture no other thread may allocate device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
 /// The environment variable that is set if the tests run on an emulated CUDA GPU.
@@ -116,15 +116,15 @@ fn are_equal(left: &[TensorData], right: &[TensorData]) -> bool {
     left.len() == right.len() && pairs.all(|(left, right)| left.as_bytes() == right.as_bytes())
 }
 
-/// Captures a call with the operands `own`, and checks that each replay gives the same bits as the direct call. The operands
-/// `other` belong to calls that run before the capture and between the replays.
+/// Captures a call with the operands `own`, and checks that each replay gives the same bits as the direct call. Calls
+/// with the operands `other` run before the capture and between the replays.
 fn check<O>(
     device: &TestDevice,
     context: &str,
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // The tensors in `direct` and `direct_of_other` stay alive to the end, so a graph cannot reuse their memory.
+    // The tensors in `direct` and `direct_of_other` stay alive to the end, so that a graph cannot reuse their memory.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
     assert!(
@@ -154,8 +154,8 @@ fn check<O>(
     }
 }
 
-/// Returns cases that together run every engine, forward and backward. The cases have long and short sequences, split keys, and
-/// each option that hides keys.
+/// Returns cases that together run every engine, forward and backward. The cases cover long and short sequences,
+/// split-KV, and each option that hides keys.
 fn cases() -> Vec<Case> {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 40).collect();
     let causal = Case {
@@ -200,8 +200,8 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // Rows of 100 and 33 columns do not start at multiples of 16 bytes, so the graph also contains the operator's copies
-        // of the inputs.
+        // Rows of 100 and 33 columns do not start at multiples of 16 bytes. The operator therefore copies the inputs
+        // first, and the graph contains these copies too.
         Case {
             head_dim: 100,
             value_dim: 33,

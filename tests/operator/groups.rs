@@ -1,5 +1,5 @@
-//! Tests of GQA with every ratio of query heads to key heads, in prefill and decode. The gradients of keys and values are sums
-//! over the query heads of a group.
+//! Tests of GQA with every ratio of query heads to key heads, in prefill and decode. The gradients of keys and values
+//! are sums over all query heads of a GQA group.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -32,8 +32,8 @@ fn gqa_decode_matches_reference() {
     }
 }
 
-/// Checks that the f64 reference with GQA equals the reference with each key head repeated for all query heads of its group.
-/// The gradients of the repeated heads add up to the gradient of the original key head.
+/// Checks the f64 reference with GQA. It must equal the reference for a case in which each key head is repeated for all
+/// query heads of its group. The gradients of the repeated heads add up to the gradient of the original key head.
 #[test]
 fn gqa_reference_equals_repeated_keys() {
     let grouped = Case::new([2, 6, 2, 5, 7, 8, 4]);

@@ -7,7 +7,8 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// One interval of keys per query, as two lists over `[batch, q_len]`: the first keys, and the ends (one past the last key).
+/// One interval of keys per query, as two lists in the order `[batch, q_len]`. The first list holds the first key of
+/// each interval, and the second list holds its end (one past the last key).
 type Interval = (Vec<i64>, Vec<i64>);
 
 /// Checks intervals on the devices against the reference with the equivalent mask. Keys that no query sees are NaN on the
@@ -52,7 +53,8 @@ fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, u
 /// and every token sees all earlier tokens.
 const IMAGES: [(usize, usize); 3] = [(20, 84), (100, 101), (120, 200)];
 
-/// Returns the first key and the end (one past the last key) that query `i` sees in causal attention with images.
+/// Returns the interval of keys that query `i` sees in causal attention with images: the first key and the end (one
+/// past the last key).
 fn causal_with_images(i: usize) -> (usize, usize) {
     let image = IMAGES
         .iter()
@@ -180,8 +182,8 @@ fn intervals_of_few_queries_equal_a_mask() {
     }
 }
 
-/// Checks the head sizes for which matrix units have kernels. The dtype is bf16 to exclude software Vulkan, which does not
-/// support bf16 and would take seconds to compile each kernel.
+/// Checks the head sizes for which there are kernels on matrix units. The dtype is bf16 to exclude software Vulkan,
+/// which does not support bf16 and would take seconds to compile each kernel.
 #[test]
 fn intervals_of_wide_heads_in_bf16_equal_a_mask() {
     let length = 300;

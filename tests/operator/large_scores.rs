@@ -33,7 +33,7 @@ enum Extra {
     /// Two segments, with the boundary at two fifths of the rows.
     Segments,
     Lengths,
-    /// A sink as large as the largest score of the queries with small elements.
+    /// A sink that equals the largest score of the queries with small elements.
     Sink,
 }
 
@@ -122,8 +122,9 @@ impl Case {
             .collect()
     }
 
-    /// Returns the gradients of query, key and value. All elements of a row are equal, so each gradient has one value per row.
-    /// Each value comes with the sum of the absolute values of its addends, from which the tolerance follows.
+    /// Returns the gradients of query, key and value, as one pair of numbers per row. All elements of a row have the
+    /// same gradient, which is the first number. The second number is the sum of the absolute values of the gradient's
+    /// addends, from which the tolerance follows.
     fn gradients(&self) -> [Vec<[f64; 2]>; 3] {
         let mut query_gradient = vec![[0.0; 2]; Q_HEADS * self.length];
         let mut key_gradient = vec![[0.0; 2]; self.length];
@@ -224,8 +225,8 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with several blocks, as `(head_dim, length, extra)`. `extra` is an option of the call. The engines with matrix
-/// units treat fully visible blocks differently from blocks with hidden scores.
+/// Cases with several blocks, as `(head_dim, length, extra)`, where `extra` is an option of the call. The engines with
+/// matrix units treat fully visible blocks differently from blocks with hidden scores.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),
     (64, 256, Extra::Mask),
@@ -286,8 +287,8 @@ fn check_one_far_query(dtype: DType, tolerance: f64) {
             let output =
                 fused_attention(query, key.clone(), value.clone(), AttentionOptions::new());
             let gradients = (output.cast(DType::F32).sum() * OUTPUT_GRADIENT).backward();
-            // The scores of a query are all equal, so each key has the probability 1 / `LENGTH`. A value's gradient sums over
-            // `LENGTH` queries of each of the two heads that share a key head.
+            // The scores of a query are all equal, so each key has the probability 1 / `LENGTH`. The gradient of a
+            // value is a sum over `LENGTH` queries of each of the two heads that share a key head.
             let expected = 2.0 * OUTPUT_GRADIENT;
             let found = read(value.grad(&gradients).expect("the values have a gradient"));
             for (index, found) in found.iter().enumerate() {

@@ -1,12 +1,12 @@
 //! Tests of the attention operator on every device of this build against the f64 reference. Each module covers one kind of
 //! input or option that kernels may get wrong.
 //!
-//! The enabled features decide the devices. Environment variables change the tests:
+//! The enabled Cargo features decide which devices are tested. Environment variables change the tests:
 //!
 //! - `ATTENTION_TEST_DEVICES=cuda,flex` restricts the devices.
-//! - `ATTENTION_TEST_DTYPE=bf16` runs random problems, and cases that name no dtype, in bf16 on the devices that support
-//!   bf16.
-//! - `ATTENTION_TEST_SEED=1` draws other random data. Without this variable, the data are equal in every run.
+//! - `ATTENTION_TEST_DTYPE=bf16` runs random problems, and all cases without a dtype of their own, in bf16 on the
+//!   devices that support bf16.
+//! - `ATTENTION_TEST_SEED=1` draws other random data. Without this variable, the data are the same in every run.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");

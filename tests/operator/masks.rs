@@ -125,8 +125,8 @@ fn causal_mask_hides_nan_right_of_the_diagonal() {
 
 #[test]
 fn window_hides_nan_outside_of_the_window() {
-    // Query 0 is at the position of key 40, and the last query is at the position of key 129. Each query sees 10 keys to its
-    // left, so the keys before 30 are hidden from all queries.
+    // Query 0 is at the position of key 40, and the last query is at the position of key 129. Each query sees at most
+    // 10 keys to its left, so no query sees the keys before key 30.
     let windowed = Case {
         window: (Some(10), Some(5)),
         ..case(90, 130)
@@ -164,8 +164,8 @@ fn mask_hides_nan_between_visible_keys() {
     }
 }
 
-/// Checks a bias of −∞ that hides some keys from all queries, and all keys from some queries. NaN in the hidden keys, and in
-/// the queries without keys, must not change any result.
+/// Checks a bias of −∞ that hides some keys from all queries, and all keys from some queries. NaN in these keys, and in
+/// the queries that see no key, must not change any result.
 #[test]
 fn bias_of_minus_infinity_hides_nan() {
     // In the cases with 270 keys, some blocks are partly visible because of the bias alone.
@@ -248,8 +248,8 @@ fn visible_pairs_equal_a_count_by_loops() {
     }
 }
 
-/// Checks that lengths are clamped to the number of keys, for every integer dtype that a device supports. Some lengths exceed
-/// i32. The narrowest dtypes cannot represent the number of keys, 300.
+/// Checks that lengths are clamped to the number of keys, for every integer dtype that a device supports. Some lengths
+/// exceed the range of i32. The narrowest dtypes cannot represent 300, the number of keys.
 #[test]
 fn kv_lengths_of_every_integer_dtype_are_clamped() {
     const KEYS: usize = 300;

@@ -1,5 +1,6 @@
-//! Tests of the modules with fused attention against the modules of burn-nn with the same parameters. The modules of burn-nn
-//! run in f64 for exact results, and in f32 for a baseline. A fused module may have twice the error of the baseline.
+//! Tests of the modules with fused attention against burn-nn's modules with the same parameters. The modules of burn-nn
+//! run in f64 for exact results, and in f32 for a baseline. The error of a fused module may be twice the error of the
+//! baseline.
 
 mod attention;
 mod cache;
@@ -12,7 +13,8 @@ use burn::nn::attention::{MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use rand::{SeedableRng, rngs::StdRng};
 
-// All tests use the following sizes, so that few kernels must be compiled. The head size is 8.
+// All tests use the following sizes, so that few kernels must be compiled. The head size is `D_MODEL / HEADS`, which is
+// 8.
 const BATCH: usize = 2;
 const LENGTH: usize = 12;
 const D_MODEL: usize = 32;
@@ -108,23 +110,24 @@ fn plain<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     read(tensor.without_autodiff())
 }
 
-/// Returns the root mean square of the differences.
+/// Returns the root mean square of the differences between `found` and `expected`.
 fn distance(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let differences: Vec<f64> = found.iter().zip(expected).map(|(a, b)| a - b).collect();
     rms(&differences)
 }
 
-/// The named results of a run, such as an output or a gradient.
+/// The results of a run: the name of each output or gradient, and its elements.
 type Results = Vec<(String, Vec<f64>)>;
 
-/// Checks that each error of `found` is at most twice the corresponding error of `baseline`, plus a few f32 roundings.
+/// Checks the error of each result in `found`. It may be at most twice the error of the same result in `baseline`, plus
+/// a few f32 roundings.
 fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Results) {
     assert_eq!(found.len(), exact.len(), "{case}");
     for ((name, found), ((_, baseline), (_, exact))) in found.iter().zip(baseline.iter().zip(exact))
     {
-        // The exact gradient of the key bias is 0. The slack has a lower limit, because a slack relative to 0 would allow no
-        // rounding error.
+        // The exact gradient of the key bias is 0. The slack therefore has a lower limit, because a slack relative to 0
+        // would allow no rounding error.
         let slack = 2e-6 * rms(exact).max(1.0);
         let allowed = 2.0 * distance(baseline, exact) + slack;
         let error = distance(found, exact);
@@ -132,7 +135,8 @@ fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Resu
     }
 }
 
-/// Checks that two results agree. Two f32 computations with TF32 matrix products differ by less than the tolerance.
+/// Checks that two results agree. The tolerance is larger than the difference of two f32 computations with TF32 matrix
+/// products.
 fn assert_near(case: &str, found: &[f64], expected: &[f64]) {
     let (error, size) = (distance(found, expected), rms(expected));
     assert!(error <= 5e-3 * size, "{case}: {error:e} of {size:e}");

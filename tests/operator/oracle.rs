@@ -1,5 +1,5 @@
-//! Tests of the reference itself. Its forward is compared with loops that follow the operator's contract, and its
-//! gradients are compared with finite differences of these loops.
+//! Tests of the reference itself. Its forward is compared with plain loops that follow the definition of the operator.
+//! Its gradients are compared with finite differences of these loops.
 
 use crate::case::{Case, FULL};
 use crate::dense::Layout;
@@ -72,8 +72,8 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     (output, logsumexp)
 }
 
-/// Returns the factor by which dropout multiplies the probability of query `at[0]` and key `at[1]`. The factor of a dropped
-/// probability is 0. `plane` is the index of the query head among all heads of all sequences.
+/// Returns the factor by which dropout multiplies the attention probability of query `at[0]` and key `at[1]`. The
+/// factor of a dropped probability is 0. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
     // A call of the generator gives two words for eight scores: the first word for query i, and the second word for query i +
@@ -98,8 +98,9 @@ fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     }
 }
 
-/// The rule by which dropout keeps or drops a probability. The rule takes 16 random bits as an f16 number. A number above
-/// the threshold keeps the probability if `keeps_hits` is true, and otherwise drops the probability.
+/// The rule by which dropout keeps or drops an attention probability. The rule reads 16 random bits as an f16 number.
+/// If `keeps_hits` is true, a number above the threshold keeps the probability. Otherwise, such a number drops the
+/// probability.
 struct Drops {
     threshold: f16,
     keeps_hits: bool,
@@ -107,9 +108,9 @@ struct Drops {
 }
 
 impl Drops {
-    /// Returns the rule for a dropout probability. A number above the threshold normally drops a probability. Random bits
-    /// that are NaN are above no threshold, so even the threshold −∞ keeps some probabilities. For a dropout probability
-    /// beyond that share, numbers above the threshold keep a probability instead.
+    /// Returns the rule for a dropout probability. Normally, a number above the threshold drops an attention
+    /// probability. NaN is above no threshold, so even the threshold −∞ keeps the attention probabilities whose number
+    /// is NaN. To drop more than this rule can, a number above the threshold keeps an attention probability instead.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());
@@ -132,8 +133,8 @@ impl Drops {
     }
 }
 
-/// Returns the two words of Philox 2x32 with 7 rounds. The loops do not use the operator's own generator, because the test
-/// would then miss faults of that generator.
+/// Returns the two words of Philox 2x32 with 7 rounds. The loops do not use the operator's own generator, because the
+/// test would then miss faults in that generator.
 fn philox(counter: [u32; 2], mut key: u32) -> [u32; 2] {
     let [mut left, mut right] = counter;
     for _ in 0..7 {
@@ -161,8 +162,8 @@ fn loss(case: &Case, inputs: &Inputs) -> f64 {
     dot(&output, &inputs.output_gradient.values) + of_lse
 }
 
-/// Returns the gradient of the loss by central differences, for each element of the input that `part` selects. Returns `None`
-/// if the case lacks that input.
+/// Returns the gradient of the loss by central differences, for each element of the input that `part` selects. Returns
+/// `None` if the case does not have that input.
 fn differences(
     case: &Case,
     inputs: &Inputs,
@@ -299,8 +300,9 @@ fn reference_forward_equals_loops() {
     }
 }
 
-/// Checks the reference on random problems with any data that the operator permits. The forward must agree with plain loops.
-/// The gradients by autodiff through the reference must agree with the gradients of the operator's own backward.
+/// Checks the reference on random problems with all kinds of data that the operator permits. The forward must agree
+/// with plain loops. The gradients by autodiff through the reference must agree with the gradients of the operator's
+/// own backward.
 #[test]
 fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();
@@ -335,7 +337,8 @@ fn reference_on_random_problems_equals_loops_and_explicit_backward() {
         compare("output", &definition[0].values, &output, tolerance);
         compare("logsumexp", &definition[1].values, &logsumexp, tolerance);
         for (explicit, definition) in explicit.iter().zip(&definition) {
-            // The tolerance is 1e-6 instead of a few f64 roundings, because autodiff divides by a softcap in f32.
+            // The tolerance is 1e-6 instead of a few f64 roundings, because autodiff computes the division by a softcap
+            // in f32.
             compare(explicit.name, &explicit.values, &definition.values, 1e-6);
         }
     }

@@ -19,20 +19,20 @@ use attention_cube::{
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-/// The number of pages that belong to no sequence.
+/// The number of pages that no sequence uses.
 const UNUSED_PAGES: usize = 3;
 
 /// The keys and values of a case in pages, and the page table.
 struct Pages {
     key: Dense,
     value: Dense,
-    /// The page table, sequence after sequence.
+    /// The page table: the page numbers of the first sequence, then those of the second sequence, and so on.
     table: Vec<i64>,
     of_sequence: usize,
 }
 
-/// Distributes keys and values to shuffled pages of `page_len` keys. Keys that no query sees become NaN, and so do all unused
-/// pages. If all keys of a page are unseen, its entry in the page table becomes a random number.
+/// Distributes keys and values to shuffled pages of `page_len` keys. Keys that no query sees become NaN, and so do all
+/// unused pages. If no query sees any key of a page, the page's entry in the page table becomes a random number.
 fn pages(case: &Case, inputs: &Inputs, page_len: usize) -> Pages {
     let mut rng = StdRng::seed_from_u64(page_len as u64);
     let of_sequence = case.kv_len / page_len;
@@ -149,8 +149,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // `pages` also makes the contiguous keys, with one page per sequence. So the same keys are NaN as in the tested
-        // pages.
+        // The contiguous keys come from `pages` too, with one page per sequence. The same keys are therefore NaN as in
+        // the tested pages.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(
@@ -313,8 +313,8 @@ fn paged_int8_has_the_bits_of_contiguous_rows() {
     }
 }
 
-/// Checks that attention over pages gives the same gradients as attention over contiguous keys: the gradient of the query,
-/// and the gradient of the keys.
+/// Checks that attention over pages gives the same gradients as attention over contiguous keys. The compared gradients
+/// are those of the query and of the keys.
 #[test]
 fn paged_gradients_equal_those_of_contiguous_keys() {
     let case = Case {
@@ -395,15 +395,15 @@ struct Appended {
     after: Dense,
 }
 
-/// Draws random pages, new rows, and the positions at which `append` must write the rows. Rows past their sequence's count or
-/// past the last page are not written.
+/// Draws random pages, new rows, and the positions at which `append` must write the rows. `append` must not write rows
+/// past their sequence's count or past the last page.
 fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
     let [heads, page_len, new, columns] = case;
     let (batch, of_sequence, count) = (3, 4, 15);
     let mut rng = StdRng::seed_from_u64((page_len * new + columns) as u64);
     let mut order: Vec<i64> = (0..count).collect();
     order.shuffle(&mut rng);
-    // Two entries of the page table refer to no page, so rows at the positions of these entries are not written.
+    // Two entries of the page table refer to no page. Rows at the positions of these entries are therefore not written.
     (order[0], order[batch * of_sequence - 1]) = (-1, count);
     let table = &order[..batch * of_sequence];
     let before = Dense::normal(
@@ -468,8 +468,9 @@ fn append_writes_only_the_places_of_new_rows() {
     }
 }
 
-/// Checks page pools in burn-lm's layout, `[blocks, block_len, kv_heads, columns]`, which has tokens before heads. Several
-/// calls of `append` write the pools. Attention then reads the pools by burn-lm's gather index and lengths.
+/// Checks page pools in burn-lm's layout, `[blocks, block_len, kv_heads, columns]`, in which tokens come before heads.
+/// Several calls of `append` write the pools. Attention then reads the pools through burn-lm's gather index and
+/// lengths.
 #[test]
 fn paged_pools_in_token_order_equal_contiguous_keys() {
     let (lanes, block_len, heads, columns) = (2, 8, 2, 16);
@@ -478,7 +479,7 @@ fn paged_pools_in_token_order_equal_contiguous_keys() {
         let mut random =
             |shape| Dense::normal(shape, DType::F32, &mut rng).tensor(&device, DType::F32);
         let list = |integers: &[i32]| Tensor::<1, Int>::from_ints(integers, &device);
-        // The gather index pads short lanes (sequences) with block 0, which belongs to no lane.
+        // The gather index pads short lanes (sequences) with block 0, which no lane uses.
         let gather_idx = list(&[3, 1, 5, 2, 0, 0]);
         let table = gather_idx.reshape([lanes, 3]);
         let lengths = [19, 7];
@@ -616,7 +617,8 @@ fn paged_arguments_that_do_not_fit_are_refused() {
     }
 }
 
-/// Checks in which problems the kernel of a Hopper GPU reads pages in place, without a contiguous copy.
+/// Checks for which problems a kernel of a Hopper GPU reads the pages in place, and for which it needs a contiguous
+/// copy.
 #[test]
 fn paged_selection_tells_which_problems_copy() {
     let device = Device::flex();

@@ -11,8 +11,8 @@
 //!     --exact properties::random_problem_matches_reference --nocapture
 //! ```
 //!
-//! Each wrong problem prints a line with the problem's number. A run with `ATTENTION_TEST_PROBLEM` set to that number checks
-//! this problem alone and shrinks it.
+//! The test prints a line with the number of each wrong problem. A run with `ATTENTION_TEST_PROBLEM` set to that number
+//! checks this problem alone and shrinks it.
 
 use crate::case::seed;
 use crate::random::{Sizes, Target, bundle, numbered};

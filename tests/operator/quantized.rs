@@ -1,6 +1,7 @@
-//! Tests of attention over quantized keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
-//! read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every option, lengths
-//! that fill no tile, views, and rows with extreme numbers. Hidden keys may have NaN scales.
+//! Tests of attention over quantized keys and values against the f64 reference over the dequantized numbers. Kernels
+//! for few rows read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every
+//! option, lengths that are not multiples of a tile's size, views of larger tensors, and rows with extreme numbers.
+//! Hidden keys may have NaN scales.
 
 mod case;
 mod e4m3;
@@ -28,8 +29,8 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Checks a few rows in f16, and asserts that the cmma engine multiplies the rows in fragments. The keys are split over cubes
-/// (split-KV), and some keys lie past the sequences' lengths.
+/// Checks a few query rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split
+/// over cubes (split-KV), and some keys lie past the sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {
         dtype: DType::F16,
@@ -47,8 +48,8 @@ pub fn check_in_fragments(device: &TestDevice) {
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// Checks few rows and many rows, where the number of rows is the queries times the query heads of a GQA group. Few rows
-/// share a tile. For many rows, keys and values are first dequantized to a copy.
+/// Checks few rows and many rows, where the number of rows is the queries times the query heads of a GQA group. Few
+/// rows share a tile. For many rows, the call first makes a dequantized copy of the keys and values.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [
@@ -137,8 +138,8 @@ fn int8_rows_of_any_scale_match_reference() {
             .value
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
-        // `huge` is the scale of every seventh value. The rows of zeros in the keys make some queries attend mainly to these
-        // huge values.
+        // `huge` is the scale of every seventh value. Some rows of the keys are all zeros, so that some queries attend
+        // mainly to these huge values.
         let huge = match quantized.case.dtype {
             // A larger scale would overflow the output, which is in f16.
             DType::F16 => 400.0,
@@ -320,9 +321,9 @@ fn int8_attention_is_near_the_unquantized() {
         let output = quantized_attention(query, key, value, options());
         let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
         let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
-        // The standard deviation of a code's rounding error is the scale / √12. A scale is a 127th of the largest element,
-        // which is about three standard deviations of the elements. So the error is less than a hundredth of a standard
-        // deviation.
+        // The standard deviation of a code's rounding error is the scale / √12. The scale is the largest element / 127,
+        // and the largest element is about three standard deviations of the elements. So the error is less than a
+        // hundredth of a standard deviation.
         assert!(error < 0.02 * size, "{name}: {error} of {size}");
     }
 }
@@ -357,7 +358,8 @@ fn int8_parts_are_detached_from_autodiff() {
     }
 }
 
-/// Checks that the query's gradient over int8 keys and values equals the gradient over the dequantized keys and values.
+/// Checks that the query's gradient over int8 keys and values equals the query's gradient over the dequantized keys and
+/// values.
 #[test]
 fn int8_query_gradient_equals_that_over_dequantized_rows() {
     for TestDevice { name, device } in devices() {

@@ -7,8 +7,8 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::DType;
 
-/// Checks the case with NaN in all queries, output gradients, keys and values that have no effect. The reference gets clean
-/// inputs.
+/// Checks the case with NaN in all queries, output gradients, keys and values that must not affect the results. The
+/// reference gets inputs without NaN.
 fn check(case: Case) {
     let clean = case.inputs();
     case.check_inputs(&poisoned(&case, &clean), &clean);
@@ -146,7 +146,7 @@ fn ragged_queries_in_half_precision_match_reference() {
     }
 }
 
-/// Checks that each sequence gives the same bits if all other sequences of the batch have no queries.
+/// Checks that each sequence gives the same bits in a call in which all other sequences of the batch have no queries.
 #[test]
 fn ragged_sequence_is_independent_of_the_others() {
     let lengths = [50, 3, 0, 21];

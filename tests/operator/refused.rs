@@ -69,8 +69,8 @@ pub enum Kind {
     Value,
 }
 
-/// The expected error of a refused call: the error's variant, the name of the wrong argument, and texts that the message must
-/// contain.
+/// The expected error of a refused call: the variant of the error, the name of the wrong argument, and texts that the
+/// error's message must contain.
 pub struct Expected {
     pub kind: Kind,
     pub argument: &'static str,
@@ -88,8 +88,8 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
     }
 }
 
-/// Returns the expected error of a wrong shape. The error's message names the wrong dimension by number and name, and the
-/// expected size.
+/// Returns the expected error of a wrong shape. The error's message names the number and the name of the wrong
+/// dimension, and the expected size.
 pub fn shape(
     argument: &'static str,
     has: &[usize],

@@ -1,4 +1,5 @@
-//! Tests of scores and masks as code. Kernels must give the results of the reference, which runs the code on the processor.
+//! Tests of score mods and mask mods, which compute scores and masks by code. Kernels must give the results of the
+//! reference, which runs this code on the CPU.
 
 use crate::case::{Case, Change, FULL, Hide};
 use crate::dense::Layout;
@@ -107,7 +108,7 @@ fn code_with_each_option_matches_reference() {
     }
 }
 
-/// Checks partial tiles for each kind of kernel on matrix units. A software driver runs only the f16 case, because it does
+/// Checks partial tiles for each kind of matrix-unit kernel. A software driver runs only the f16 case, because it does
 /// not support bf16.
 #[test]
 fn code_in_half_precision_matches_reference() {
@@ -129,7 +130,7 @@ fn code_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks whole tiles and fully visible blocks, in which kernels do not test whether a key is visible.
+/// Checks whole tiles and fully visible blocks. In such blocks, kernels do not test whether a key is visible.
 #[test]
 fn code_of_full_blocks_in_half_precision_matches_reference() {
     for (dtype, bias) in [
@@ -149,7 +150,7 @@ fn code_of_full_blocks_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks that rows with NaN do not matter if the mask mod hides their keys from all queries.
+/// Checks that NaN in keys and values reaches no result if the mask mod hides these keys from all queries.
 #[test]
 fn nan_behind_mask_mod_reaches_no_result() {
     for (dtype, q_len, width) in [
@@ -193,7 +194,7 @@ fn mask_mod_alone_matches_reference() {
     }
 }
 
-/// Checks tables that are broadcast or sliced views.
+/// Checks score mods whose table is a broadcast or sliced view.
 #[test]
 fn strided_table_equals_contiguous_table() {
     for device in devices() {
@@ -223,8 +224,8 @@ fn strided_table_equals_contiguous_table() {
     }
 }
 
-/// Computes attention with the score mod in `code`, and with `bias` instead of the score mod. Checks that both outputs are
-/// nearly equal.
+/// Computes attention once with the score mod in `code`, and once with `bias` instead of the score mod. Checks that the
+/// two outputs are nearly equal.
 fn check_equal(code: AttentionOptions, bias: Tensor<4>, q_len: usize) {
     let device = bias.device();
     let heads = bias.dims()[1];
@@ -276,8 +277,8 @@ fn ready_score_mods_equal_their_bias() {
         let weights = Tensor::<2>::from_data(weights, (&device, DType::F32));
         let code = AttentionOptions::new()
             .score_mod::<DistanceBias>(Some(DistanceBias::t5_table(weights, true, 16)));
-        // Buckets 0 to 3 are for the query's own key and the keys before it, and buckets 4 to 7 are for later keys. In each
-        // half, the buckets are for the distances 0, 1, 2 to 5, and 6 and more.
+        // Buckets 0 to 3 are for the query's own key and earlier keys, and buckets 4 to 7 are for later keys. The four
+        // buckets of each half are for the distances 0, 1, 2 to 5, and 6 and more.
         let bucket = |distance: i64| match distance.unsigned_abs() {
             below @ 0..2 => below as usize,
             2..6 => 2,
@@ -336,7 +337,7 @@ fn tracked_table_is_refused() {
     fused_attention(random(), random(), random(), options);
 }
 
-/// Checks a table without elements, and a read past the end of a table.
+/// Checks that a read past the end of a table gives the last element, and that a read from an empty table gives 0.
 #[test]
 fn reads_outside_of_table_give_last_element_or_zero() {
     for device in devices() {

@@ -1,5 +1,5 @@
-//! Tests of packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order.
-//! The reference gets a block-diagonal mask instead of segments.
+//! Tests of packed documents (segments). Tokens with equal ids see each other and no other tokens, whatever the ids and
+//! their order are. The reference gets a block-diagonal mask instead of segments.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -40,7 +40,8 @@ fn case(length: usize, ids: Vec<i64>) -> Case {
     }
 }
 
-/// Returns the segment ids of two sequences of `length` tokens. `ends` holds the ends of the documents in each sequence.
+/// Returns the segment ids of two sequences of `length` tokens. `ends` holds the ends of the documents in each of the
+/// two sequences.
 fn documents(length: usize, ends: [&[usize]; 2]) -> Vec<i64> {
     ends.into_iter()
         .flat_map(|ends| {

@@ -1,7 +1,7 @@
-//! Tests of devices whose default bool and integer dtypes are configured. Masks, lengths and segment ids then have these
-//! dtypes. The reference must give the same results with any of these dtypes.
+//! Tests of devices that are configured with other default dtypes for bools and integers. Masks, lengths and segment
+//! ids then have these dtypes. The reference must give the same results with each of them.
 //!
-//! A device is configured once in a process, so each test runs itself in a new process for every dtype.
+//! A process can configure a device only once, so each test runs itself in a new process for every dtype.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -13,8 +13,8 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
 use std::env;
 
-/// An environment variable of the new process of a test. Its value is the name of the dtype for which the device is
-/// configured.
+/// The environment variable that is set in the new process of a test. Its value names the dtype for which that process
+/// configures the device.
 const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
 
 fn config(dtype: DType) -> DeviceConfig {

@@ -1,5 +1,5 @@
-//! Tests of keys that are divided into shards. The merged results equal attention over all keys, and the shards' gradients add
-//! up to the gradients over all keys.
+//! Tests of keys that are divided into shards. The merged results must equal attention over all keys, and the gradients
+//! of the shards must add up to the gradients over all keys.
 
 use crate::case::seed;
 use crate::devices::{TestDevice, devices};
@@ -68,8 +68,8 @@ fn normal(salt: u64, index: u64) -> f64 {
     (0..12).map(uniform).sum::<f64>() - 6.0
 }
 
-/// Returns the first key and the end (one past the last key) of the keys that query `i` sees. The first queries see no key
-/// of the last shards, and query 5 sees no key at all.
+/// Returns the first key and the end (one past the last key) of the keys that query `i` sees. The first queries see no
+/// key of the last shards. Query 5 sees no key at all.
 fn keys_of(i: usize) -> (usize, usize) {
     match i {
         5 => (0, 0),
@@ -77,8 +77,8 @@ fn keys_of(i: usize) -> (usize, usize) {
     }
 }
 
-/// Returns the options of the shard with the keys `first..end`: the queries' intervals within the shard. The first shard also
-/// has the sinks, which must count once.
+/// Returns the options of the shard with the keys `first..end`: the part of each query's interval in the shard. Only
+/// the first shard also has the sinks, because a sink must count only once.
 fn options(first: usize, end: usize, sinks: &Tensor<1>, device: &Device) -> AttentionOptions {
     let side = |key: fn(usize) -> usize| {
         let keys = (0..BATCH * Q_LEN).map(|query| key(query % Q_LEN).clamp(first, end) - first);
@@ -365,8 +365,8 @@ fn shards_that_do_not_fit_are_refused() {
     assert!(refused);
 }
 
-/// Tests the explicit backward of shards with a bias that is constant over the keys. The sum of the shards' bias gradients
-/// must equal the bias gradient that autodiff computes.
+/// Checks the explicit backward of shards with a bias that is constant over the keys. The sum of the shards' bias
+/// gradients must equal the bias gradient that autodiff computes.
 #[test]
 fn shards_backward_bias_of_queries_equals_autodiff() {
     for device in devices() {

@@ -1,5 +1,5 @@
-//! Tests of sinks as large as the largest scores. With such a sink, a logsumexp in a single f32 loses the keys' part of the
-//! row sum.
+//! Tests of sinks as large as the largest scores. With such a sink, a logsumexp that is stored as one f32 number loses
+//! the keys' part of the row sum.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -23,8 +23,8 @@ fn sink(value: f64, device: &Device) -> Tensor<1> {
     Tensor::from_data(data, (device, DType::F32))
 }
 
-/// Checks the gradient of a sink that equals the only score. The sink and the key then have a probability of ½ each. The
-/// elements of the value sum to 1, so the sink's gradient is −½ · ½.
+/// Checks the gradient of a sink that equals the only score. The sink and the key then have a probability of ½ each.
+/// The elements of the value sum to 1, so the gradient of the sink is −½ · ½.
 #[test]
 fn sink_equal_to_the_only_score_has_half_of_the_row() {
     for device in devices() {
@@ -52,9 +52,9 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
     }
 }
 
-/// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the key's
-/// probability. Half-precision cases have a bias. With a bias, the backward stores the row maximum and the logarithm of the
-/// row sum separately.
+/// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the attention
+/// probability of the key. All half-precision cases have a bias. With a bias, the backward stores the row maximum and
+/// the logarithm of the row sum separately.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());

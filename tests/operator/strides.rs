@@ -26,8 +26,8 @@ fn strides_of_every_layout_match_contiguous() {
     }
 }
 
-/// Checks calls in which one input has another layout than the others. In such a call, a kernel that applies one input's
-/// strides to another input gives wrong results.
+/// Checks calls in which one input has another layout than the other inputs. In such a call, a kernel gives wrong
+/// results if it applies the strides of one input to another input.
 #[test]
 fn strides_of_one_input_apart_match_contiguous() {
     for index in 0..3 {
@@ -128,8 +128,8 @@ fn strides_of_odd_columns_match_contiguous() {
 #[test]
 fn strides_of_a_single_row_are_not_read() {
     for (q_len, kv_len) in [(1, 70), (3, 1), (70, 1)] {
-        // The widths differ in the alignment of rows. In bf16, rows of 100 columns start at multiples of 8 bytes, and rows of
-        // 64 columns at multiples of 16 bytes.
+        // The widths differ in the alignment of their rows. In bf16, rows of 100 columns start at multiples of 8 bytes,
+        // and rows of 64 columns start at multiples of 16 bytes.
         for width in [33, 261, 100, 64] {
             for layout in [Layout::Contiguous, Layout::Transposed] {
                 for dtype in [DType::F32, DType::BF16] {
@@ -145,8 +145,8 @@ fn strides_of_a_single_row_are_not_read() {
     }
 }
 
-/// Checks expanded inputs: the lengths and segment ids of one sequence for all sequences, and the sink of one head for all
-/// heads.
+/// Checks expanded inputs. All sequences share the lengths and segment ids of one sequence, and all heads share the
+/// sink of one head.
 #[test]
 fn strides_of_expanded_lengths_segments_and_sinks_match_contiguous() {
     let ids = |length: i64| -> Vec<i64> { (0..length).map(|token| token / 40).collect() };

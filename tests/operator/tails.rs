@@ -41,7 +41,7 @@ fn lengths_around_tile_sizes_with_causal_mask_match_reference() {
     }
 }
 
-/// Checks sequences so long that one loop over the keys would exceed a software driver's limit of iterations.
+/// Checks sequences that are so long that one loop over all keys would exceed a software driver's limit of iterations.
 #[test]
 fn lengths_of_more_than_a_thousand_match_reference() {
     Case::new([2, 1, 1, 1500, 1300, 16, 16]).check();

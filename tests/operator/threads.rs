@@ -90,7 +90,7 @@ fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     }
 }
 
-/// Returns the devices of this machine by kind. Kinds with a single device are left out.
+/// Returns the devices of this machine, grouped by device type. Types with a single device are left out.
 fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     let kinds = devices().into_iter().filter_map(|device| {
         let of_kind = Device::enumerate(kind_of(&device)?).into_vec().into_iter();
@@ -103,8 +103,8 @@ fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     kinds.filter(|kind| kind.len() > 1).collect()
 }
 
-/// Runs the two problems of `cases` on all devices of one kind at the same time. The results must equal the results of serial
-/// runs bit for bit.
+/// Runs the two problems of `cases` on all devices of one type at the same time. The results must equal the results of
+/// serial runs bit for bit.
 #[test]
 fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
     let [first, second] = cases();

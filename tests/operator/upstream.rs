@@ -1,12 +1,12 @@
-//! Tests for faults of Burn's own operations. The faults affect gradients of attention (`docs/upstream.md`). A test passes
-//! as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
+//! Tests for faults of Burn's own operations that affect gradients of attention (`docs/upstream.md`). A test of a fault
+//! passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// Returns a sum over the dimension `axis`, computed on `device` and on the CPU. The summed tensor is random. Its shape in
-/// memory is `stored`, and `order` permutes its dimensions.
+/// Returns two sums of the same random tensor over the dimension `axis`: one computed on `device`, and one on the CPU.
+/// The tensor has the shape `stored` in memory, and `order` permutes its dimensions before the sum.
 fn sums<const D: usize>(
     device: &Device,
     stored: [usize; D],
@@ -40,7 +40,8 @@ fn sum_of_a_permuted_tensor_of_rank_4_is_wrong_in_burn() {
     }
 }
 
-/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The fault is in a sum over a permuted tensor.
+/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The reason is a wrong sum over a permuted
+/// tensor.
 #[test]
 fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     let flex = Device::flex();

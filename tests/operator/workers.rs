@@ -24,8 +24,8 @@ const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
 pub enum Verdict {
-    /// The results are right. The texts name the kinds of the problem, such as its dtype or its kernel. The test counts the
-    /// problems of each kind.
+    /// The results are right. Each text names a kind of problem to which this problem counts, such as its dtype or its
+    /// kernel. The test counts the problems of each kind.
     Right(Vec<String>),
     /// The results are wrong, as the text says.
     Wrong(String),
@@ -135,9 +135,9 @@ impl Worker {
         }
     }
 
-    /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left unchecked.
-    /// Returns `None` if the worker ends or hangs before its first problem and before the deadline. Such a worker probably
-    /// cannot start.
+    /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left
+    /// unchecked. Returns `None` if the worker ends or hangs before its first problem and before the deadline, because
+    /// such a worker probably cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,
@@ -195,8 +195,9 @@ impl Worker {
     }
 }
 
-/// Checks the problems with the numbers below `count` in `jobs` worker processes. Stops when all problems are checked, or
-/// when `time` has passed. A worker gets `bundle` numbers at a time, and runs the test `test`, which calls [`work`].
+/// Checks the problems with the numbers below `count` in `jobs` worker processes. Stops when all problems are checked,
+/// or when `time` has passed. Each worker runs the test `test`, which calls [`work`], and gets `bundle` numbers at a
+/// time.
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
     let deadline = time.map(|time| Instant::now() + time);

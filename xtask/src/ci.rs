@@ -117,8 +117,8 @@ fn clippy(features: &[&str]) -> Result<()> {
     )
 }
 
-/// Checks the build of `attention-cube` for the CPU alone, without kernels. The builds of the workspace always contain
-/// kernels, so they would miss an error of the build without kernels.
+/// Checks the build of `attention-cube` for the CPU alone, without kernels. All builds of the workspace contain
+/// kernels, so they would miss an error that occurs only without kernels.
 fn without_kernels() -> Result<()> {
     process::run(process::cargo().args([
         "check",
@@ -137,8 +137,8 @@ fn documentation() -> Result<()> {
     )
 }
 
-/// Packs the crates that are published. One command packs all of them, because a crate may depend on an unpublished version
-/// of another crate. The packed crates are not built, to save time.
+/// Packs the crates that are published. A single command packs all of them, because a crate may depend on an
+/// unpublished version of another crate. To save time, the packed crates are not built.
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",

@@ -1,4 +1,5 @@
-//! Checks the official Python clients of OpenAI and Anthropic against `gemma4 serve` with the model in the program.
+//! Checks the official Python clients of OpenAI and Anthropic against `gemma4 serve` with the small model that the
+//! program embeds.
 
 use crate::process::{self, Result};
 use std::{
@@ -8,10 +9,10 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// The clients, at versions that crates/gemma4-serve/tests/clients.py has passed with.
+/// The clients, at versions with which `crates/gemma4-serve/tests/clients.py` has passed.
 const PACKAGES: [&str; 2] = ["openai==3.57.0", "anthropic==2.14.0"];
 
-/// The file that marks a complete environment. The file holds the versions in the environment.
+/// The file that marks a complete Python environment. The file holds the versions of the installed clients.
 const MARKER: &str = "complete";
 
 const MODEL: &str = "tiny";
@@ -22,7 +23,7 @@ pub fn check_if_possible() -> Result<()> {
     let Some(python) = environment(&folder) else {
         return Ok(());
     };
-    // The test target `program` has the program built as the step of the tests builds it.
+    // Building the test target `program` also builds the program itself, with the same options as in the step `tests`.
     process::run(process::test_workspace().args(["--no-run", "--test", "program"]))?;
     let name = format!("gemma4{}", std::env::consts::EXE_SUFFIX);
     let server = Server::start(&process::target_folder().join("debug").join(name))?;
@@ -33,8 +34,8 @@ pub fn check_if_possible() -> Result<()> {
     )
 }
 
-/// Returns the interpreter of an environment with the clients, which is created in `folder` if it is missing. Returns `None`
-/// after a note if that is not possible.
+/// Returns the Python interpreter of an environment in which the clients are installed. Creates the environment in
+/// `folder` if it is missing. If that fails, prints a note and returns `None`.
 fn environment(folder: &Path) -> Option<PathBuf> {
     let python = folder.join(match cfg!(windows) {
         true => "Scripts/python.exe",
@@ -55,7 +56,7 @@ fn environment(folder: &Path) -> Option<PathBuf> {
             "pip",
             "install",
             "--quiet",
-            // Without a network, the index is asked twice.
+            // With one retry, pip asks the package index only twice if there is no network.
             "--retries=1",
             "--disable-pip-version-check",
         ])
@@ -102,7 +103,7 @@ impl Server {
             .map_while(std::result::Result::ok);
         let url = lines.find_map(|line| url(&line));
         server.url = url.ok_or_else(|| format!("`{shown}` ended before it listened"))?;
-        // Read the rest too, so that the server never waits for this program.
+        // Read the rest of the output too. Otherwise, the pipe could fill up and block the server.
         std::thread::spawn(move || lines.for_each(|line| eprintln!("{line}")));
         Ok(server)
     }
@@ -116,7 +117,7 @@ impl Drop for Server {
     }
 }
 
-/// Returns the URL in the line with which the server says that it listens.
+/// Returns the URL in the line that the server prints when it listens.
 fn url(line: &str) -> Option<String> {
     let at = line.find("http://")?;
     let end = line[at..].find(char::is_whitespace);

@@ -1,4 +1,4 @@
-//! Sets up systems other than Linux. Nothing needs to be installed on these systems, because they have a graphics driver, and
+//! Sets up systems other than Linux. Nothing needs to be installed on these systems: they have a graphics driver, and
 //! CubeCL's build downloads LLVM.
 
 use std::process::Command;
@@ -22,7 +22,7 @@ pub fn llvm() -> Result<()> {
 
 pub fn llvm_if_possible() {}
 
-/// Returns false, because MPI has not been tried on these systems.
+/// Returns false, because the build with MPI has not been tried on these systems.
 pub fn has_mpi() -> bool {
     false
 }

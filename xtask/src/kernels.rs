@@ -1,8 +1,8 @@
 //! `cargo xtask kernels`: compiles kernels for GPUs that this machine does not have, and writes tables of the results.
 //!
-//! For NVIDIA, the library emits CUDA C++ of the mma engine, which `nvcc` compiles. For AMD, CubeCL's own compiler generates
-//! machine code of the cmma and unit engines. The tables of registers, shared memory and spills go into `docs`. A spill is
-//! hot if it is executed in a loop with multiply instructions.
+//! For NVIDIA, the library emits CUDA C++ of the mma engine, which `nvcc` compiles. For AMD, CubeCL's own compiler
+//! generates machine code of the cmma and unit engines. The tables of registers, shared memory and register spills go
+//! into `docs`. A spill is hot if it is executed in a loop with multiply instructions.
 
 mod amd;
 mod nvidia;
@@ -17,7 +17,8 @@ use crate::{
     setup,
 };
 
-/// The suffixes of kernel names: an empty suffix without options, and a suffix with as many options as can be combined.
+/// The suffixes of kernel names: an empty suffix for kernels without options, and a suffix for kernels with as many
+/// options as can be combined.
 const OPTIONS: &[&str] = &["", "-softcap-bias-mask-lengths-segments"];
 
 /// Emits and compiles kernels for NVIDIA's GPUs, and writes a table of their registers and shared memory to the docs.
@@ -26,7 +27,7 @@ pub fn nvidia() -> Result<()> {
     nvidia::run()
 }
 
-/// Emits and compiles kernels for AMD's GPUs, and writes the table.
+/// Emits and compiles kernels for AMD's GPUs, and writes a table of the results to the docs.
 pub fn amd() -> Result<()> {
     setup::llvm_if_possible();
     amd::run()
@@ -81,8 +82,8 @@ fn number_between(log: &str, after: &str, before: &str) -> Option<usize> {
     rest[..rest.find(before)?].trim().parse().ok()
 }
 
-/// Counts the instructions on spilled registers in loops with multiply instructions. A loop is the code from the target of a
-/// backward branch to that branch. `instructions` holds the address and the text of each instruction.
+/// Counts the instructions that access spilled registers in loops with multiply instructions. A loop is the code from
+/// the target of a backward branch to that branch. `instructions` holds the address and the text of each instruction.
 fn hot_spills(
     instructions: &[(usize, &str)],
     branch_target: impl Fn(&str) -> Option<usize>,

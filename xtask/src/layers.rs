@@ -86,8 +86,8 @@ const CRATES: &[Crate] = &[
 ];
 
 impl Crate {
-    /// Returns the layer of a path, or `None` if no layer lists it. A layer that lists the path's first two names as one module
-    /// takes precedence over a layer that lists only the first name.
+    /// Returns the layer of a path, or `None` if no layer lists it. A layer may list the path's first two names as one
+    /// module. Such a layer takes precedence over a layer that lists only the first name.
     fn layer(&self, path: &str) -> Option<usize> {
         let mut names = path.split("::");
         let first = names.next().unwrap_or_default();
@@ -193,7 +193,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns the module of a file: the first two components of its path in `folder` without the extension, or the only component.
+/// Returns the module of a file: the first two components of its path in `folder`, without the extension. The path may
+/// have only one component.
 fn module_of(folder: &Path, file: &Path) -> String {
     let inside = file.strip_prefix(folder).unwrap_or(file).with_extension("");
     let names: Vec<_> = inside

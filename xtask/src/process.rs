@@ -11,8 +11,8 @@ use std::{
 /// A result whose error is the message that the program prints. The message says what failed and how to fix it.
 pub type Result<T> = std::result::Result<T, String>;
 
-/// Returns the cargo options that select all programs of the workspace, with MPI if MPI is installed. All steps use the same
-/// features, because with different features cargo would compile the dependencies a second time.
+/// Returns the cargo options that select all programs of the workspace, with MPI if MPI is installed. All steps use the
+/// same features, because other features would make cargo compile the dependencies a second time.
 pub fn programs() -> [&'static str; 2] {
     let features = match setup::has_mpi() {
         true => "training,mpi",

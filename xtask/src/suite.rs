@@ -1,4 +1,5 @@
-//! The whole test suite as a queue of jobs, which as many workers as there are CPU cores take one after another.
+//! Runs the whole test suite as a queue of jobs. There is one worker per CPU core, and each worker takes one job after
+//! another.
 //!
 //! A software driver compiles the kernels of a process on one thread. The operator's tests compile most kernels, so each of
 //! their modules is a job with a process of its own.
@@ -25,7 +26,7 @@ struct Job {
 struct Outcome {
     name: String,
     time: Duration,
-    /// The exit code, or the reason why the job has none.
+    /// The exit code, or the reason why the job has no exit code.
     code: Result<u8>,
 }
 
@@ -91,7 +92,7 @@ fn run_jobs(jobs: VecDeque<Job>) -> Vec<Outcome> {
                     let start = Instant::now();
                     let output = job.command.output();
                     let time = start.elapsed();
-                    // The lock keeps the output of other jobs apart.
+                    // While this thread holds the lock, no other job prints, so the outputs of two jobs do not mix.
                     if let Ok(mut outcomes) = outcomes.lock() {
                         println!("== {}", job.name);
                         let code = output
@@ -120,7 +121,8 @@ fn printed(output: &Output) -> Result<u8> {
     }
 }
 
-/// Prints the time of each job and the jobs that failed. Returns the first exit code that is not 0, or 0.
+/// Prints the time of each job and the jobs that failed. Returns the first exit code that is not 0, or 0 if all jobs
+/// succeeded.
 fn summarize(outcomes: &[Outcome]) -> u8 {
     println!("== times of the tests");
     for Outcome { name, time, .. } in outcomes {

@@ -43,7 +43,7 @@ fn exit_code(command: &Command, status: ExitStatus) -> Result<u8> {
     }
 }
 
-/// Returns the arguments for cargo, which are the arguments before `--`. The arguments after `--` are for the test programs.
+/// Returns the arguments for cargo, which stand before `--`. The arguments after `--` are for the test programs.
 fn for_cargo(args: &[String]) -> impl Iterator<Item = &str> {
     args.iter()
         .map(String::as_str)

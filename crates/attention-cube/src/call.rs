@@ -1,4 +1,4 @@
-//! One call of the operator, from validated arguments to the backend.
+//! One call of the operator, from the validation of the arguments to the call of the backend.
 
 use crate::backend::{AttentionBackend, check_backend};
 use crate::error::AttentionError;
@@ -8,7 +8,7 @@ use crate::types::tensors::{AttentionOutput, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-/// Returns the output, the logsumexp and the validated problem. The logsumexp consists of the score that the softmax
+/// Returns the output, the logsumexp and the validated problem. The logsumexp has two parts: the score that the softmax
 /// subtracted, and the logarithm of the softmax sum.
 pub(crate) fn attend(
     query: Tensor<4>,

@@ -1,4 +1,4 @@
-//! The error that a call returns if an argument does not fit.
+//! The error that a call returns for an argument with a wrong shape, dtype, device or value.
 
 use crate::types::quantized::CodeFormat;
 use burn::tensor::DType;
@@ -20,7 +20,7 @@ pub enum AttentionError {
         dimension: &'static str,
         /// The size of the dimension that does not fit.
         found: usize,
-        /// The expected size, and the reason for it.
+        /// The expected size, and the reason for this size.
         expected: String,
     },
     /// A tensor's dtype does not fit the other tensors, or no kernel supports the dtype.
@@ -40,7 +40,7 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The name of the argument whose device the tensor must share, such as the query.
+        /// The name of the argument on whose device the tensor must be, such as the query.
         whose: &'static str,
         /// The device of the argument that `whose` names.
         expected: String,
@@ -54,7 +54,7 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's checkpointing strategy.
         has: String,
-        /// The name of the first argument that autodiff tracks.
+        /// The name of the first argument that autodiff tracks, whose strategy all tracked tensors must have.
         whose: &'static str,
         /// The checkpointing strategy of the first argument that autodiff tracks.
         expected: String,

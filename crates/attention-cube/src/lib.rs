@@ -21,9 +21,10 @@
 //! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served by the engine
 //! [`Blocks`](Engine::Blocks), which then computes in f64.
 //!
-//! Scores are f32 for every input dtype. The operations on a score are, in order: scale, softcap, [score mod](score_mod),
-//! bias, visibility, sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is
-//! rounded to the input's dtype. The softmax and all sums are f32.
+//! Scores are f32 for every input dtype. The operations on a score are, in order: scale, softcap, [score
+//! mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask), sink (if any) and softmax.
+//! The probabilities are then multiplied with the values, and the output is rounded to the input's dtype. The softmax
+//! and all sums are f32.
 //!
 //! | case | result |
 //! |---|---|
@@ -39,10 +40,10 @@
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
 //! | f16 gradients on matrix units (wgmma, mma, and cmma with f16 operands) | kernels round the score gradients `P ∘ (dP − Δ)` to f16. Beyond 65,504 the gradients of query and keys become infinite, even if their own values would fit f16; [`explain`] warns |
 //! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
-//! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] names that kernel and the reason of each refusal |
+//! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] gives that kernel and the reason for each refusal |
 //!
-//! Keys and values in int8 or e4m3 have a separate module, [`quantized`]. Packed sequences have the module [`varlen`], and keys in pages
-//! the module [`paged`]. The modules of `burn-nn` with fused attention are in [`nn`].
+//! The module [`quantized`] is for keys and values in int8 or e4m3, [`varlen`] for packed sequences, and [`paged`] for
+//! keys and values in pages. The module [`nn`] has the attention modules of `burn-nn` with fused attention.
 //!
 //! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the bias
 //! and the sinks. Both checkpointing strategies of Burn's autodiff are supported.
@@ -110,8 +111,8 @@ use call::{attend, compute_output};
 /// `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`, all of one float dtype.
 ///
 /// # Panics
-/// Panics with the text of [`AttentionError`] if an argument does not fit, as Burn's operators do. [`try_fused_attention`]
-/// returns the error instead.
+/// Panics with the text of [`AttentionError`] if an argument is invalid, as Burn's operators do.
+/// [`try_fused_attention`] returns the error instead.
 pub fn fused_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -130,7 +131,7 @@ pub fn fused_attention(
 /// The shapes are the ones of [`fused_attention`].
 ///
 /// # Errors
-/// Returns [`AttentionError`] if an argument does not fit.
+/// Returns [`AttentionError`] if an argument is invalid.
 pub fn try_fused_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -162,7 +163,7 @@ pub fn try_fused_attention(
 /// ```
 ///
 /// # Errors
-/// Returns [`AttentionError`] if an argument does not fit.
+/// Returns [`AttentionError`] if an argument is invalid.
 pub fn attention_with_lse(
     query: Tensor<4>,
     key: Tensor<4>,

@@ -1,4 +1,4 @@
-//! The options of an attention call. The query, the keys and the values are not options.
+//! The options of an attention call: all arguments other than the query, the keys and the values.
 
 use crate::math::dropout::Threshold;
 use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
@@ -17,7 +17,7 @@ pub enum CausalAlignment {
     TopLeft,
 }
 
-/// Dropout of probabilities, see [`AttentionOptions::dropout`].
+/// The dropout of attention probabilities. See [`AttentionOptions::dropout`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     /// The chance that a probability is dropped, from 0 to 0.99.
@@ -34,9 +34,9 @@ impl Dropout {
 
 /// The options of [`fused_attention`](crate::fused_attention), built by chaining.
 ///
-/// The score of query `i` and key `j` is computed in f32. It is `q·k` times `scale`, then `softcap · tanh(score / softcap)`,
-/// then `+ bias`. A query sees a key if *all* options allow it: causal mask, window, mask, lengths, segments and intervals.
-/// All other keys are left out of the softmax.
+/// The score of query `i` and key `j` is computed in f32, in three steps: `scale · q·k`, then
+/// `softcap · tanh(score / softcap)`, then `score + bias`. A query sees a key if *all* options allow it: causal mask,
+/// window, mask, lengths, segments and intervals. All other keys are left out of the softmax.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
@@ -121,18 +121,18 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the number of valid keys per sequence, `[batch]`. No query sees the keys from this number on, whatever these
-    /// keys contain. Lengths are clamped to `0..=kv_len`.
+    /// Sets the number of valid keys per sequence, `[batch]`. No query sees a key whose index is at least this number,
+    /// whatever the key contains. Lengths are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
         self
     }
 
-    /// Sets the number of queries per sequence, `[batch]` (ragged queries). An example is a batch of prompt chunks and
+    /// Sets the number of queries per sequence, `[batch]` (ragged queries). One batch can then mix prompt chunks and
     /// single tokens.
     ///
-    /// The queries of a sequence are its first rows. All further rows see no key, and their output and gradients are 0.
-    /// Lengths are clamped to `0..=q_len`.
+    /// The queries of a sequence are the first of its `q_len` rows. The rows after them see no key, and their output
+    /// and gradients are 0. Lengths are clamped to `0..=q_len`.
     ///
     /// With alignment at the bottom right, the sequence's last query sees the last of the sequence's
     /// [`kv_lengths`](Self::kv_lengths) keys.
@@ -186,8 +186,8 @@ impl AttentionOptions {
         self.mask(mask.bool_not())
     }
 
-    /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second
-    /// call adds a second interval. A query then sees the keys of its two intervals.
+    /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A
+    /// second call adds a second interval. A query then sees the keys of both intervals.
     ///
     /// Intervals describe image blocks with bidirectional attention, prefix-LM masks, packed documents and windows of any
     /// shape. Kernels skip blocks of keys outside of the intervals. An interval with `end <= start` is empty. `start` and
@@ -197,7 +197,7 @@ impl AttentionOptions {
     /// but express the causal mask in the intervals.
     ///
     /// # Shapes
-    /// `start [batch, q_len]`, `end [batch, q_len]`. All tensors have one int dtype.
+    /// `start [batch, q_len]`, `end [batch, q_len]`. The tensors of all intervals have the same int dtype.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
@@ -228,8 +228,8 @@ impl AttentionOptions {
     /// Drops probabilities at random, for training. Each probability becomes 0 with the chance `probability`. The kept
     /// probabilities are multiplied by a factor that preserves the mean.
     ///
-    /// The random bits depend only on the seed and on the score's sequence, head, query and key. Use another seed in each
-    /// call, and in each of the [`shards`](crate::shards). All replays of a captured CUDA graph use one seed.
+    /// The random bits depend only on the seed and on the score's sequence, head, query and key. Use another seed in
+    /// each call, and in each of the [`shards`](crate::shards). All replays of a captured CUDA graph use the same seed.
     ///
     /// `probability` must be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶.
     ///
@@ -263,8 +263,8 @@ impl AttentionOptions {
 
     /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
     ///
-    /// Kernels run the code for each score. A kernel does not know which blocks of keys the code hides, so the code makes a
-    /// kernel skip no block. If the code hides most keys, also set [`window`](Self::window) or
+    /// Kernels run the code for each score. A kernel does not know which blocks of keys the code hides, so it cannot
+    /// skip these blocks. If the code hides most keys, also set [`window`](Self::window) or
     /// [`visible_between`](Self::visible_between), so that kernels skip blocks.
     ///
     /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
@@ -280,7 +280,7 @@ impl AttentionOptions {
         self
     }
 
-    /// Expands a bias with one element per query over `kv_len` keys.
+    /// Expands a bias that has one element per query: its last dimension becomes `kv_len`.
     pub(crate) fn with_bias_of_keys(mut self, kv_len: usize) -> Self {
         self.bias = self.bias.map(|bias| {
             let [batch, q_heads, q_len, _] = bias.dims();

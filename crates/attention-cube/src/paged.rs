@@ -15,7 +15,7 @@
 //! let mut key = Tensor::<4>::zeros([10, 2, 16, 64], &device);
 //! let mut value = key.clone();
 //! let page_table = Tensor::<2, Int>::from_ints([[7, 2], [4, 0]], &device);
-//! // Each sequence gets one token, after 20 and 3 tokens that it already has.
+//! // The sequences already have 20 and 3 tokens, and each gets one more.
 //! let places = Places {
 //!     page_table: page_table.clone(),
 //!     starts: Tensor::<1, Int>::from_ints([20, 3], &device),
@@ -45,7 +45,7 @@
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
 //! | pages whose size is a multiple of the kernel's block of keys | the portable engines and the decode kernel of the mma engine read pages in place. The decode kernel serves up to 32 query rows (`q_len` times the number of query heads per key head) at head sizes up to 256, and up to 16 query rows at larger head sizes. The blocks of the decode kernel have 16 or 32 keys. Most block sizes of the portable engines divide 128 keys |
-//! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only visible rows are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
+//! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only visible rows are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells whether a forward pass without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied |
 //! | entries of the page table for keys that no query sees | may be any integer |
 //! | entries outside of `0..pages` for keys that a query sees | count as the nearest page, so no access leaves the tensors |
@@ -126,8 +126,8 @@ pub fn try_paged_attention(
 /// Computes [`paged_attention`] over quantized pages, and the logsumexp as in [`try_paged_attention`].
 ///
 /// # Shapes
-/// `key` and `value` are rows of `[pages, kv_heads, page_len, columns]`. All other tensors have the shapes of
-/// [`paged_attention`].
+/// `key` and `value` are quantized rows of the shape `[pages, kv_heads, page_len, columns]`. All other tensors have the
+/// shapes of [`paged_attention`].
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.
@@ -183,7 +183,8 @@ pub fn append(
 /// Quantizes new keys, or new values, to the format of the pages, and writes them to their slots like [`append`].
 ///
 /// # Shapes
-/// `pages` are rows of `[pages, kv_heads, page_len, columns]`, and `rows` is `[batch, kv_heads, new, columns]`.
+/// `pages` are quantized rows of the shape `[pages, kv_heads, page_len, columns]`, and `rows` is
+/// `[batch, kv_heads, new, columns]`.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if the shapes or devices do not fit each other, or if attention does not support the device. Also
@@ -218,7 +219,8 @@ pub fn append_quantized(
     }
 }
 
-/// Returns the scales of e4m3 pages, which must hold for all pages and slots: new rows have no scales of their own.
+/// Returns the scales of e4m3 pages, or an error if pages or slots have separate scales. New rows use the existing
+/// scales.
 fn scales_of_pages(scales: &Tensor<3>) -> Result<Tensor<3>, AttentionError> {
     let has = scales.dims();
     for (dimension, index) in [("pages", 0), ("page_len", 2)] {

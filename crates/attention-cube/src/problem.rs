@@ -14,7 +14,8 @@ pub const MAX_HEAD_DIM: usize = 1024;
 /// The sizes and options of one attention call, without the call's tensors. [`explain`](crate::explain()) reports which kernel
 /// serves the call.
 ///
-/// The call computes `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`.
+/// The call computes `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`, where
+/// `group = q_heads / kv_heads`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionProblem {
     /// The number of sequences.
@@ -109,8 +110,8 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part is the reference
-    /// scores that the softmax subtracted, which are near the row maxima. The second part is the logarithms of the softmax
+    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part holds the scores
+    /// that the softmax subtracted, which are near the row maxima. The second part holds the logarithms of the softmax
     /// sums.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
@@ -130,7 +131,8 @@ impl AttentionProblem {
         self.kv_lengths || self.query_lengths
     }
 
-    /// True if the problem has segments or intervals. Kernels then read bounds of blocks, and skip hidden blocks.
+    /// True if the problem has segments or intervals. For each block of queries or keys, kernels then read the bounds
+    /// of the segment ids or intervals, and skip hidden blocks.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }
@@ -140,7 +142,8 @@ impl AttentionProblem {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
-    /// Returns an upper bound of the number of keys that `queries` neighboring queries see by causal mask and window.
+    /// Returns an upper bound of the number of keys that causal mask and window show to at least one of `queries`
+    /// neighboring queries.
     pub(crate) fn visible_keys(&self, queries: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -151,7 +154,8 @@ impl AttentionProblem {
         }
     }
 
-    /// Returns an upper bound of the number of queries that see any of `keys` neighboring keys by causal mask and window.
+    /// Returns an upper bound of the number of queries to which causal mask and window show at least one of `keys`
+    /// neighboring keys.
     pub(crate) fn visible_queries(&self, keys: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left

@@ -1,5 +1,5 @@
-//! Keys and values in 8-bit codes, with half the memory of bf16. A code is an int8 number or an e4m3 float (FP8). An element is
-//! its code's number times an f32 scale.
+//! Keys and values in 8-bit codes, with half the memory of bf16. A code is an int8 number or an e4m3 float (FP8). An
+//! element is the number that its code represents, times an f32 scale.
 //!
 //! ```
 //! use attention_cube::quantized::{QuantizedRows, quantized_attention};
@@ -36,12 +36,13 @@
 //! ```
 //!
 //! # Contract
-//! A row of `columns` elements is stored as `columns / 4` words of four codes each. `columns` is a multiple of 4. The first
-//! column's code is in the lowest byte of its word. An element equals the number of its code times the scale of its row.
+//! A row of `columns` elements is stored as `columns / 4` words of four codes each. `columns` is a multiple of 4. The
+//! first column's code is in the lowest byte of its word. An element equals the number that its code represents, times
+//! the scale of its row.
 //!
 //! The words are an i32 tensor, `[batch, kv_heads, kv_len, columns / 4]`. The scales are an f32 tensor,
-//! `[batch, kv_heads, kv_len]`. In e4m3, a dimension of the scales may be 1: its scale then holds for all indices. Both tensors
-//! may be views. Keys and values have the same format.
+//! `[batch, kv_heads, kv_len]`. In e4m3, a dimension of the scales may be 1: a scale then applies to all indices along
+//! this dimension. Both tensors may be views. Keys and values have the same format.
 //!
 //! | case | result |
 //! |---|---|
@@ -69,8 +70,8 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 impl QuantizedRows {
-    /// Quantizes rows to int8, with one scale per row. The rows are in f32, f16 or bf16 with any strides (on devices without kernels also f64). Autodiff does not track the
-    /// result.
+    /// Quantizes rows to int8, with one scale per row. The rows are in f32, f16 or bf16 (on devices without kernels
+    /// also in f64), with any strides. Autodiff does not track the result.
     ///
     /// # Shapes
     /// `rows [batch, kv_heads, kv_len, columns]`.
@@ -230,7 +231,7 @@ impl QuantizedRows {
     }
 }
 
-/// Returns a view of the scales with an element for each row. Rows are `[batch, kv_heads, kv_len]`.
+/// Returns a view of the scales with one element for each row. `rows` is `[batch, kv_heads, kv_len]`.
 fn scales_of_rows(scales: Tensor<3>, rows: [usize; 3]) -> Tensor<3> {
     match rows.contains(&0) {
         // Burn's expand refuses dimensions of 0.
@@ -289,7 +290,7 @@ fn check_scales(
 /// The [module's documentation](self) states the contract.
 ///
 /// # Shapes
-/// `query [batch, q_heads, q_len, head_dim]`, `key` rows of `[batch, kv_heads, kv_len, head_dim]`, `value` rows of
+/// `query [batch, q_heads, q_len, head_dim]`, `key` with rows `[batch, kv_heads, kv_len, head_dim]`, `value` with rows
 /// `[batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`.
 ///
 /// # Panics

@@ -1,8 +1,8 @@
 //! Scores and masks as code that is compiled into the kernels, like FlexAttention's `score_mod` and `mask_mod`.
 //!
-//! A type that implements [`ScoreMod`] changes each score, and a type that implements [`MaskMod`] hides keys. The attribute
-//! `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns the functions into code for GPUs. Memory stays linear in
-//! the length.
+//! A type that implements [`ScoreMod`] changes each score, and a type that implements [`MaskMod`] hides keys. The
+//! attribute `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns their functions into code for GPUs.
+//! Memory stays linear in the sequence length.
 //!
 //! ```
 //! # #[cfg(feature = "cube")] mod example {
@@ -67,14 +67,14 @@
 //! - No gradient flows to a table. [`fused_attention`](crate::fused_attention) panics if autodiff tracks the table. For learned
 //!   scores, add a [`bias`](crate::AttentionOptions::bias) instead.
 //! - The code computes in f32, also for f64 inputs.
-//! - [`varlen`](crate::varlen) refuses code. In one of the [`shards`](crate::shards), the code counts keys from the shard's
-//!   first key.
+//! - [`varlen`](crate::varlen) does not support score mods and mask mods. In a call on one of the
+//!   [`shards`](crate::shards), key positions count from the shard's first key.
 //!
 //! # Ready-made types
 //! | type | code |
 //! |---|---|
 //! | [`Alibi`] | − slope · distance (ALiBi) |
-//! | [`DistanceBias`] | + a bias that depends on head and distance, as with T5's buckets |
+//! | [`DistanceBias`] | + a bias that depends on head and distance, such as T5's relative bias |
 //! | [`SoftWindow`] | − falloff · the distance beyond a window |
 //! | [`SameDocument`] | hides keys of other documents |
 

@@ -20,8 +20,8 @@ pub struct Selection<K = Kernel> {
     pub refusals: Vec<(Engine, Refusal)>,
     /// Warnings about results of the chosen kernel that do not meet the contract in the crate's documentation.
     pub warnings: Vec<Warning>,
-    /// True if the chosen kernel cannot read keys and values from pages. A launch then first copies the visible rows to
-    /// contiguous tensors.
+    /// True if the chosen kernel cannot read the keys and values from their pages. A call then first copies the visible
+    /// rows to contiguous tensors.
     pub copies_pages: bool,
 }
 
@@ -34,8 +34,8 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses quantized keys and values if the engine cannot read codes in this pass. Also refuses codes above the engine's limit
-/// of query rows, because a dequantized copy is then faster.
+/// Refuses quantized keys and values if the engine cannot read codes in this pass. Also refuses them if the query rows
+/// exceed the engine's limit, because a dequantized copy is then faster.
 fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
     if problem.quantized.is_none() {
         return Ok(());

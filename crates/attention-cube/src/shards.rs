@@ -1,11 +1,12 @@
 //! Attention over shards of the keys, as in ring attention and context parallelism.
 //!
-//! Each shard has some of the keys and values, and all queries. [`attention_with_lse`](crate::attention_with_lse) on a shard
-//! gives an output and a logsumexp (LSE). [`merge`] turns the results of all shards into the result over all keys. Autodiff
-//! can differentiate the whole computation.
+//! A shard is a part of the keys and values. Attention over a shard uses all queries.
+//! [`attention_with_lse`](crate::attention_with_lse) on a shard gives an output and a logsumexp (LSE). [`merge`] turns
+//! the results of all shards into the result over all keys. Autodiff can differentiate the whole computation.
 //!
-//! A ring that passes keys from device to device cannot keep its forward in one autodiff graph. In this case, [`backward`]
-//! computes a shard's gradients from the merged output and logsumexp. The query gradients of all shards must be added.
+//! A ring that passes keys from device to device cannot keep its forward pass in one autodiff graph. In this case,
+//! [`backward`] computes a shard's gradients from the merged output and logsumexp. The query gradients of all shards
+//! must be added.
 //!
 //! In a call on a shard, key positions count from the shard's first key, also in the code of a [score
 //! mod](crate::score_mod). Replace a causal mask by [`visible_between`](AttentionOptions::visible_between), with the end of
@@ -24,12 +25,12 @@ use burn::tensor::{DType, Device, Tensor};
 
 /// Merges the attention outputs and logsumexps of disjoint shards of the keys into the output and logsumexp over all keys.
 ///
-/// The result is differentiable. A query that sees no key of any shard has the output 0 and the logsumexp −∞. The sums are
-/// f32, or f64 for f64 outputs.
+/// The result is differentiable. A query that sees no key of any shard has the output 0 and the logsumexp −∞. The sums
+/// are computed in f32, or in f64 for f64 outputs.
 ///
 /// # Shapes
-/// Per shard: `output [batch, q_heads, q_len, value_dim]`, `logsumexp [batch, q_heads, q_len]`. The results have the same shapes.
-/// All outputs have one dtype; logsumexps are f32, or f64 for f64 outputs.
+/// Per shard: `output [batch, q_heads, q_len, value_dim]`, `logsumexp [batch, q_heads, q_len]`. The results have the
+/// same shapes. All outputs have the same dtype. The logsumexps are f32, or f64 for f64 outputs.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, attention_with_lse, shards};
@@ -134,15 +135,15 @@ pub struct ShardGradients {
 ///
 /// Autodiff does not track the returned gradients.
 ///
-/// For scores beyond some hundreds, the probabilities may lose a few of f32's digits, because forward and backward kernels
-/// may sum `q·k` in different orders.
+/// If scores exceed some hundreds, the probabilities may lose a few of f32's digits, because forward and backward
+/// kernels may sum `q·k` in different orders.
 ///
 /// NaN in the shard's keys or values, or in the output's gradient, may also reach the gradients of queries that see no key
 /// of the shard.
 ///
 /// # Shapes
-/// `query`, `key` and `value` have the shapes of [`fused_attention`](crate::fused_attention), with the keys of this shard.
-/// `options` must be the options of the shard's forward.
+/// `query`, `key` and `value` have the shapes of [`fused_attention`](crate::fused_attention), with the keys of this
+/// shard. `options` must be the options of the shard's forward pass.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit, if the shard has no key, or if a shard of one key has a bias.
@@ -159,9 +160,8 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // For a bias that is constant over keys, kernels compute the bias gradient from the LSE gradient, which covers the keys
-    // of all shards. The bias is therefore expanded over the shard's keys, so that kernels sum the gradients of this shard's
-    // scores only.
+    // If a bias is constant over keys, kernels compute its gradient from the LSE gradient, which covers the keys of all
+    // shards. Expand the bias over the shard's keys, so that kernels sum only the gradients of this shard's scores.
     let constant = options
         .bias
         .as_ref()
@@ -180,8 +180,8 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the reference scores already
-    // hold the whole logsumexp.
+    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the other half, the
+    // reference scores, already holds the whole logsumexp.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {
@@ -315,7 +315,7 @@ fn check_lse(
     )
 }
 
-/// Returns the dtype of the logsumexp that belongs to outputs in `dtype`.
+/// Returns the dtype of the logsumexp for outputs in `dtype`.
 fn lse_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,

@@ -5,7 +5,7 @@
 //! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored --nocapture
 //! ```
 //!
-//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`].
+//! A kernel's name consists of the pass, head_dim, value_dim and the options of [`Wanted`], joined by `-`.
 
 #[cfg(feature = "rocm")]
 pub(crate) mod amd;
@@ -19,7 +19,7 @@ use crate::math::visibility::{SeqLensCompilationArg, Structure};
 use cubecl::{ir::settings::*, ir::*, prelude::*};
 use std::{env, fs, path::Path};
 
-/// Builds the compile-time argument of an optional tensor, which is either present or absent.
+/// Builds the compile-time argument of an optional tensor. `$present` says whether the kernel has the tensor.
 macro_rules! optional {
     ($present:expr) => {
         match $present {
@@ -30,7 +30,7 @@ macro_rules! optional {
 }
 pub(crate) use optional;
 
-/// Writes the kernels that the environment variable `KERNELS` names, into the folder `kernels` of the temporary directory.
+/// Writes the kernels listed in the environment variable `KERNELS` to the folder `kernels` of the temporary directory.
 pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     let names = env::var("KERNELS").unwrap_or_else(|_| default.into());
     let folder = env::temp_dir().join("kernels");
@@ -40,7 +40,7 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The tables of kernels that have neither a score mod nor a mask mod, and therefore no tables.
+/// The argument for the tables of score mod and mask mod, in kernels that have neither mod and so no tables.
 pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
     score: KernelTableCompilationArg {
         elements: ComptimeOptionCompilationArg::None,

@@ -72,8 +72,8 @@ impl Sequences {
         }
     }
 
-    /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence that `options`
-    /// leave visible.
+    /// Returns the options for a call over the packed rows. A query then sees a key only if the key is in the query's
+    /// own sequence and `options` do not hide it.
     ///
     /// Set causal mask and window in `options`, not on the result. On the result, a causal mask or a window would count
     /// positions in the packed rows.
@@ -139,7 +139,8 @@ impl Sequences {
         })
     }
 
-    /// Returns the first key that each query sees, and the end of the keys that each query sees, each `[1, q_len]`.
+    /// Returns two tensors `[1, q_len]`: the first key that each query sees, and the index after the last key that it
+    /// sees.
     fn interval(
         &self,
         q_len: usize,
@@ -178,8 +179,8 @@ impl Sequences {
         let position = rows + of_rows(shift);
         let mut start = of_rows(first(&key_bounds));
         let mut stop = of_rows(end(&key_bounds));
-        // Clamp each side of the window to the number of all rows, which shows all keys. The sum of position and window then
-        // cannot overflow.
+        // Clamp each side of the window to `q_len + kv_len`, so that the sum of position and window cannot overflow. A
+        // window of this size still shows all keys.
         let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
         if let Some(left) = options.window_left {
             start = start.max_pair(position.clone() - reach(left));
@@ -199,8 +200,8 @@ impl Sequences {
 fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
     let [count] = bounds.dims();
     let steps = usize::BITS - count.leading_zeros();
-    // The binary search may read entries past the last of the `count` bounds. The table is therefore filled up to a power of
-    // two with bounds above all rows.
+    // The binary search may read entries past the last of the `count` bounds. The table is therefore padded to a power
+    // of two with bounds above all rows.
     let place = (&rows.device(), DType::from(INTS));
     let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
     let bounds = Tensor::cat(vec![bounds, above], 0);

@@ -133,7 +133,7 @@ pub enum TensorProblem {
         /// The tensor's name in the file.
         name: String,
     },
-    /// The packed tensors of a matrix differ from the configuration's description of the packing.
+    /// A matrix's packed tensors do not match the packing that the configuration describes.
     #[error("{}: {}", Escaped::line(name), Escaped::line(reason))]
     Packing {
         /// The tensor's name in the file.
@@ -214,7 +214,8 @@ fn list(problems: &[TensorProblem]) -> String {
 /// assert_eq!(outcome, Err("no device".to_string()));
 /// ```
 pub fn catch_panic<O>(work: impl FnOnce() -> O) -> Result<O, String> {
-    // Replace the panic hook. The caller reports the panic's message, and the original hook would print it a second time.
+    // Replace the panic hook, because the caller reports the panic's message and the original hook would print it a
+    // second time.
     let hook = take_hook();
     set_hook(Box::new(|_| ()));
     let result = catch_unwind(AssertUnwindSafe(work));

@@ -62,8 +62,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// True for control characters, line separators and marks of writing direction. A terminal does not show these
-/// characters.
+/// True for control characters, line separators and characters that set the writing direction. A terminal obeys these
+/// characters instead of showing them.
 fn is_obeyed(character: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',

@@ -52,7 +52,7 @@ pub struct Gemma4 {
     chat_template: ChatTemplate,
     defaults: GenerationDefaults,
     drafter: Option<Drafter>,
-    /// The graphs of the model's passes over prompts.
+    /// The CUDA graphs of the model's forward passes over whole prompts.
     graphs: CapturedPrompts,
 }
 
@@ -274,8 +274,8 @@ impl Gemma4 {
         self.model.device()
     }
 
-    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. The default limit is 256
-    /// tokens.
+    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. If the checkpoint sets no
+    /// token limit, the limit is 256 tokens.
     pub fn options(&self) -> GenerateOptions {
         let positions = self.config().max_position_embeddings;
         let (max_tokens, max_length) =
@@ -449,12 +449,12 @@ impl Gemma4 {
         }
     }
 
-    /// Replaces the model by a changed model.
+    /// Replaces the model by the result of `change`.
     fn with_model(
         self,
         change: impl FnOnce(Gemma4Model) -> Result<Gemma4Model, Gemma4Error>,
     ) -> Result<Self, Gemma4Error> {
-        // The graphs compute with the old weights, and keep them in memory.
+        // Drop the graphs, because they compute with the old weights and keep these weights in memory.
         drop(self.graphs);
         Ok(Self {
             model: change(self.model)?,
@@ -463,8 +463,8 @@ impl Gemma4 {
         })
     }
 
-    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to [`Prefill::new`], the prefill
-    /// replays a CUDA graph if it reads a whole prompt of up to 2,048 tokens at once.
+    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to [`Prefill::new`], the
+    /// prefill replays a CUDA graph if it processes a whole prompt of up to 2,048 tokens at once.
     ///
     /// # Errors
     /// Passes on the errors of [`Prefill::new`].
@@ -473,11 +473,12 @@ impl Gemma4 {
         Ok(prefill.with_graphs(&self.graphs))
     }
 
-    /// Runs `work` on the device's stream that loaded the weights.
+    /// Runs `work` on the device stream on which the weights were loaded.
     ///
-    /// CubeCL gives each thread a stream of its own, and CUDA graphs need weights of the thread's stream. A thread that did
-    /// not load the weights runs its launches one by one, unless it generates within this method. Meanwhile no other thread
-    /// may use that stream: the thread that loaded the weights must not use the device.
+    /// CubeCL gives each thread a stream of its own, and a CUDA graph can only use weights that were loaded on the
+    /// thread's stream. A thread that did not load the weights launches its kernels one by one, unless it generates
+    /// within this method. While `work` runs, no other thread may use the weights' stream. The thread that loaded the
+    /// weights must therefore not use the device.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -503,8 +504,8 @@ impl Gemma4 {
         work()
     }
 
-    /// Starts a session, which keeps its KV cache between generations. If a prompt begins with the tokens of the previous
-    /// prompt, the session reuses their keys and values.
+    /// Starts a session, which keeps its KV cache between generations. If a prompt begins with the tokens of the
+    /// previous prompt, the session reuses the keys and values of these tokens.
     pub fn session(&self) -> Session<'_> {
         Session::new(self)
     }

@@ -1,14 +1,15 @@
-//! Measures the rate at which each format's kernel reads weights, beside a plain read of the same bytes.
+//! Measures the rate at which each format's kernel reads weights, and compares this rate with a plain read of the same
+//! bytes.
 //!
-//! `cargo bench -p cpu-gemv -- [columns] [megabytes]` prints a Markdown table. A product reads matrices that no cache holds.
-//! Each number is the best of several runs.
+//! `cargo bench -p cpu-gemv -- [columns] [megabytes]` prints a Markdown table. The matrices are meant to exceed the
+//! CPU's caches, so that a product reads them from memory. Each number is the best of several runs.
 
 use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
 use cpu_gemv::{Isa, Rows, Weights, multiply_by, parallel, threads};
 use half::{bf16, f16};
 use std::{hint::black_box, time::Instant};
 
-/// The number of runs. The table has the best of them.
+/// The number of runs of each measurement. The table contains the fastest run.
 const RUNS: usize = 9;
 
 fn main() {
@@ -173,7 +174,8 @@ impl Stored {
     fn bytes(&self) -> &[u8] {
         fn of<T>(elements: &[T]) -> &[u8] {
             let bytes = size_of_val(elements);
-            // SAFETY: the elements are floats and integers, which have no padding, and the bytes live as long.
+            // SAFETY: the elements are floats and integers, which have no padding, and the bytes live as long as the
+            // elements.
             unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), bytes) }
         }
         match self {
@@ -185,7 +187,8 @@ impl Stored {
     }
 }
 
-/// Returns the largest error of the outputs of some rows, relative to the sum of the products' absolute values.
+/// Returns the largest error among the first 2,000 outputs. An error is relative to the sum of the absolute values of
+/// the output's products.
 fn error(isa: Isa, weights: Weights, columns: usize) -> f64 {
     let input = halves(columns);
     let mut output = vec![0.0; weights.outputs(columns)];

@@ -1,7 +1,7 @@
-//! Products of input rows in bf16 by AVX-512's dot products of bf16 pairs. An instruction multiplies 32 weights, which is
-//! twice as many as in f32. The products of two bf16 elements are exact in f32, and the sums are in f32.
+//! The kernels for input rows in bf16, with AVX-512's dot products of bf16 pairs. An instruction multiplies 32 weights,
+//! twice as many as an instruction on f32. The products of two bf16 elements are exact in f32, and the sums are in f32.
 //!
-//! The instruction counts subnormal numbers as zero.
+//! The instruction treats subnormal numbers as zero.
 
 use crate::kernel::{AHEAD, Task, prefetch_scales};
 use crate::layout::{Layout, Rounding, Scales};
@@ -14,20 +14,21 @@ use std::{arch::x86_64::*, ops::Range};
 pub(crate) const HALVES: usize = 32;
 /// The number of vectors in a block of bf16 weights.
 pub(crate) const FLOAT_STEPS: usize = 4;
-/// The number of codes in the 16 bits of a lane, which is the number of vectors in a block of quantized weights.
+/// The number of 4-bit codes in the 16 bits of a lane. A block of quantized weights has this number of vectors.
 pub(crate) const CODE_STEPS: usize = 4;
 
-/// True if the kernels of this module multiply by rows of `layout`.
+/// True if the kernels of this module support quantized rows of `layout`.
 pub(crate) fn serves(layout: Layout) -> bool {
     let format = layout.format;
-    // Differences of codes and zero points up to 256 are exact in bf16.
+    // The difference of a code and the zero point is exact in bf16, if the zero point is at most 256.
     format.bits == 4
         && format.rounding == Rounding::None
         && format.scales != Scales::SingleAndZero
         && format.zero() <= 256
 }
 
-/// Multiplies by the rows `range` of bf16 weights, for `R` input rows. Each sum has `A` parts.
+/// Multiplies `R` input rows by the rows `range` of bf16 weights. Each sum is kept as `A` partial sums, so that an
+/// addition need not wait for the previous one.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
@@ -61,7 +62,7 @@ pub(crate) unsafe fn floats<const R: usize, const A: usize>(task: &Task, range: 
     }
 }
 
-/// Adds the products of one block of bf16 weights.
+/// Adds the products of one block of bf16 weights to `totals`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
 unsafe fn add_floats<const R: usize, const A: usize>(
@@ -80,7 +81,7 @@ unsafe fn add_floats<const R: usize, const A: usize>(
     }
 }
 
-/// Multiplies by the rows `range` of 4-bit weights, for `R` input rows.
+/// Multiplies `R` input rows by the rows `range` of 4-bit weights.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
@@ -96,7 +97,8 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
-        // The permutation reads 5 bits of an index. The fifth bit belongs to the next code, so the table repeats the 16 codes.
+        // The permutation reads 5 bits of an index. The fifth bit is a bit of the next code and must be ignored, so the
+        // table contains the 16 numbers twice.
         let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
             bf16::from_f32((code % 16) as f32 - layout.format.zero() as f32)
         });
@@ -143,7 +145,7 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     }
 }
 
-/// Adds the products of one block. `parameters` points to the scales and the minimums of the row.
+/// Adds the products of one block to `totals`. `parameters` holds pointers to the row's scales and to its minimums.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
 #[allow(clippy::too_many_arguments, reason = "the arguments stay in registers")]

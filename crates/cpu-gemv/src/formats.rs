@@ -1,7 +1,8 @@
-//! The elements of a row in vectors of f32, by the format in which the row is stored.
+//! Converts the elements of a row to vectors of f32, for each format in which a row may be stored.
 //!
-//! A row is read in blocks, and a block in steps of one vector each. A format chooses the columns of a vector so that few
-//! instructions convert the elements: neighbouring elements of one word are in different steps.
+//! A kernel reads a row in blocks, and a block in steps of one vector each. A format chooses which columns form a
+//! vector, so that few instructions convert the elements. Neighboring elements of one word are therefore in different
+//! steps.
 
 use crate::simd::Simd;
 
@@ -12,12 +13,12 @@ pub(crate) trait Floats<S: Simd> {
     /// The number of bytes of an element.
     const BYTES: usize;
 
-    /// Returns the column of a vector's lane in a block.
+    /// Returns the column, within a block, of the element in a lane of the vector `step`.
     fn column(step: usize, lane: usize) -> usize {
         step * S::LANES + lane
     }
 
-    /// Converts one vector of a block.
+    /// Loads the vector `step` of a block, and converts it to f32.
     ///
     /// # Safety
     /// `block` points to a whole block, and the CPU has the instruction set.
@@ -69,16 +70,17 @@ impl<S: Simd> Floats<S> for Bf16 {
     }
 }
 
-/// A format of integer codes. A block has one vector of words. Step `i` has the `i`-th code of each word.
+/// A format of integer codes. A block has one vector of words. The vector of step `i` holds the `i`-th code of each
+/// word.
 pub(crate) trait Codes<S: Simd> {
     /// The number of codes whose lower bits fit into a word.
     const CODES: usize;
-    /// The number of upper bits of a code, which are stored apart.
+    /// The number of upper bits of a code, which are stored apart from the lower bits.
     const TOP_BITS: usize;
-    /// The argument with which codes become floats: a table, or the zero point.
+    /// The argument of the conversion from codes to floats: a lookup table, or the zero point.
     type Table: Copy;
 
-    /// Returns the table of the floats `code - zero`.
+    /// Returns the argument of [`codes`](Self::codes) for the floats `code - zero`.
     ///
     /// # Safety
     /// The CPU has the instruction set.
@@ -93,7 +95,7 @@ pub(crate) trait Codes<S: Simd> {
         unsafe { S::load_words(top) }
     }
 
-    /// Returns one vector of the floats `code - zero`.
+    /// Returns the vector `step` of a block, as the floats `code - zero`.
     ///
     /// # Safety
     /// The CPU has the instruction set.

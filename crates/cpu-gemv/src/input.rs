@@ -31,9 +31,10 @@ impl Rows<'_> {
 #[derive(Default)]
 pub(crate) struct Input {
     pub numbers: Vec<f32>,
-    /// The elements, if the kernel reads bf16.
+    /// The elements in bf16 if the kernel reads bf16. The list `numbers` is then empty.
     pub halves: Vec<bf16>,
-    /// The sums over a block's elements of each word, `[blocks, rows, words]`, or nothing if the format has no minimums.
+    /// The sum of the input elements that each word of a block multiplies, `[blocks, rows, words]`. The list is empty
+    /// if the format has no minimums.
     pub sums: Vec<f32>,
 }
 
@@ -42,13 +43,13 @@ pub(crate) struct Input {
 pub(crate) struct Order {
     pub steps: usize,
     pub lanes: usize,
-    /// Returns the column of a lane of a step in a block.
+    /// Returns the column, within a block, of the element in a lane of a step.
     pub column: fn(step: usize, lane: usize) -> usize,
 }
 
 impl Input {
-    /// Rearranges `input`, `[rows, columns]`. Rows from the input's number up to `rows` are 0. The kernel reads bf16 if
-    /// `reads_halves`.
+    /// Rearranges `input`, `[input rows, columns]`, to `rows` rows. If `input` has fewer rows, the remaining rows
+    /// are zero. `reads_halves` is true if the kernel reads bf16.
     pub fn new(
         input: Rows,
         columns: usize,
@@ -111,7 +112,8 @@ fn rearranged<T: Copy, N: Copy + Default>(
     numbers
 }
 
-/// Adds the elements of each word in each block. A word has `of_word` neighbouring lanes in each of a block's steps.
+/// Sums the input elements that each word of a block multiplies. A word corresponds to `of_word` neighboring lanes in
+/// each step of the block.
 fn sums<T: Copy>(
     numbers: &[T],
     width: usize,

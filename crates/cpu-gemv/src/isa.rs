@@ -22,14 +22,14 @@ pub enum Isa {
     Avx2,
     /// AVX-512 with the extensions F, BW, VL and DQ.
     Avx512,
-    /// AVX-512 with these extensions, and dot products of bf16 pairs.
+    /// AVX-512 with the extensions F, BW, VL, DQ and BF16. The last extension has dot products of bf16 pairs.
     Avx512Bf16,
     /// NEON.
     Neon,
 }
 
 impl Isa {
-    /// Returns the instruction sets of this CPU. The fastest is the last.
+    /// Returns the instruction sets that this CPU supports. The last one is the fastest.
     pub fn available() -> Vec<Self> {
         #[allow(unused_mut, reason = "some CPUs have only the portable kernels")]
         let mut found = vec![Self::Portable];
@@ -65,7 +65,7 @@ impl Isa {
         *BEST.get_or_init(|| Self::available().pop().unwrap_or(Self::Portable))
     }
 
-    /// Returns the kernel of a format for `rows` input rows. The rows are in bf16 if `has_halves`.
+    /// Returns the kernel of a format for `rows` input rows. `has_halves` is true if these rows are in bf16.
     #[cfg_attr(
         not(target_arch = "x86_64"),
         allow(unused_variables, reason = "only x86-64 has kernels for input in bf16")
@@ -98,12 +98,12 @@ pub(crate) enum Format {
 
 /// A kernel, and the input that it reads.
 pub(crate) struct Kernel {
-    /// Multiplies by a range of rows of the weights.
+    /// Multiplies the input by a range of rows of the weights.
     pub run: unsafe fn(&Task, Range<usize>),
-    /// The number of input rows that the kernel reads.
+    /// The number of input rows that the kernel reads. This number may exceed the number of rows in the input.
     pub rows: usize,
     pub order: Order,
-    /// True if the kernel reads the input in bf16, and else in f32.
+    /// True if the kernel reads the input in bf16, and false if it reads the input in f32.
     pub reads_halves: bool,
 }
 

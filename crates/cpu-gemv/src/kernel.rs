@@ -1,4 +1,4 @@
-//! The products of prepared input rows with a range of output rows.
+//! The kernels that multiply prepared input rows by a range of rows of the weights.
 
 use crate::formats::{Codes, Floats};
 use crate::input::Input;
@@ -25,11 +25,11 @@ pub(crate) struct Task<'a> {
     pub output: *mut f32,
 }
 
-// SAFETY: threads only read the input and the weights, and each writes other elements of the output.
+// SAFETY: the threads only read the input and the weights, and no two threads write the same element of the output.
 unsafe impl Sync for Task<'_> {}
 
 impl Task<'_> {
-    /// Writes one output row of the weights for all input rows.
+    /// Writes the outputs of one row of the weights, one output for each input row.
     ///
     /// # Safety
     /// `output` is below `self.outputs`, and no other thread writes this output. The CPU has the instruction set.
@@ -45,8 +45,8 @@ impl Task<'_> {
     }
 }
 
-/// Multiplies by the rows `range` of float weights. The kernel reads `N` rows of the weights at once, for `R` input rows. Each
-/// sum has `A` parts, so that an addition need not wait for the previous one.
+/// Multiplies `R` input rows by the rows `range` of float weights. The kernel reads `N` rows of the weights at once.
+/// Each sum is kept as `A` partial sums, so that an addition need not wait for the previous one.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
@@ -111,7 +111,8 @@ unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
     }
 }
 
-/// Adds the products of one vector of weights and the input rows. `input` points to a block of `steps` steps.
+/// Adds the products of one vector of weights and each input row to `totals`. `input` points to a block of `steps`
+/// steps.
 #[inline(always)]
 unsafe fn add_step<S: Simd, const R: usize, const A: usize>(
     totals: &mut [[S::Floats; A]; R],
@@ -127,7 +128,7 @@ unsafe fn add_step<S: Simd, const R: usize, const A: usize>(
     }
 }
 
-/// Adds the parts of a sum.
+/// Returns the sum of the partial sums.
 #[inline(always)]
 unsafe fn added<S: Simd, const A: usize>(parts: [S::Floats; A]) -> S::Floats {
     let mut sum = parts[0];
@@ -137,11 +138,11 @@ unsafe fn added<S: Simd, const A: usize>(parts: [S::Floats; A]) -> S::Floats {
     sum
 }
 
-/// The distance in bytes at which the kernels of quantized weights ask for weights. The CPU itself looks ahead only while
-/// addresses increase, but a row's scales are read before its codes.
+/// The distance in bytes at which the kernels of quantized weights prefetch weights. The CPU's own prefetcher works
+/// only while addresses increase. A row's scales lie after its codes, but are read first.
 pub(crate) const AHEAD: usize = 2048;
 
-/// Asks for the scales of a row that follows `row` at about the distance [`AHEAD`].
+/// Prefetches the scales of a later row, which lies about [`AHEAD`] bytes after `row`.
 #[inline(always)]
 pub(crate) fn prefetch_scales<S: Simd>(layout: Layout, row: *const u8) {
     let of_row = 4 * layout.words();
@@ -151,11 +152,11 @@ pub(crate) fn prefetch_scales<S: Simd>(layout: Layout, row: *const u8) {
     }
 }
 
-/// Multiplies by the rows `range` of quantized weights, for `R` input rows.
+/// Multiplies `R` input rows by the rows `range` of quantized weights.
 ///
 /// # Safety
-/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set. The task has
-/// a layout with the codes `C`.
+/// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set. The
+/// codes of the task's layout have the format `C`.
 #[inline(always)]
 pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
     task: &Task,
@@ -189,11 +190,12 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
     }
 }
 
-/// A group has a scale, which multiplies the sum of its products.
+/// The computation for groups that have only a scale, which multiplies the sum of the group's products.
 const PLAIN: u8 = 0;
-/// A group has a scale and a minimum. The minimum multiplies the sum of the inputs.
+/// The computation for groups that have a scale and a minimum. The minimum multiplies the sum of the inputs.
 const LEAST: u8 = 1;
-/// Each element is dequantized by itself, because it is rounded, or because the group has its own zero point.
+/// The computation that dequantizes each element by itself, because elements are rounded, or because each group has its
+/// own zero point.
 const EACH: u8 = 2;
 
 /// A quantized row.
@@ -206,10 +208,10 @@ struct Row<'a, S: Simd> {
 }
 
 impl<S: Simd> Row<'_, S> {
-    /// Returns the lanes' sums for each input row.
+    /// Returns a vector for each input row. Each lane holds the sum of the products in this lane.
     ///
     /// # Safety
-    /// The pointers point to a row of `layout`, whose codes are `C`, and the CPU has the instruction set.
+    /// The pointers point to a row of `layout`, whose codes have the format `C`, and the CPU has the instruction set.
     #[inline(always)]
     unsafe fn totals<C: Codes<S>, const R: usize, const KIND: u8>(
         &self,
@@ -254,7 +256,7 @@ impl<S: Simd> Row<'_, S> {
         }
     }
 
-    /// Adds the products of one block.
+    /// Adds the products of one block to `totals`.
     #[inline(always)]
     unsafe fn add<C: Codes<S>, const R: usize, const KIND: u8>(
         &self,

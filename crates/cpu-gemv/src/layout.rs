@@ -4,8 +4,8 @@
 //! columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel can read
 //! any row on its own.
 //!
-//! Burn 0.22's quantized tensors are symmetric, and lack the minimums or zero points of half of the formats. Burn's GEMM and
-//! row selection also dequantize the whole matrix.
+//! Burn 0.22's own quantized tensors cannot replace this layout. They are symmetric, and lack the minimums or zero
+//! points of half of the formats. Burn's GEMM and row selection also dequantize the whole matrix.
 
 use half::{bf16, f16};
 

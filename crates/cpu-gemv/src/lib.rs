@@ -1,7 +1,8 @@
 //! Products of few input rows with a matrix of weights on the CPU: `y[r, n] = Σ x[r, k] · w[n, k]`.
 //!
-//! The kernels read the weights as they are stored, in f32, f16, bf16 or quantized, and accumulate in f32. A product of few
-//! rows takes the time in which the memory delivers the weights. A copy of the weights in f32 would take longer.
+//! The kernels read the weights as they are stored, in f32, f16, bf16 or quantized, and accumulate in f32. The time of
+//! a product of few rows is the time to read the weights from memory. Reading a copy of the weights in f32 would take
+//! longer.
 
 #![allow(
     clippy::undocumented_unsafe_blocks,
@@ -36,8 +37,8 @@ use std::ops::Range;
 /// The largest number of input rows of a product.
 pub const MAX_ROWS: usize = 8;
 
-/// The number of bytes of weights that a thread reads at once. A thread that another process holds up then keeps the others
-/// waiting for a short time.
+/// The number of bytes of weights in one part, which one thread reads. The parts are small, so that a thread that
+/// another process delays keeps the other threads waiting only for a short time.
 const PART_BYTES: usize = 1 << 17;
 
 /// A matrix of weights, `[columns out, columns in]`, row by row.
@@ -57,7 +58,7 @@ impl Weights<'_> {
     /// Returns the number of rows, if a row has `columns` elements.
     ///
     /// # Panics
-    /// If the elements do not form whole rows.
+    /// Panics if the elements do not form whole rows.
     pub fn outputs(&self, columns: usize) -> usize {
         let (length, of_row) = match self {
             Self::F32(numbers) => (numbers.len(), columns),
@@ -81,7 +82,7 @@ impl Weights<'_> {
     /// Writes the rows `rows` in f32, `[rows, columns]`.
     ///
     /// # Panics
-    /// If `numbers` has another length than the rows.
+    /// Panics if `numbers` has another length than the rows.
     pub fn dequantize(&self, rows: Range<usize>, columns: usize, numbers: &mut [f32]) {
         assert_eq!(
             numbers.len(),
@@ -144,15 +145,15 @@ impl Weights<'_> {
 /// - `output`: `[rows, columns out]`.
 ///
 /// # Panics
-/// If a length does not fit, or if there are more rows than [`MAX_ROWS`].
+/// Panics if a length does not fit, or if there are more rows than [`MAX_ROWS`].
 pub fn multiply(input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
     multiply_by(Isa::best(), input, columns, weights, output);
 }
 
-/// Computes [`multiply`] by the kernels of an instruction set.
+/// Computes [`multiply`] with the kernels of a given instruction set.
 ///
 /// # Panics
-/// As [`multiply`], and if this CPU lacks the instruction set.
+/// Panics like [`multiply`], and if this CPU lacks the instruction set.
 pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
     assert!(
         isa == Isa::best() || Isa::available().contains(&isa),

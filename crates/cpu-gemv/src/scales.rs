@@ -3,10 +3,10 @@
 use crate::layout::{Layout, SUPER, SUPER_WORDS, Scales};
 use crate::simd::{MOST_LANES, Simd};
 
-/// The parameters of one row's groups. If a block of words neither consists of whole groups nor belongs to one group, the
-/// parameters are repeated for each word of their group.
+/// The parameters of one row's groups. If a block of words neither consists of whole groups nor lies within one group,
+/// the parameters are repeated for each word of their group.
 ///
-/// Each buffer ends with the lanes of a vector in zeros. Lanes past the end of a row read these.
+/// Each buffer ends with as many zeros as the widest vector has lanes. Lanes beyond the end of a row read these zeros.
 pub(crate) struct Groups {
     pub scale: Vec<f32>,
     pub least: Vec<f32>,
@@ -16,7 +16,7 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// Makes the buffers for rows of `layout`, and blocks of `lanes` words with `codes` codes each.
+    /// Creates the buffers for rows of `layout`. A block has `lanes` words with `codes` codes each.
     pub fn new(layout: Layout, lanes: usize, codes: usize) -> Self {
         let words = layout.group() / codes;
         let is_whole = words.is_multiple_of(lanes) || lanes.is_multiple_of(words);
@@ -123,10 +123,10 @@ fn repeat(parameters: &mut [f32], groups: usize, words: usize) {
     }
 }
 
-/// The assignment of a row's groups to the lanes of blocks of words.
+/// The mapping from the lanes of a block of words to the groups of a row.
 #[derive(Clone, Copy)]
 pub(crate) enum Lanes<S: Simd> {
-    /// A group consists of this many whole blocks.
+    /// A group consists of this number of whole blocks.
     Blocks(u32),
     /// A block consists of whole groups.
     Groups {
@@ -161,7 +161,8 @@ impl<S: Simd> Lanes<S> {
     /// Returns the parameter of each lane of a block.
     ///
     /// # Safety
-    /// The block has a word of the row, `parameters` points to a buffer of [`Groups`], and the CPU has the instruction set.
+    /// The block contains at least one word of the row, `parameters` points to a buffer of [`Groups`], and the CPU has
+    /// the instruction set.
     #[inline(always)]
     pub unsafe fn spread(self, parameters: *const f32, block: usize) -> S::Floats {
         unsafe {

@@ -1,7 +1,7 @@
-//! Threads that stay between products. A product divides its work into parts, which the calling thread and the team's
-//! threads take one by one.
+//! A team of threads that stay alive between products. A product divides its work into parts, which the calling thread
+//! and the team's threads take one by one.
 //!
-//! A team serves one call at a time. A call that finds the team at work computes all parts on its own thread.
+//! A team serves one call at a time. A call that finds the team busy computes all parts on its own thread.
 
 use std::{
     cell::UnsafeCell,
@@ -15,15 +15,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time for which an idle thread looks for work before it sleeps. A decode step has many products with less time between
-/// them, and a sleeping thread takes longer to wake.
+/// The time for which an idle thread polls for work before it sleeps. The pauses between the many products of a decode
+/// step are shorter than this time, and a sleeping thread needs time to wake.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// The state counts the threads inside a call in its low bits, and calls above them. An odd number of calls means that a
-/// call is open.
+/// The unit of the counter in the upper bits of `Team::state`. This counter increases when a call opens and when a call
+/// closes, so that an odd number means an open call. The low 16 bits of the state count the threads inside a call.
 const CALL: u64 = 1 << 16;
 
-/// A call's work.
+/// The work of a call: the function that computes a part, and the number of parts.
 #[derive(Clone, Copy)]
 struct Call {
     work: *const (dyn Fn(usize) + Sync),
@@ -32,15 +32,16 @@ struct Call {
 
 struct Team {
     state: AtomicU64,
-    /// The next part that no thread has taken.
+    /// The index of the next part that no thread has taken.
     next: AtomicUsize,
     call: UnsafeCell<Option<Call>>,
     has_panicked: AtomicBool,
-    /// The number of sleeping threads. The mutex orders their last look at the state before the call that wakes them.
+    /// The number of sleeping threads. The mutex `sleep` prevents a lost wake-up. A thread checks the state under the
+    /// mutex before it sleeps, and a caller locks the mutex before it wakes the threads.
     sleeping: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
-    /// Held by the thread whose call the team serves.
+    /// The mutex that the owner holds. The owner is the thread whose call the team serves.
     owner: Mutex<()>,
     threads: usize,
 }
@@ -49,15 +50,15 @@ struct Team {
 // an open call, which the owner opens after the write.
 unsafe impl Sync for Team {}
 
-/// Returns the number of threads that compute a product, the caller's included.
+/// Returns the number of threads that compute a product, including the caller's thread.
 pub fn threads() -> usize {
     team().threads
 }
 
-/// Calls `work` for each of the parts from 0 to `parts`, on all CPU cores. Returns after the last call.
+/// Calls `work` with each index below `parts`, on all CPU cores. Returns when all calls have returned.
 ///
 /// # Panics
-/// If `work` panics.
+/// Panics if `work` panics.
 pub fn parallel(parts: usize, work: impl Fn(usize) + Sync) {
     let team = team();
     let owner = (parts > 1 && team.threads > 1).then(|| team.owner.try_lock());
@@ -88,7 +89,7 @@ fn team() -> &'static Team {
             threads: cores,
         }));
         for index in 1..cores {
-            // A thread that does not start leaves more parts to the others.
+            // Ignore an error: if a thread does not start, the other threads take its parts.
             let _ = thread::Builder::new()
                 .name(format!("cpu-gemv-{index}"))
                 .spawn(|| team.serve());
@@ -98,7 +99,7 @@ fn team() -> &'static Team {
 }
 
 impl Team {
-    /// Runs a call. The caller owns the team.
+    /// Runs a call. The caller must hold the mutex `owner`.
     fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
         // SAFETY: the transmute only extends the lifetime of the reference. `Close` ends the call before this function
         // returns or unwinds, and no thread reads the reference afterwards.
@@ -150,7 +151,8 @@ impl Team {
                 let outcome = catch_unwind(AssertUnwindSafe(|| self.take_parts(call)));
                 if let Err(payload) = outcome {
                     self.has_panicked.store(true, Ordering::Relaxed);
-                    // A panic of the payload's own drop would end this thread inside the call, and the caller would wait forever.
+                    // Do not drop the payload. If the drop panicked, this thread would end inside the call, and the
+                    // caller would wait forever.
                     std::mem::forget(payload);
                 }
             }
@@ -158,8 +160,8 @@ impl Team {
         }
     }
 
-    /// Waits for an open call other than the call `last`, and enters it. Returns the state at which the thread entered, or
-    /// `None` if the call ended before.
+    /// Waits for an open call other than the call `last`, and tries to enter it. Returns the state at which the thread
+    /// entered, or `None` if the state changed before the thread could enter.
     fn open_call(&self, last: u64) -> Option<u64> {
         let is_new = |state: u64| state / CALL % 2 == 1 && state / CALL != last;
         let started = Instant::now();
@@ -188,7 +190,7 @@ impl Team {
     }
 }
 
-/// Closes a call when dropped, and waits until no thread is inside.
+/// A guard that closes the call when it is dropped, and waits until no thread is inside the call.
 struct Close<'a>(&'a Team);
 
 impl Drop for Close<'_> {
@@ -200,7 +202,7 @@ impl Drop for Close<'_> {
             turns += 1;
             match turns {
                 ..2000 => std::hint::spin_loop(),
-                // The system may have given the other thread's core to another process.
+                // Yield, because the operating system may have given the other thread's core to another process.
                 _ => thread::yield_now(),
             }
         }
@@ -256,7 +258,7 @@ mod tests {
             }
             thread::sleep(Duration::from_millis(1));
         };
-        // Another test may own the team during a call, so that the call runs on its own thread alone.
+        // Repeat the call, because another test may own the team. In that case the call runs only on its own thread.
         let mut calls = 0;
         while calls < 100 && (calls == 0 || threads() > 1 && helpers.load(Ordering::Relaxed) == 0) {
             parallel(20, work);

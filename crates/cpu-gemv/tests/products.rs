@@ -1,4 +1,4 @@
-//! Products of every format and instruction set against sums in f64.
+//! Compares the products of every format and instruction set with sums in f64.
 
 use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
 use cpu_gemv::{Isa, MAX_ROWS, Rows, Weights, multiply, multiply_by};
@@ -65,7 +65,7 @@ fn words(layout: Layout, outputs: usize, random: &mut Random) -> Stored {
     Stored::Words(words, layout)
 }
 
-/// Returns layouts of all formats, whose rows do not fill the last block of a kernel.
+/// Returns layouts of all formats. The rows of many layouts do not fill the last block of a kernel.
 fn layouts() -> Vec<Layout> {
     let of = |bits, group, scales, rounding, columns| {
         let format = Format {
@@ -154,7 +154,7 @@ fn all_weights(random: &mut Random) -> Vec<(Stored, usize)> {
     all
 }
 
-/// Compares a product with sums in f64. An error is relative to the sum of the absolute products.
+/// Compares a product with sums in f64. An error is relative to the sum of the products' absolute values.
 fn check(isa: Isa, stored: &Stored, outputs: usize, input: Rows, what: &str) {
     let columns = stored.columns(outputs);
     let rows = input.len() / columns;

@@ -32,7 +32,8 @@ pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N>
     }
 }
 
-/// Rounds `value` to an f32 number whose conversion to `E` gives the number of type `E` that is nearest to `value`.
+/// Rounds `value` such that a later conversion to `E` gives the number of type `E` that is nearest to the original
+/// `value`.
 #[cube]
 pub fn convertible<E: Float>(value: f32) -> f32 {
     if is_bfloat16::<E>() {
@@ -48,7 +49,8 @@ fn is_bfloat16<E: Float>() -> comptime_type!(bool) {
     comptime!(element == ElemType::Float(FloatKind::BF16))
 }
 
-/// Returns the nearest bf16 number as an f32 whose lower 16 bits are zero. A carry increments the exponent, up to infinity.
+/// Returns the nearest bf16 number as an f32 whose lower 16 bits are zero. A carry out of the mantissa increments the
+/// exponent, so the largest numbers round to infinity.
 #[cube]
 pub fn nearest_bfloat16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
@@ -65,8 +67,8 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // If the f16 result is subnormal, round to multiples of 2⁻²⁴ with integers. Float operations would round by adding a
-    // large number and subtracting it again, and compilers would remove both operations.
+    // If the f16 result is subnormal, round to multiples of 2⁻²⁴ with integer operations. With float operations, the
+    // rounding would add a large number and subtract it again, and compilers would remove both operations.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

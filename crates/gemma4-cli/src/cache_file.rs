@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// The path that `--cache` names, if the session is in a new file because another program has changed the named file.
-    /// `None` if the session is in the named file.
+    /// The path that `--cache` names, or `None` if the session is in the file at this path. The path is set if another
+    /// program has changed that file, because the session is then in a new file.
     taken: Option<PathBuf>,
 }
 
@@ -100,8 +100,8 @@ impl CacheFile {
         Ok((gemma.resume(saved), messages))
     }
 
-    /// Replaces the file. If another program has written the file since this program read it, writes a new file in the same
-    /// folder instead. A note then names the new file.
+    /// Replaces the file. If another program has written the file since this program read it, writes a new file in the
+    /// same folder instead. A printed note then names the new file.
     ///
     /// # Errors
     /// Passes on the errors of [`Session::save`].

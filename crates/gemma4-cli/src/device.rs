@@ -73,7 +73,8 @@ impl Chosen {
         }
     }
 
-    /// True if devices of this kind copy memory to one another directly. This is true for CUDA devices if NCCL is installed.
+    /// True if the devices of this backend copy memory to one another directly. CUDA devices do so if NCCL is
+    /// installed.
     pub fn has_transport(&self) -> bool {
         match self.device.as_dispatch() {
             #[cfg(feature = "cube")]
@@ -100,7 +101,7 @@ const GPUS: [DeviceName; 5] = [
 
 /// Returns the best device of the backend `name`.
 ///
-/// A software driver is chosen only if its backend is named, because flex is faster.
+/// A software driver is chosen only if its backend is named, because the backend flex is faster.
 ///
 /// # Errors
 /// Returns an error if this build lacks the backend's feature, or if the machine lacks such a device.
@@ -155,8 +156,8 @@ fn has_nvidia_driver() -> bool {
     traces.iter().any(|trace| Path::new(trace).exists())
 }
 
-/// Enables CubeCL's cache of compiled kernels, in addition to the settings of a `cubecl.toml`. The cache identifies each
-/// kernel by its source code, so changed kernels are compiled.
+/// Enables CubeCL's cache of compiled kernels, in addition to the settings of a `cubecl.toml`. The cache identifies
+/// each kernel by its source code, so a changed kernel is compiled again.
 #[cfg(all(feature = "persistence", feature = "cube"))]
 fn keep_kernels() {
     use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
@@ -167,7 +168,7 @@ fn keep_kernels() {
     CubeClRuntimeConfig::try_set(config);
 }
 
-/// Returns the devices with the given numbers, of the same kind as the chosen device. On the CPU, every number means the
+/// Returns the devices with the given numbers, on the backend of the chosen device. On the CPU, every number means the
 /// CPU.
 ///
 /// # Errors
@@ -186,7 +187,7 @@ pub fn several(chosen: &Chosen, numbers: &[usize]) -> Result<Vec<Device>, Error>
     numbers.iter().map(one).collect()
 }
 
-/// Returns the number of devices of the same kind as the chosen device. The CPU counts as one device.
+/// Returns the number of devices on the backend of the chosen device. The CPU counts as one device.
 pub fn count(chosen: &Chosen) -> usize {
     match chosen.name {
         DeviceName::Flex => 1,
@@ -194,7 +195,7 @@ pub fn count(chosen: &Chosen) -> usize {
     }
 }
 
-/// Lists all devices of a kind, in the order of the driver.
+/// Lists all devices of a backend, in the order of the driver.
 fn numbered(name: DeviceName) -> Vec<Device> {
     #[cfg(feature = "cube")]
     {
@@ -217,7 +218,7 @@ fn numbered(name: DeviceName) -> Vec<Device> {
     Vec::new()
 }
 
-/// The kinds of drivers that a search includes.
+/// The drivers that a search includes: all drivers, or only drivers of GPUs, without software drivers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Drivers {
     All,

@@ -15,7 +15,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Returns the dtype of Burn that this value of the command line names.
+    /// Returns Burn's dtype for this value of the command line.
     pub fn burn(self) -> DType {
         match self {
             Self::F32 => DType::F32,

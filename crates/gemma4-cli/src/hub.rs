@@ -7,8 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Resolves the argument `--model` to a folder or file. A model's folder in the Hub's cache, or a name `organisation/name`,
-/// gives the folder of the model's snapshot. Any other path is returned unchanged.
+/// Resolves the argument `--model` to a folder or file. If the argument is a model's folder in the Hub's cache, or a
+/// name `organisation/name`, the result is the folder of the model's snapshot. Any other path is returned unchanged.
 ///
 /// # Errors
 /// Returns [`WrongArgument`] if the path is a safetensors file or if the cache lacks the model. The error says how to
@@ -83,7 +83,7 @@ fn name_on_hub(model: &Path) -> Option<&str> {
     (is_part(organisation) && is_part(name) && !is_file).then_some(text)
 }
 
-/// Returns the folder in which the Hub's own programs keep models, by the rules of `huggingface_hub`.
+/// Returns the Hub's cache folder, in which `hf download` stores models. The rules are those of `huggingface_hub`.
 fn cache_folder() -> Option<PathBuf> {
     let of = |name: &str| {
         env::var_os(name)

@@ -3,9 +3,9 @@
 /// Restarts the program without Mesa's Vulkan layer that sorts devices. Without a display server, this layer prints a
 /// message on standard error each time devices are listed. The program does not need the layer's order of devices.
 ///
-/// An environment variable disables the layer, and a running program must not change its environment. The function does
-/// nothing if the layer is disabled already, or if `XDG_RUNTIME_DIR` indicates a display server. If the restart fails, the
-/// program continues.
+/// An environment variable disables the layer. The restart is necessary because a running program must not change its
+/// own environment. The function does nothing if the layer is disabled already, or if `XDG_RUNTIME_DIR` indicates a
+/// display server. If the restart fails, the program continues.
 pub fn leave_out_device_selection() {
     #[cfg(target_os = "linux")]
     {

@@ -76,15 +76,15 @@ fn json_line(level: Level, message: &str) -> String {
     json!({"time": time, "level": level, "message": message}).to_string()
 }
 
-/// Joins the lines of an error's text to one line. Drivers report errors in several paragraphs.
+/// Joins the lines of an error message to one line, because drivers report errors in several paragraphs.
 fn one_line(text: &str) -> String {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Installs a logger, which prints the log records of training like the program's own notes and errors. The log of requests
-/// is printed with `--log-format json`. Log records of other crates need `RUST_LOG`, because drivers log errors from which
-/// they recover.
+/// Installs a logger, which prints the log records of training like the program's own notes and errors. Records of the
+/// request log are printed with `--log-format json`. Records of other crates are printed only if `RUST_LOG` is set,
+/// because drivers log errors from which they recover.
 pub(crate) fn install_logger() {
     let others =
         std::env::var_os("RUST_LOG").map(|_| env_logger::Builder::from_default_env().build());

@@ -180,8 +180,8 @@ impl ModelArguments {
     }
 }
 
-/// Prints a note if the model computes in f32 although its checkpoint is in half precision. The note names the additional
-/// memory and the alternatives.
+/// Prints a note if the model computes in f32 although its checkpoint is in half precision. The note states the memory
+/// of the weights, and the alternatives to f32.
 pub fn tell_dtype(model: &Gemma4Model) {
     let Some(written) = model.written_dtype().and_then(Dtype::of) else {
         return;
@@ -352,8 +352,8 @@ impl GenerationArguments {
         self.cache.as_deref().map(CacheFile::open).transpose()
     }
 
-    /// Returns the generation options: the values of the arguments, and otherwise those of the checkpoint. A note names each
-    /// argument that has no effect. If `is_chat` is true, the end of a turn stops an answer.
+    /// Returns the generation options. An option without an argument has the checkpoint's value. The function prints a
+    /// note about each argument that has no effect. If `is_chat` is true, an answer stops at the end of a turn.
     pub fn options(&self, gemma: &Gemma4, is_chat: bool) -> GenerateOptions {
         let config = gemma.config();
         let mut layers = 0..config.num_layers();

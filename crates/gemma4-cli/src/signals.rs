@@ -64,8 +64,8 @@ impl fmt::Display for Stopped {
 
 impl std::error::Error for Stopped {}
 
-/// Returns [`Stopped`] if this process has received a signal, and `Ok` otherwise. A program calls this function after its
-/// last work, which a signal may have ended early.
+/// Returns [`Stopped`] if this process has received a signal, and `Ok` otherwise. A program calls this function after
+/// its work, because a signal may have ended the work early.
 ///
 /// # Errors
 /// Returns [`Stopped`].
@@ -76,8 +76,8 @@ pub fn end_of_stopped() -> Result<(), Error> {
     }
 }
 
-/// Calls `handler` for each received signal, on a thread of its own. If the process ignored `SIGHUP` at its start, as under
-/// `nohup`, `SIGHUP` stays ignored.
+/// Calls `handler` for each received signal, on a separate thread. If the process ignored `SIGHUP` at its start, as
+/// under `nohup`, `SIGHUP` stays ignored.
 ///
 /// # Errors
 /// Returns an error if the system cannot install the handler.
@@ -109,7 +109,7 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
 pub fn ignores_hang_up() -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. `action` has room for one
-    // `sigaction`, and is read only if the call returns 0 and so has written it.
+    // `sigaction`. It is read only if the call returns 0, which means that the call has written `action`.
     unsafe {
         libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN

@@ -245,8 +245,8 @@ pub struct Interrupt {
 /// The phase of the program, and the signal that it has received.
 struct State {
     phase: Phase,
-    /// The signal that was received since the work began. `SIGTERM` and `SIGHUP` replace an earlier Ctrl-C, but not the
-    /// reverse.
+    /// The signal that was received since the work began. Any later signal replaces a Ctrl-C. No signal replaces a
+    /// `SIGTERM` or `SIGHUP`.
     received: Option<Signal>,
 }
 
@@ -340,7 +340,7 @@ impl Interrupt {
         }
     }
 
-    /// Returns the cancellation handle that a signal triggers.
+    /// Returns the handle through which a signal cancels the work.
     pub fn cancellation(&self) -> Cancellation {
         self.cancellation.clone()
     }
@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn code_of_each_kind_of_error_is_distinct() {
-        // The reason of a failed engine is a plain text.
+        // The failure of an engine is reported as a text, without an error type of its own.
         let codes = [
             Error::from("the engine has failed"),
             WrongArgument("--port".into()).into(),

@@ -14,8 +14,8 @@ use gemma4_train::{
 };
 use std::{process::ExitCode, sync::Arc};
 
-/// Runs a program that may be one of several processes, and returns its exit code like [`terminal::exit_code`]. If one
-/// process fails, all other processes end with the error of the failed process.
+/// Runs a program as one of several processes or as the only one. Returns its exit code like [`terminal::exit_code`].
+/// If one process fails, all other processes end with the error of the failed process.
 pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) -> ExitCode {
     terminal::exit_code(|| {
         let rank = Rank::of_process()?;
@@ -28,8 +28,8 @@ pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) 
     })
 }
 
-/// Ends a stopped run after every process has saved its state. A launcher may kill all processes as soon as one exits with a
-/// signal's exit code.
+/// Waits until every process has saved its state, and then ends a stopped run. The wait is necessary because a launcher
+/// may kill all processes as soon as one exits with a signal's exit code.
 ///
 /// # Errors
 /// Returns [`Stopped`] if this process received the signal, and another error if a process is gone.

@@ -1,5 +1,5 @@
-//! Tests that run the program `gemma4` as a process. Because of this integration test, Cargo builds the program, which the
-//! workspace's other tests also run.
+//! Tests that run the program `gemma4` as a process. The workspace's other tests also run this program. Cargo builds
+//! the program because this integration test exists.
 
 use std::process::{Command, Output};
 

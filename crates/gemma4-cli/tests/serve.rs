@@ -90,7 +90,8 @@ impl Server {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: the call sends a signal to a child that has not been waited for, so that the id is the child's.
+        // SAFETY: the call only sends a signal. The child has not been waited for, so its process id still identifies
+        // the child.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
@@ -121,7 +122,7 @@ fn user() -> Value {
 /// Reads a response until the server closes the connection.
 fn rest(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
-    // A connection that is cut may end with an error after its last byte.
+    // Ignore an error, because the server may cut the connection after the last byte.
     let _ = stream.read_to_end(&mut bytes);
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -135,7 +136,8 @@ fn first_sigterm_finishes_streams_and_refuses_new_requests() {
     let body = json!({"messages": user(), "max_tokens": 1});
     let deadline = Instant::now() + Duration::from_secs(5);
     let refused = loop {
-        // The server may handle the signal after the note. A connection from just before the shutdown is closed unread.
+        // The server may print the note before it handles the signal, so a request may still succeed. A connection from
+        // just before the shutdown may be closed without a response.
         let response = server.chat(&body);
         let is_early = response.is_empty() || response.starts_with("HTTP/1.1 200");
         match is_early && Instant::now() < deadline {
@@ -278,7 +280,8 @@ fn hostile_grammars_take_bounded_time_and_memory() {
             peak_memory(server.child.id()),
             response
         );
-        // A grammar is either served, refused, or fails while it is followed.
+        // The server either answers with 200, or reports with 400 that it refuses the grammar or that the grammar fails
+        // during the answer.
         let is_known = ["200", "400"]
             .iter()
             .any(|status| response.starts_with(&format!("HTTP/1.1 {status}")));

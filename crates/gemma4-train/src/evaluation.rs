@@ -17,7 +17,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 use std::{cmp::Reverse, ops::Range};
 
-/// The length and the stride of the windows in which documents longer than one window are evaluated.
+/// The length and the stride of the windows. A document that is longer than one window is evaluated in several windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
     /// The number of tokens per window, at least 2.

@@ -1,7 +1,7 @@
 //! Computes the gradients of a step, with a captured CUDA graph if the device supports it.
 //!
-//! A graph belongs to one thread, but Burn's learner moves the model between threads. So the graph is a thread-local
-//! variable.
+//! The thread that captured a graph must also replay it, but Burn's learner moves the model between threads. So each
+//! thread keeps its own graph in a thread-local variable.
 
 use burn::{optim::GradientsParams, tensor::Tensor};
 use burn_gemma4::{Gemma4Error, Gemma4Model, GradientRecorder, TrainBatch};
@@ -11,15 +11,15 @@ thread_local! {
     static RECORDER: RefCell<Option<GradientRecorder>> = const { RefCell::new(None) };
 }
 
-/// Frees this thread's graph and the graph's memory. The next model captures a new graph.
+/// Frees this thread's CUDA graph and the graph's memory. The next model then captures a new graph.
 pub fn release() {
     RECORDER.set(None);
 }
 
-/// Computes gradients with this thread's graph, as [`GradientRecorder::gradients`] does.
+/// Computes gradients with this thread's CUDA graph, as [`GradientRecorder::gradients`] does.
 ///
 /// # Errors
-/// Passes on the errors of the recorder.
+/// Returns the errors of [`GradientRecorder::gradients`].
 pub fn gradients(
     model: &Gemma4Model,
     lesson: TrainBatch<'_>,

@@ -6,12 +6,12 @@
 //! # Modules
 //!
 //! - [`data`]: reads documents from files, packs documents into rows, and joins rows into batches.
-//! - [`train_step`]: the loss and the gradients of a step.
-//! - [`optim`]: AdamW and SGD with f32 master weights, gradient clipping, and the loss scale of f16.
+//! - [`train_step`]: the loss and the gradients of a training step.
+//! - [`optim`]: AdamW and SGD with f32 master weights, gradient clipping, and loss scaling for f16.
 //! - [`distributed`]: process groups, the all-reduce of gradients, and ZeRO-1.
 //! - [`checkpoint`]: checkpoints that survive a crash, and the resumption of a run from a checkpoint.
-//! - [`run`]: a whole run. An epoch is the interval between two checkpoints, because Burn's learner writes checkpoints only
-//!   at the end of an epoch.
+//! - [`run`]: a whole training run. An epoch of Burn's learner is the interval between two checkpoints, because the
+//!   learner writes checkpoints only at the end of an epoch.
 //! - [`evaluation`]: cross entropy and perplexity of documents.
 //!
 //! # Example
@@ -63,8 +63,8 @@
 //!
 //! # Messages
 //!
-//! The crate logs through the [`log`] crate with the target [`LOG_TARGET`]. Notes, such as the memory that a run needs, have the
-//! level `Info`. An error that ends the process from another thread has the level `Error`.
+//! The crate logs through the [`log`] crate with the target [`LOG_TARGET`]. Notes, such as the memory that a run needs,
+//! have the level `Info`. An error that ends the whole process, instead of being returned, has the level `Error`.
 
 pub mod args;
 pub mod checkpoint;

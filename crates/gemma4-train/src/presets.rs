@@ -1,4 +1,4 @@
-//! The model shapes that `--config` offers, from the size of a test to the published models.
+//! The model shapes that `--config` offers, from a tiny test model to the published models.
 
 use burn_gemma4::{Gemma4Config, LayerType};
 
@@ -34,7 +34,7 @@ pub enum Preset {
     B31,
 }
 
-/// The settings in which the configuration of a small model differs from that of E2B.
+/// The settings in which the small models differ. Most other settings equal those of Gemma 4 E2B.
 struct Small {
     hidden_size: usize,
     intermediate_size: usize,
@@ -64,7 +64,7 @@ impl Preset {
         }
     }
 
-    /// Returns the peak learning rate that suits the preset, for batches of some thousand tokens.
+    /// Returns the peak learning rate that suits the preset, for batches of a few thousand tokens.
     pub fn learning_rate(self) -> f64 {
         match self {
             Self::Tiny | Self::M1 => 5e-3,

@@ -27,7 +27,7 @@ pub struct ProgressLines {
     /// The number of rows per batch, and the number of tokens per row.
     size: [usize; 2],
     names: HashMap<MetricId, Arc<String>>,
-    /// The index of the current interval. An interval is the steps between two checkpoints.
+    /// The index of the current interval. An interval consists of the steps between two checkpoints.
     interval: usize,
     losses: Vec<f64>,
     /// The time at which the last line was printed.
@@ -117,7 +117,8 @@ impl MetricsRendererTraining for ProgressLines {
             return;
         };
         match value {
-            // An entry of the kind `Final` is the mean over an interval, not the value of a step.
+            // An entry of the kind `Final` is ignored, because it is the mean over an interval and not the value of a
+            // step.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
             // For each device and step, Burn reports first the loss and then the learning rate.

@@ -75,7 +75,7 @@ pub struct Outcome {
     pub is_interrupted: bool,
 }
 
-/// Returns the record of the learning rate schedule `rates` after `steps` steps.
+/// Advances the learning rate schedule `rates` by `steps` steps, and returns its record for a checkpoint.
 fn after(mut rates: ModuleLrScheduler, steps: usize) -> LrSchedulerRecord {
     for _ in 0..steps {
         rates.step();

@@ -1,4 +1,4 @@
-//! The model in the form that Burn's learner trains, with its training step.
+//! The wrapper that lets Burn's learner train the model, and its training step.
 
 use crate::{
     args::{StepArguments, TrainingArguments},
@@ -47,8 +47,8 @@ pub struct TrainableModel {
     records: bool,
     /// The largest allowed global norm of the gradients, or `None` if gradients are not clipped.
     largest_norm: Option<f32>,
-    /// The number of devices. The learner reports the mean over the devices. Each device multiplies its share of the loss by
-    /// this number, so that the mean equals the sum of the shares.
+    /// The number of devices. The learner reports the mean loss over the devices. Each device multiplies its share of
+    /// the loss by this number, so that the mean equals the sum of the shares.
     devices: usize,
     /// The all-reduce of gradients, or `None` if Burn's learner sums the gradients.
     all_reduce: Option<AllReduce>,
@@ -252,8 +252,8 @@ impl InferenceStep for TrainableModel {
     }
 }
 
-/// This implementation differs from the one that Burn derives: the record contains only trained parameters. So a checkpoint
-/// of an adapter is as small as the adapter.
+/// This implementation differs from the one that Burn derives: the record contains only the trained parameters and the
+/// loss scale. So a checkpoint of an adapter is about as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.model.collect_devices(devices)
@@ -480,7 +480,8 @@ mod tests {
         assert!((moved / norm - 1.0).abs() < 0.02, "{moved}, not {norm}");
     }
 
-    /// Checks that a step with NaN or infinite gradients changes no weight and is counted. A clip of 0 means no clipping.
+    /// Checks that a step with NaN or infinite gradients changes no weight and is counted. The clip limit 0 turns
+    /// clipping off.
     #[test]
     fn step_with_nan_or_infinite_gradients_is_skipped() {
         for (dtype, clip) in [(DType::F32, "1"), (DType::BF16, "1"), (DType::F32, "0")] {

@@ -8,8 +8,8 @@ use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 /// unknown.
 const TYPES: u32 = 43;
 
-/// Returns a copy of `input` with one broken metadata value or tensor. The file `other` may provide the replacement of a
-/// value or a tensor. Returns `None` if `input` is not a readable GGUF file.
+/// Returns a copy of `input` with one broken metadata value or tensor. The replacement may be a value or a tensor of
+/// the file `other`. Returns `None` if `input` is not a readable GGUF file.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();

@@ -39,8 +39,8 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// The exclusive upper bound of the number of lists that are nested around a value. serde_json refuses values with more than
-/// 128 levels.
+/// The exclusive upper bound of the number of lists that are nested around a value. The bound is above 128, the maximum
+/// depth that serde_json accepts, so that the refusal is tested too.
 const DEEPEST: usize = 140;
 
 /// Returns a random element of [`NUMBERS`], which are numbers at the limits of types or buffers.

@@ -91,8 +91,8 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     words.concat()
 }
 
-/// Splits a text into words. A word is a run of letters and digits, a run of spaces, or a single sign. The words joined
-/// together are the text again, and no word is empty.
+/// Splits a text into words. A word is a run of letters and digits, a run of spaces, or a single sign. Joining the
+/// words gives the text again. No word is empty.
 fn words(text: &str) -> Vec<String> {
     let kind = |character: char| match character {
         _ if character.is_alphanumeric() => 0,

@@ -128,7 +128,8 @@ fn drafter_with_unsupported_configuration_is_refused() {
         config.expect("the drafter is valid").ordered_embeddings,
         None
     );
-    // The configuration file from the Hugging Face Hub and the file that transformers 5 writes give the same configuration.
+    // The configuration file from the Hugging Face Hub and the file that Hugging Face Transformers 5 writes give the
+    // same configuration.
     for (name, _) in PAIRS {
         let [hub, saved] = ["config.json", "config.transformers5.json"]
             .map(|file| DrafterConfig::from_file(folder(name).join(file)).expect("is valid"));

@@ -40,7 +40,7 @@ fn header(tensors: u64, keys: u64, rest: &[u8]) -> Vec<u8> {
     [b"GGUF", &3u32.to_le_bytes()[..], &counts, rest].concat()
 }
 
-/// Returns the bytes of the metadata key `a`, followed by the number `kind` of its value's type.
+/// Returns the bytes with which a metadata entry begins: the key `a`, followed by the type id `kind` of its value.
 fn key(kind: u32) -> Vec<u8> {
     [text_bytes("a"), kind.to_le_bytes().into()].concat()
 }

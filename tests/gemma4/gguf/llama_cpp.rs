@@ -1,5 +1,5 @@
-//! Tests GGUF files that llama.cpp made. The greedy tokens after several prompts, the logits and the tokens of texts are the
-//! same as in llama.cpp. `tests/fixtures/gguf/continuations.py` has recorded llama.cpp's results.
+//! Tests GGUF files that llama.cpp made. The greedy tokens after several prompts, the logits, and the tokenization of
+//! texts are the same as in llama.cpp. The script `tests/fixtures/gguf/continuations.py` recorded llama.cpp's results.
 
 use super::{load, path};
 use crate::fixture::{self, assert_close, greedy, values};

@@ -1,5 +1,5 @@
-//! Tests GGUF files that llama.cpp's converter and quantizer made from tiny checkpoints. A loaded file gives bitwise the
-//! same weights as the dequantized checkpoint, and the same generated tokens, tokenizer and defaults.
+//! Tests GGUF files that llama.cpp's converter and quantizer made from tiny checkpoints. A loaded file gives bitwise
+//! the same weights as the dequantized checkpoint, and the same generated tokens, tokenizer and generation defaults.
 
 mod hostile;
 mod llama_cpp;
@@ -35,7 +35,7 @@ const FILES: [(&str, Option<&str>); 3] = [
 #[derive(Deserialize)]
 struct Reference {
     prompt: Vec<u32>,
-    /// The tokens that transformers generates in f32 with the dequantized weights.
+    /// The tokens that Hugging Face Transformers generates in f32 with the dequantized weights.
     generated: Vec<u32>,
     /// The logits at the last position of the prompt.
     logits: Vec<f32>,

@@ -36,8 +36,8 @@ fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> V
     losses.collect()
 }
 
-/// Returns the distance from the bf16 number `from` to the f32 number `to`, both given as bits. The unit is the distance from
-/// `from` to the next bf16 number, and the result is at most 1.
+/// Returns the distance of the f32 number `to` from the bf16 number `from`, both given as bits. The unit is the
+/// distance between neighboring bf16 numbers. The result is at most 1.
 fn share_of_the_way(from: u16, to: u32) -> f64 {
     let (kept, share) = ((to >> 16) as u16, f64::from(to & 0xFFFF) / 65536.0);
     match from.wrapping_sub(kept) {
@@ -77,9 +77,9 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
     changed / all as f64
 }
 
-/// An update is less than half of the distance to the next bf16 number, so rounding to the nearest number would discard the
-/// update. Stochastic rounding keeps the mean: the share of bf16 weights that change equals the mean movement of the f32
-/// weights, in units of this distance.
+/// Each update is less than half of the distance to the next bf16 number, so rounding to the nearest number would
+/// discard the update. Stochastic rounding keeps the mean: the share of bf16 weights that change equals the mean
+/// movement of the f32 weights, in units of this distance.
 #[test]
 fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -157,8 +157,8 @@ fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     }
 }
 
-/// The adapter's tensors have the names that PEFT uses for the class that loads the base checkpoint. PEFT matches
-/// `target_modules` with all modules, so the pattern must not match modules of vision and audio towers.
+/// The adapter's tensors have the names that PEFT uses for the class that loads the base checkpoint. PEFT applies the
+/// pattern `target_modules` to all modules, so the pattern must not match modules of vision and audio towers.
 #[test]
 fn finetune_adapter_names_the_modules_of_the_published_classes() {
     for (name, prefix) in [

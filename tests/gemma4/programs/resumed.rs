@@ -19,7 +19,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Returns the contents of the weights file that a finished run has written.
+/// Returns the contents of the weights file that a finished training run has written.
 fn written(folder: &Path) -> Vec<u8> {
     let names = ["model.safetensors", "adapter_model.safetensors"];
     let path = names

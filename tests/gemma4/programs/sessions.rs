@@ -111,7 +111,7 @@ fn program_session_file_is_continued() {
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
 
-    // A chat that ends without messages leaves the session that the command `run` has saved unchanged.
+    // A chat that ends without messages does not change the session that the command `run` has saved.
     let path = folder.path().join("session.safetensors");
     let nothing = chat_in(&path, &[], b"");
     assert_eq!(nothing.code, Some(0), "{nothing:?}");
@@ -243,7 +243,7 @@ fn program_cache_path_that_is_not_writable_is_refused() {
 fn program_cache_link_is_followed() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let [there, link] = ["there", "link"].map(|name| folder.path().join(name));
-    // The target of the symbolic link does not exist yet. The program must create the target and leave the link a link.
+    // The target of the symbolic link does not exist yet. The program must create the target and keep the link.
     std::os::unix::fs::symlink("there", &link).expect("the link is created");
     for _ in 0..2 {
         let mut command = greedy("dense-ple", "flex");

@@ -36,8 +36,8 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
         ])
         .args(["--checkpoint-every", "5", "--device", "flex"])
         .args(arguments)
-        // Burn restores an optimizer's state on its default device, so the default must be a device that this machine
-        // has.
+        // Burn restores an optimizer's state on Burn's default device, so the default must be a device that this
+        // machine has.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -189,8 +189,8 @@ pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> C
         .args(["--checkpoint-every", "2", "--device", "flex"])
         .args(["--learning-rate", "0.01", "--warmup", "1"])
         .args(arguments)
-        // Burn restores an optimizer's state on its default device, so the default must be a device that this machine
-        // has.
+        // Burn restores an optimizer's state on Burn's default device, so the default must be a device that this
+        // machine has.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -268,8 +268,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     );
 }
 
-/// Returns conversations that fill a row each. The conversations alternate between a long answer to a short question and a
-/// short answer to a long question.
+/// Returns conversations so long that a row holds only one of them. The conversations alternate between a long answer
+/// to a short question and a short answer to a long question.
 pub fn unequal_conversations() -> String {
     let line = |number: usize| {
         let (question, answer) = match number % 2 {
@@ -423,8 +423,8 @@ fn finetune_keeps_the_towers_of_the_base() {
     }
 }
 
-/// A conversation is left out if its tokens to train on all lie beyond the row's length. The position of the conversation in
-/// the file does not matter.
+/// A conversation is left out if all of its tokens to train on lie beyond the row's length. The position of the
+/// conversation in the file does not matter.
 #[test]
 fn finetune_too_long_conversation_is_left_out() {
     let base = Folder::copy("dense-ple");

@@ -1,4 +1,4 @@
-//! Tests of biases: biases that threads or TMA load, broadcast biases, and biases of −∞.
+//! Tests of biases that threads load, biases that TMA loads, broadcast biases, and biases of −∞.
 
 use super::{WIDTHS, check, check_with, each_width};
 use crate::case::{Case, FULL};
@@ -57,7 +57,8 @@ fn wgmma_bias_loaded_by_tma_matches_reference() {
         );
     }
     for width in [64, 128, 256] {
-        // Biases with 391 keys are loaded by TMA only if padding makes each row start at a multiple of 16 bytes.
+        // TMA can load a bias with 391 keys only if its rows are padded, so that each row starts at a multiple of 16
+        // bytes.
         check(Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 391, width, width])

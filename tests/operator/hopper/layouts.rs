@@ -1,4 +1,5 @@
-//! Tests of head sizes and layouts that TMA loads directly, and of those that the operator first copies to another layout.
+//! Tests of head sizes and layouts that TMA loads directly, and of others that the operator first copies to a suitable
+//! layout.
 
 use super::{check, sized};
 use crate::case::Case;

@@ -8,8 +8,8 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Checks tiles that the heads of a GQA group share, in which some rows are unused. The unused rows hold old data of other
-/// kernels, which must not change the results.
+/// Checks tiles that several heads of a GQA group share and do not fill. The unused rows of such a tile hold old data
+/// of other kernels, which must not change the results.
 #[test]
 fn wgmma_shared_tiles_repeat_after_other_work() {
     let cases = [
@@ -75,8 +75,8 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The case has a pipeline with a single stage for biases. TMA must refill this stage only after the warps have read
-        // the biases of a block.
+        // The pipeline of this case has only one stage for biases. TMA must refill this stage only after the warps have
+        // read the biases of a block.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])

@@ -6,8 +6,8 @@ use crate::case::{Case, FULL};
 use crate::empty_rows::check_beside_nan;
 use burn::tensor::DType;
 
-/// Checks negative, zero, common and tiny scales. With a scale of zero or below, the largest QK product does not give the
-/// largest score. Kernels therefore cannot take the row maximum before they scale.
+/// Checks negative, zero, common and tiny scales. With a scale of zero or below, the largest QK product does not give
+/// the largest score. Kernels must therefore multiply by the scale before they take the row maximum.
 #[test]
 fn wgmma_any_scale_matches_reference() {
     for scale in [-0.3, 0.0, 1.0, 1e-31] {

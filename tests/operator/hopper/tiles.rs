@@ -27,8 +27,8 @@ fn wgmma_persistent_ctas_match_reference() {
     }
 }
 
-/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A call with one sequence has fewer
-/// tiles than CTAs, and must give the same bits as the batch.
+/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A call with a single sequence
+/// has fewer tiles than CTAs. It must give the same bits as this sequence in the call with all sequences.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);
@@ -54,8 +54,8 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
                 random(8, value_dim),
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
-            // The mask `keys` hides the first 70 % of the keys, which are more than two tiles. The mask `queries` hides all
-            // keys from query 130 and all later queries, which are more than two tiles too.
+            // The mask `keys` hides the first 70 % of the keys, which fill more than two tiles. The mask `queries`
+            // hides all keys from query 130 and all later queries, and these queries fill more than two tiles too.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)

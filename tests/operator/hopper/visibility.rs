@@ -66,8 +66,8 @@ fn wgmma_masks_and_sinks_match_reference() {
     });
 }
 
-/// Checks masks that the caller expanded along any dimensions. Such a mask is packed once, and all heads and sequences read the
-/// packed copy.
+/// Checks masks that the caller expanded along any dimensions. The kernels pack such a mask only once, and all heads
+/// and sequences read the packed copy.
 #[test]
 fn wgmma_expanded_masks_match_reference() {
     for bits in 0..16 {
@@ -113,8 +113,8 @@ fn wgmma_hidden_nan_keys_are_not_read() {
     }
 }
 
-/// Checks masks in which kernels may skip blocks. The first mask has hidden, fully visible and partly visible blocks. The
-/// second mask hides some keys from all queries. Keys that no query sees are NaN.
+/// Checks masks for which kernels may skip blocks. The first mask has hidden, fully visible and partly visible blocks.
+/// The second mask hides some keys from all queries. Keys that no query sees are NaN.
 #[test]
 fn wgmma_masks_by_blocks_ignore_hidden_nan() {
     let nobody_sees = |key: usize| key % 16 == 5 || (200..290).contains(&key);
@@ -192,8 +192,8 @@ fn wgmma_sink_of_minus_infinity_matches_reference() {
     }
 }
 
-/// Checks forward and backward with a mask that has more elements than 32 bits can count. The kernels index this mask
-/// without copying it. The last head must get the same results as in a call with that head and its mask only.
+/// Checks forward and backward with a mask that has more elements than 32 bits can count. The kernels read this mask
+/// without copying it. The last head must get the same results as in a call with only that head and its mask.
 #[test]
 fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];

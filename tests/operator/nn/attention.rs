@@ -9,7 +9,7 @@ use burn::nn::attention as burn_nn;
 use burn::store::ModuleRecord;
 use burn::tensor::Distribution;
 
-/// The masks of a case.
+/// The masks that a case applies.
 #[derive(Clone, Copy, Debug)]
 enum Masking {
     Unmasked,
@@ -160,8 +160,8 @@ fn mha_weights_on_request_equal_burn_nn() {
     }
 }
 
-/// Checks a sequence whose keys are all padding. With fused attention, the context of this sequence is the bias of the
-/// output projection.
+/// Checks a sequence whose keys are all hidden as padding. With fused attention, the context of this sequence is the
+/// bias of the output projection.
 #[test]
 fn mha_without_visible_keys_gives_zeros() {
     for device in devices() {
@@ -223,8 +223,8 @@ fn mha_record_of_burn_nn_loads() {
     }
 }
 
-/// Checks dropout over many copies of one sequence. About half of the weights are 0, the contexts differ, and their mean is
-/// near the context without dropout.
+/// Checks dropout over many copies of one sequence. About half of the attention weights are 0. The contexts of the
+/// copies differ, and their mean is near the context without dropout.
 #[test]
 fn mha_with_active_dropout_drops_half_of_the_weights() {
     const COPIES: usize = 64;

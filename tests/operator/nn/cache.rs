@@ -5,7 +5,8 @@ use crate::devices::{TestDevice, devices};
 use attention_cube::nn::{self, MhaCache, MhaInput};
 use burn::nn::attention as burn_nn;
 
-/// The length of the sequence in each call. The first call has three tokens, and each further call adds one token.
+/// The length of the whole sequence in each call. The first call has three tokens, and each further call adds one
+/// token.
 const STEPS: std::ops::RangeInclusive<usize> = 3..=6;
 
 struct Modules {
@@ -45,7 +46,8 @@ fn mha_cache_with_causal_mask_equals_whole_forward() {
     }
 }
 
-/// Checks masks that change with the length, and a first call in which the tokens see each other.
+/// Checks masks whose size changes with the length, and a first call without a causal mask, in which all tokens see
+/// each other.
 #[test]
 fn mha_cache_with_masks_equals_burn_nn() {
     for device in devices() {
@@ -78,7 +80,7 @@ fn mha_cache_with_masks_equals_burn_nn() {
     }
 }
 
-/// Checks that later calls use the keys and values of the first call.
+/// Checks that later calls of cross-attention use the keys and values that the first call has cached.
 #[test]
 fn mha_cache_of_cross_attention_equals_burn_nn() {
     for device in devices() {

@@ -11,17 +11,18 @@ use attention_cube::{AttentionProblem, Explanation, explain};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Rows of codes on the host, with their scales.
+/// Quantized rows on the host: their codes and their scales.
 #[derive(Clone)]
 pub struct Rows {
-    /// The numbers of the codes, `[batch, kv_heads, kv_len, columns]`.
+    /// The numbers that the codes represent, `[batch, kv_heads, kv_len, columns]`.
     pub codes: Dense,
-    /// The scales in f32, `[batch, kv_heads, kv_len, 1]`. In e4m3, a dimension of 1 stands for all indices.
+    /// The scales in f32, `[batch, kv_heads, kv_len, 1]`. In e4m3, any of these dimensions may be 1, and one scale then
+    /// applies to all indices of the dimension.
     pub scales: Dense,
     pub format: CodeFormat,
 }
 
-/// Returns the number of an e4m3 code. The NaN codes count as ±480.
+/// Returns the number that an e4m3 code represents. For the two NaN codes, the function returns ±480.
 pub fn e4m3_number(code: u8) -> f64 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
     let magnitude = match exponent {
@@ -31,7 +32,7 @@ pub fn e4m3_number(code: u8) -> f64 {
     if code < 128 { magnitude } else { -magnitude }
 }
 
-/// Returns the code of a number of e4m3.
+/// Returns the e4m3 code that represents `number`.
 fn e4m3_code(number: f64) -> u8 {
     let code = (0..=255).find(|code| e4m3_number(*code) == number);
     code.expect("the number has a code")
@@ -50,7 +51,8 @@ impl Rows {
         }
     }
 
-    /// Returns random e4m3 codes, NaN codes included, with scales of the shape `scales`.
+    /// Returns random e4m3 codes, which include NaN codes. `scales` is the shape of the scales: batch, heads and
+    /// length.
     pub fn random_e4m3(shape: [usize; 4], scales: [usize; 3], rng: &mut StdRng) -> Self {
         let [batch, heads, length] = scales;
         Self {
@@ -95,7 +97,7 @@ impl Rows {
     }
 }
 
-/// A case with quantized keys and values, which replace the keys and values in `inputs`.
+/// A case whose keys and values are quantized. `key` and `value` replace the keys and values in `inputs`.
 pub struct Quantized {
     pub case: Case,
     pub inputs: Inputs,
@@ -121,7 +123,8 @@ impl Quantized {
         }
     }
 
-    /// Returns a case with e4m3 keys and values. `per` tells which dimensions of the scales are not 1: batch, heads and length.
+    /// Returns a case with e4m3 keys and values. `per` tells for batch, heads and length whether each index has a scale
+    /// of its own.
     pub fn e4m3(case: Case, per: [bool; 3]) -> Self {
         let int8 = Self::new(case);
         let mut rng = StdRng::seed_from_u64(seed() ^ int8.case.head_dim as u64);

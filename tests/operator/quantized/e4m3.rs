@@ -1,4 +1,4 @@
-//! Tests of e4m3 keys and values (FP8): codes, scales of a row, a head or a tensor, and pages.
+//! Tests of e4m3 keys and values (FP8): their codes, their pages, and scales per row, per head or per tensor.
 
 use super::case::{Quantized, e4m3_number};
 use super::causal;
@@ -11,7 +11,8 @@ use attention_cube::{AttentionError, AttentionOptions};
 use burn::tensor::{DType, Device, Int, Tensor};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The scales of a tensor, of the heads, of the sequences and heads, and of the rows.
+/// The tested scales: one per tensor, per head, per sequence and head, and per row. The flags tell for batch, heads and
+/// length whether each index has a scale of its own.
 const PER: [[bool; 3]; 4] = [
     [false, false, false],
     [false, true, false],
@@ -82,7 +83,8 @@ fn e4m3_hidden_rows_are_not_read() {
     }
 }
 
-/// Returns numbers of every magnitude, with numbers halfway between two codes, and numbers beyond the largest one.
+/// Returns e4m3 numbers of every magnitude, numbers halfway between two neighboring e4m3 numbers, and numbers that e4m3
+/// cannot represent.
 fn numbers(count: usize) -> Vec<f64> {
     let mut rng = StdRng::seed_from_u64(seed());
     let number = |index: usize| {
@@ -132,7 +134,8 @@ fn e4m3_codes_are_the_nearest_numbers() {
     }
 }
 
-/// Checks that rows appended to pages of one scale per head give the results of contiguous rows.
+/// Checks rows that are appended to pages with one scale per head. Attention over the pages must give the results of
+/// contiguous rows.
 #[test]
 fn e4m3_pages_equal_contiguous_rows() {
     for TestDevice { name, device } in devices() {

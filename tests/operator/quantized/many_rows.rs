@@ -1,6 +1,6 @@
-//! Tests of calls with too many rows for the kernels that read int8 directly. Such a call makes a dequantized copy of the
-//! keys and values that at least one query sees. All other keys and values have NaN scales here, which must not affect a
-//! result.
+//! Tests of calls with too many rows for the kernels that read int8 directly. Such a call makes a dequantized copy of
+//! the keys and values that at least one query sees. In these tests, all other keys and values have NaN scales, which
+//! must not affect a result.
 
 use super::case::Quantized;
 use super::causal;

@@ -89,8 +89,8 @@ fn int8_mma_rows_of_two_fragments_match_reference() {
     }
 }
 
-/// Checks head sizes above 256, for which 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query
-/// heads that share keys, or several queries of one head.
+/// Checks head sizes above 256, for which 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are
+/// query heads that share keys, or several queries of one head.
 #[test]
 fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     for (head_dim, value_dim) in [(272, 48), (512, 512), (576, 512)] {
@@ -110,8 +110,8 @@ fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     }
 }
 
-/// Checks keys with many splits. The causal mask and the lengths leave some splits empty. Other cases have fewer keys than a
-/// block.
+/// Checks keys that are divided into many splits. The causal mask and the lengths leave some splits empty. Other cases
+/// have fewer keys than a block.
 #[test]
 fn int8_mma_splits_and_lengths_match_reference() {
     for head_dim in [64, 256, 512] {

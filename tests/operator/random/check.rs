@@ -52,7 +52,7 @@ pub fn numbered(
     (runner, tree.expect("the strategy filters no value"))
 }
 
-/// A device under test, with the profile from which the engines plan kernels.
+/// A device under test, with the device properties from which the engines plan kernels.
 pub struct Target {
     /// The device under test.
     pub device: TestDevice,
@@ -149,7 +149,8 @@ impl Problem {
         target.device.supports(self.case.dtype)
     }
 
-    /// Returns two names by which the test counts problems: the dtype with the head sizes, and the kernel of the forward.
+    /// Returns two names under which the test counts the problem: the dtype with the head sizes, and the kernel of the
+    /// forward.
     pub fn kinds(&self, target: &Target) -> [String; 2] {
         let Case {
             dtype,
@@ -168,8 +169,8 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         .iter()
         .all(|layout| BOXES.contains(layout))
     {
-        // TMA cannot load rows in a layout outside of `BOXES`. The choice of the kernel then depends on the addresses of the
-        // rows, which this function does not know.
+        // TMA cannot load rows in a layout outside of `BOXES`. The choice of the kernel then depends on the addresses
+        // of the rows, and this function does not know the addresses.
         return "rows that TMA cannot load".into();
     }
     let problem = problem(case);
@@ -312,8 +313,8 @@ fn random_problems_reach_every_engine() {
     }
 }
 
-/// Checks that the problems drawn for [`Sizes::Every`] reach every row of the wgmma tile tables, and every variant of the
-/// kernels over these tiles.
+/// Checks that the problems drawn for [`Sizes::Every`] reach every row of the wgmma tile tables, and every variant of
+/// the kernels that use these tiles.
 #[test]
 fn random_problems_reach_every_wgmma_kernel() {
     let h200 = hopper();

@@ -1,5 +1,5 @@
-//! Random problems. The variant, which determines the compiled kernels, is drawn first. The sizes, option values and data of a
-//! problem are then drawn for that variant.
+//! Random problems. First, a variant is drawn, which determines the compiled kernels. Then, the sizes, option values
+//! and data of a problem are drawn for that variant.
 
 mod check;
 mod patterns;
@@ -54,8 +54,8 @@ impl fmt::Debug for Problem {
 /// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// A case with one sequence and one key head. Each problem of the variant has the same options as this case, but draws its
-    /// own option values, for example another softcap.
+    /// A case with one sequence and one key head. Every problem of the variant has the options of this case, but draws
+    /// its own values for them, for example another softcap.
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
@@ -72,8 +72,9 @@ enum Crowd {
     Tiles,
 }
 
-/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables. In split-M kernels the warps divide the rows of
-/// the output. In split-D kernels the warps divide the columns of the output.
+/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables. Some rows are for split-M kernels, in which
+/// the warps divide the rows of the output. Other rows are for split-D kernels, in which the warps divide the columns
+/// of the output.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),
@@ -101,8 +102,9 @@ const OTHER_WIDTHS: [(usize, usize); 10] = [
     (448, 264),
 ];
 
-/// Pairs of `(head_dim, value_dim)` outside of the tile tables. These sizes are not multiples of a vector of 8 elements, or are
-/// wider than the tiles of any matrix unit. Engines for matrix units refuse such inputs or need aligned copies of them.
+/// Pairs of `(head_dim, value_dim)` outside of the tile tables. These sizes are not multiples of 8, the number of
+/// elements in a vector, or are wider than the tiles of any matrix unit. Engines for matrix units refuse such inputs or
+/// need aligned copies of them.
 const ODD_WIDTHS: [(usize, usize); 8] = [
     (1, 1),
     (5, 5),
@@ -114,7 +116,8 @@ const ODD_WIDTHS: [(usize, usize); 8] = [
     (1024, 1024),
 ];
 
-/// The layouts that TMA can load. In such a layout, rows start at multiples of 16 bytes if the rows of a contiguous tensor do.
+/// The layouts that TMA can load. In these layouts, rows start at multiples of 16 bytes if they do so in a contiguous
+/// tensor.
 const BOXES: [Layout; 6] = [
     Layout::Contiguous,
     Layout::HeadsLast,
@@ -133,7 +136,7 @@ const BOXES: [Layout; 6] = [
 /// The number of multiprocessors of the largest GPU for which random problems are drawn.
 const MULTIPROCESSORS: usize = 132;
 
-/// The maximum number of elements in the query of a problem of the kind [`Crowd::Few`].
+/// The maximum number of elements in the query of a problem with [`Crowd::Few`].
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
@@ -166,8 +169,8 @@ fn extent() -> impl Strategy<Value = Extent> {
 
 /// Returns the strategy that draws variants.
 pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
-    // `likely` is the probability of each option. Its values give variants with few options, with some options, and with nearly
-    // all options.
+    // `likely` is the probability with which each option is drawn. Its values give variants with few options, with some
+    // options, and with nearly all options.
     (load(sizes), select(vec![0.1, 0.3, 0.3, 0.9])).prop_flat_map(|(variant, likely)| {
         let case = Just(variant.case.clone())
             .prop_flat_map(move |case| structure(case, likely))
@@ -221,9 +224,9 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. The query length
-/// decides how many heads share a tile, and kernels are compiled for this number. So with [`Sizes::Every`], a variant whose
-/// heads may share a tile has only one query length.
+/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. The query
+/// length decides how many heads share a tile, and kernels are compiled for this number. Therefore, with
+/// [`Sizes::Every`], a variant whose heads may share a tile has only one query length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
     let one = |lengths: RangeInclusive<usize>| lengths.prop_map(|length| length..=length);
@@ -381,8 +384,8 @@ impl Variant {
             )
     }
 
-    /// Returns the variant's case with the given numbers of sequences, key heads and queries. The number of keys is about
-    /// the maximum that the limits allow, times the square of `key_part`, a fraction from 0 to 1.
+    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction
+    /// from 0 to 1. The number of keys is about the square of `key_part` times the maximum that the limits allow.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
@@ -503,7 +506,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                 (grow, salt),
                 amplitude,
             )| {
-                // An expanded tensor is stored for one sequence only, so its data hold the ids of one sequence.
+                // An expanded tensor stores only one sequence, so its data are the ids of a single sequence.
                 let sequences = if case.expanded { 1 } else { batch };
                 let ids = |end: usize, length: usize| -> Vec<i64> {
                     let (run, scattered, salt) = document;

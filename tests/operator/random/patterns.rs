@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// The patterns of a problem's data. Problems with the same patterns get different data, because `salt` differs.
+/// The patterns of a problem's data. Two problems with the same patterns get different data if their `salt` differs.
 #[derive(Clone, Copy, Debug)]
 pub struct Data {
     mask: MaskPattern,
@@ -73,8 +73,8 @@ enum SinkPattern {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Poison {
     None,
-    /// Keys and values that no query sees, and queries that see no key, are NaN or infinite. Such rows must not change any
-    /// result.
+    /// Keys and values that no query sees are NaN or infinite, and so are queries that see no key. Such rows must not
+    /// change any result.
     Unused,
     /// A key or a value that some query sees is NaN. The NaN must not change the results of queries that see no key.
     Seen,
@@ -142,7 +142,7 @@ pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     })
 }
 
-/// Returns true if `row` belongs to the range of consecutive rows that is randomly chosen for sequence `b`.
+/// Returns true if `row` is in the range of consecutive rows that is chosen at random for sequence `b`.
 fn in_run(salt: u64, b: usize, row: usize, rows: usize) -> bool {
     let drawn = |what| mix(salt, [b, what]) as usize % rows;
     let start = drawn(0);
@@ -219,8 +219,9 @@ impl SinkPattern {
     }
 }
 
-/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. If the layout
-/// stores one row for several heads or sequences, `marked` must be true for all of these heads or sequences.
+/// Returns for each row of a tensor `[batch, heads, length]` whether the row is replaced by NaN or infinity. `marked`
+/// holds these flags without regard to the layout. If the layout stores one row for several heads or sequences, the row
+/// is replaced only if all of their flags are true.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -312,9 +313,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got`, but with the expected results in place of all undefined results. If a visible key or value is NaN, the
-    /// output is undefined for each query that sees any key of that KV head. The head's gradients, and all sums over
-    /// queries, are undefined too.
+    /// Returns `got`, but with the expected results in place of all undefined results. If a visible key or value is
+    /// NaN, the results of each query that sees any key of this KV head are undefined. The gradients of the head's keys
+    /// and values, and all sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

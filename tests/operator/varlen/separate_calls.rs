@@ -1,4 +1,5 @@
-//! Tests of results and gradients. A packed call must equal one call for each sequence. Rows outside of all sequences hold NaN.
+//! Tests of results and gradients. A packed call must give the same results as one call for each sequence. Rows outside
+//! of all sequences hold NaN.
 
 use super::{Options, Packed};
 use crate::case::seed;
@@ -13,7 +14,7 @@ const Q_HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const WIDTH: usize = 32;
 
-/// The inputs, with the tensors of the options, in f64.
+/// The inputs of a call in f64, which include the tensors of the options.
 struct Inputs {
     query: TensorData,
     key: TensorData,

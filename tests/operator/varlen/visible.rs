@@ -54,9 +54,9 @@ fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
     visible
 }
 
-/// Checks every alignment and window over sequences of any lengths. A binary search over the sequences' bounds finds each
-/// query's sequence. The number of search steps grows at each power of two, so the tests have numbers of bounds near powers
-/// of two.
+/// Checks every alignment and window over sequences of any lengths. The kernels find a query's sequence by a binary
+/// search over the bounds of the sequences. The number of search steps grows at each power of two, so the tests have
+/// numbers of bounds near powers of two.
 pub fn check_visible(device: &TestDevice) {
     let mut rng = StdRng::seed_from_u64(seed());
     for count in [1, 2, 3, 4, 6, 7, 8, 40] {

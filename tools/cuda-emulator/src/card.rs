@@ -70,10 +70,10 @@ pub struct Settings {
     pub memory: usize,
     /// The number of host threads that run the thread blocks of a launch.
     pub threads: usize,
-    /// True if a data race makes the launch fail, false if the emulator only reports the race.
+    /// True if a data race makes the launch fail. False if the emulator only reports the race.
     pub races_fail: bool,
-    /// The duration in milliseconds from which the emulator reports a launch as slow, or `None` if it never reports
-    /// slow launches.
+    /// The duration of a launch, in milliseconds, from which the emulator reports the launch as slow. `None` if the
+    /// emulator never reports slow launches.
     pub slow_launch: Option<u64>,
 }
 

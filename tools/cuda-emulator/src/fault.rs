@@ -9,7 +9,7 @@ pub enum Fault {
     /// An instruction, or a form of one, that is not emulated.
     #[error("not emulated: {0}")]
     Unsupported(String),
-    /// An access outside of the accessed memory.
+    /// An access that reaches outside of its memory, such as shared memory.
     #[error("{bytes} bytes at {address:#x} are not in {memory}")]
     OutOfBounds {
         memory: &'static str,
@@ -37,7 +37,8 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Appends `place` to the message if the fault is unknown or unsupported PTX. Returns any other fault unchanged.
+    /// Appends `place`, the location in the PTX, to the message of a syntax fault or an unsupported instruction.
+    /// Returns any other fault unchanged.
     pub fn at(self, place: &str) -> Self {
         match self {
             Self::Syntax(what) => Self::Syntax(what + place),

@@ -5,7 +5,7 @@
 //! `ptx` decodes and `cube` executes. The module `matrix` computes matrix instructions, and `numbers` computes all
 //! other arithmetic.
 //!
-//! In this code a cube is a thread block. A row is one register of a warp, with a value per lane. A word is a 32-bit
+//! In this code, a cube is a thread block. A row is one register of a warp, with one value per lane. A word is a 32-bit
 //! register, a double is a 64-bit register, and a half is a 16-bit float (f16 or bf16).
 #![warn(clippy::undocumented_unsafe_blocks)]
 // Only Unix systems have a driver that the emulator can replace. On other systems, only the tests use the modules.

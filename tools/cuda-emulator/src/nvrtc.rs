@@ -17,8 +17,8 @@ const INTERNAL_ERROR: Status = 11;
 /// The default file name of the real NVRTC library. The environment variable `EMULATOR_NVRTC` overrides it.
 const LIBRARY: &str = "libnvrtc.so.13";
 
-/// A program that the caller created, with its source, its PTX and its compilation log. Each of these texts ends with a
-/// zero, which counts in its size.
+/// A program that the caller created: its source, its PTX and its compilation log. Each of these texts ends with a
+/// zero, and the size of a text includes this zero.
 struct Program {
     source: CString,
     ptx: Vec<u8>,

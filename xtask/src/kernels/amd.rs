@@ -1,8 +1,8 @@
 //! Compiles the kernels of the cmma and unit engines for AMD's GPUs with CubeCL's compiler. The results are the code objects
 //! that Burn's `rocm` backend loads.
 //!
-//! The compiler needs ROCm only for the tanh of a softcap, from ROCm 6.4 on. Without ROCm in `/opt/rocm`,
-//! `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
+//! The compiler needs ROCm only for the tanh of a softcap, and this ROCm must have version 6.4 or later. If ROCm is not
+//! in `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` must name the folder of `ocml.bc`.
 
 use std::{
     collections::BTreeMap,
@@ -18,8 +18,8 @@ use crate::process::{self, Result};
 /// the compute unit.
 struct Card {
     architecture: &'static str,
-    /// The number of registers per lane of a SIMD, and the granularity in which a wave gets registers. All waves of a SIMD
-    /// share its registers.
+    /// The number of registers per lane of a SIMD, and the granularity in which a wave gets registers. All waves of a
+    /// SIMD share the registers.
     registers: [usize; 2],
     /// The maximum number of waves per SIMD.
     waves: usize,
@@ -59,8 +59,8 @@ impl Card {
         }
     }
 
-    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes count,
-    /// because a cube runs only if all of its waves fit.
+    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes
+    /// count, because a cube runs only if all of its waves fit at the same time.
     fn waves(&self, kernel: &Compiled) -> usize {
         let [registers, granule] = self.registers;
         let by_registers = registers / kernel.registers.max(1).next_multiple_of(granule);
@@ -194,7 +194,7 @@ fn read(
     Ok((name, Ok(compiled)))
 }
 
-/// Counts the instructions on spilled registers in loops with WMMA or FMA instructions.
+/// Counts the instructions that access spilled registers in loops with WMMA or FMA instructions.
 fn hot_spills_of(assembly: &str) -> usize {
     let start = assembly.lines().find_map(start).unwrap_or_default();
     let instructions: Vec<_> = assembly.lines().filter_map(instruction).collect();

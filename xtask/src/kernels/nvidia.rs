@@ -37,8 +37,8 @@ const CARDS: &[Cards] = &[
     },
 ];
 
-/// The passes (such as forward and backward), each with the head sizes of keys and values. Each pair of head sizes has its own
-/// tile sizes.
+/// The tested pairs of a pass (such as forward) and the head sizes of keys and values. Each pair of head sizes has its
+/// own tile sizes.
 const WIDTHS: &[(&str, &str)] = &[
     ("forward", "64-64"),
     ("forward", "128-128"),
@@ -66,11 +66,11 @@ struct Compiled {
     registers: usize,
     shared_memory: usize,
     spilled_bytes: usize,
-    /// The number of instructions that load or store spilled registers in loops with HMMA instructions.
+    /// The number of instructions that load or store spilled registers, counted in loops with HMMA instructions.
     hot_spills: usize,
 }
 
-/// Emits and compiles the kernels, and writes the table.
+/// Emits and compiles the kernels, and writes the table of the results to the docs.
 pub fn run() -> Result<()> {
     let nvcc = nvcc()?;
     let folder = tempfolder()?;
@@ -231,7 +231,7 @@ fn integers_of_nvcc(source: &str) -> String {
     source.replace("typedef signed long long int int64_t;\n", "")
 }
 
-/// Counts the instructions on spilled registers in loops with HMMA instructions.
+/// Counts the instructions that access spilled registers in loops with HMMA instructions.
 fn hot_spills_of(sass: &str) -> usize {
     let instructions: Vec<(usize, &str)> = sass.lines().filter_map(instruction).collect();
     hot_spills(

@@ -18,7 +18,7 @@ use crate::process::{Result, workspace_root};
 
 const BUNDLER: &str = "tracel-llvm-bundler";
 
-/// The marker file in the LLVM directory. The bundler takes an installation with this file for complete.
+/// The marker file in the LLVM directory. The bundler considers an installation with this file to be complete.
 const MARKER: &str = ".tracel-llvm-installed";
 
 const DEBIAN_LLVM: &str = "/usr/lib/llvm-22";
@@ -35,8 +35,8 @@ const PACKAGES: &[&str] = &[
     "g++",
 ];
 
-/// A shell script that wraps Debian's llvm-config and removes libz3 from its output. Debian's output names libz3 by a path,
-/// which the bundler cannot turn into an `-l` flag. LLVM's static archives do not need libz3.
+/// A shell script that wraps Debian's llvm-config and removes libz3 from its output. The output contains libz3 as a
+/// path, which the bundler cannot turn into an `-l` flag. LLVM's static archives do not need libz3.
 const LLVM_CONFIG: &str = r#"#!/bin/sh
 case " $* " in
   *" --system-libs "*) /usr/lib/llvm-22/bin/llvm-config "$@" | sed 's#[^ ]*libz3[^ ]*##g' ;;
@@ -141,7 +141,7 @@ fn lay_out(prefix: &Path) -> io::Result<()> {
     let llvm_config = bin.join("llvm-config");
     fs::write(&llvm_config, LLVM_CONFIG)?;
     fs::set_permissions(&llvm_config, fs::Permissions::from_mode(0o755))?;
-    // The marker file is written last. Otherwise the bundler would take an interrupted installation for a complete one.
+    // The marker file is written last. Otherwise the bundler would consider an interrupted installation to be complete.
     fs::write(prefix.join(MARKER), "")
 }
 

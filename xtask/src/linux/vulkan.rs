@@ -43,8 +43,8 @@ const MANIFEST_DIRS: &[&str] = &[
 /// directory.
 const MOUNTED_MANIFEST_DIR: &str = "/usr/local/nvidia/share/vulkan/icd.d";
 
-/// The environment variables of the Vulkan loader that list driver manifests. The first variable that is set is used. If one of
-/// the variables is set, the loader does not search the directories in `MANIFEST_DIRS`.
+/// The environment variables of the Vulkan loader that list driver manifests. The loader uses the first variable that
+/// is set. If one of the variables is set, the loader does not search the directories in `MANIFEST_DIRS`.
 const MANIFEST_VARIABLES: &[&str] = &["VK_DRIVER_FILES", "VK_ICD_FILENAMES"];
 
 /// The environment variables that programs need for Vulkan.

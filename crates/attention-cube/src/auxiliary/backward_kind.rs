@@ -13,7 +13,7 @@ pub(crate) struct BackwardKind {
     pub score: ScoreKind,
 }
 
-/// Returns the factor by which a kernel multiplies the finished gradients of queries and keys.
+/// Returns the factor by which a kernel multiplies the gradients of queries and keys after their sums are complete.
 ///
 /// With tensor-core fragments (cmma), a kernel rounds dS (the gradient of the scores) to half precision. If dS contained the
 /// scale of the scores, dS could underflow. The kernel therefore scales the finished gradients instead. With all other

@@ -12,12 +12,12 @@ use burn::backend::{
 };
 use std::sync::{Arc, Mutex};
 
-/// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the slot, and the backward of the
-/// output's node reads it.
+/// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the gradient to this slot,
+/// and the backward of the output's node reads it from there.
 ///
-/// A node of Burn's graph has one tensor, so the logsumexp has a node of its own, a child of the output's node. The backward
-/// of the child runs first and passes zeros to the output's node. The output's node then runs one attention backward with
-/// the gradients of both the output and the logsumexp.
+/// A node of Burn's graph has only one tensor. The logsumexp therefore has its own node, a child of the output's node.
+/// The backward of the child runs first and passes zeros to the output's node. The output's node then runs one
+/// attention backward with the gradients of both the output and the logsumexp.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 
 #[derive(Clone, Debug)]
@@ -114,8 +114,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // Read the gradient even if the lock is poisoned, which means that another thread of this backward panicked. The lock
-    // then still holds either a complete gradient or none.
+    // Take the gradient even if the lock is poisoned, which means that another thread of this backward panicked. The
+    // lock then still holds either a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -216,8 +216,8 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
 
 /// Panics if autodiff tracks the table of a score mod or mask mod, because the table would silently get no gradient.
 ///
-/// Burn tells only a graph node whether autodiff tracks its parents. The function therefore prepares a node whose parent is
-/// the table, and drops the node.
+/// Burn tells only a graph node whether autodiff tracks the node's parents. The function therefore prepares a node
+/// whose parent is the table, asks this node, and drops it.
 fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(

@@ -164,7 +164,8 @@ fn with_page_table_as_read(inputs: AttentionInputs<CubeBackend>) -> AttentionInp
     }
 }
 
-/// Copies pages to contiguous tensors, and returns the problem over the copies. Only rows that a query sees are copied.
+/// Copies the pages of keys and values to contiguous tensors. Only rows that a query sees are copied. Also returns the
+/// problem, changed to contiguous keys and values.
 fn contiguous(
     inputs: AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -186,7 +187,8 @@ fn contiguous(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Copies pages of quantized keys and values to contiguous tensors, as [`contiguous`] does for floats.
+/// Copies the pages of quantized keys and values to contiguous tensors, as [`contiguous`] does for float keys and
+/// values.
 fn contiguous_quantized(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -214,8 +216,8 @@ fn contiguous_quantized(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Returns a function that copies `count` pages to a contiguous tensor. Only rows that a query sees are copied. `lengths`
-/// must be in the layout that kernels read.
+/// Returns a function that copies pages of keys, values or scales to a contiguous tensor. Only rows that a query sees
+/// are copied. `count` is the number of pages. `lengths` must be in the layout that kernels read.
 fn gather<'a>(
     page_table: MaybeInt<CubeBackend>,
     count: usize,
@@ -229,7 +231,8 @@ fn gather<'a>(
     move |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone())
 }
 
-/// Runs the forward directly on words of codes, or returns the inputs unchanged if the selected engine cannot read codes.
+/// Runs the forward directly on the packed words of quantized keys and values. If the selected engine cannot read such
+/// words, returns the inputs unchanged.
 fn reads_codes_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -239,8 +242,8 @@ fn reads_codes_in_place(
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // Pass the words of codes as the keys and values of a float forward. This is possible because CubeBackend has one tensor
-    // type for all element types.
+    // Pass the packed words as the keys and values of a float forward. This is possible because CubeBackend has one
+    // tensor type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {
         vectors: is_in_vectors(&query, 4),
@@ -270,8 +273,8 @@ fn reads_codes_in_place(
     Ok(kernel.forward_quantized(with_page_table_as_read(packed), scales, problem))
 }
 
-/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see, so its cost
-/// is independent of the KV cache's capacity.
+/// Runs the forward over a dequantized copy of keys and values. Only rows that queries see are dequantized, so the cost
+/// does not grow with the capacity of the KV cache.
 fn forward_of_seen(
     inputs: QuantizedInputs<CubeBackend>,
     problem: AttentionProblem,

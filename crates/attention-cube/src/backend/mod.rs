@@ -1,5 +1,5 @@
-//! Integration into Burn: an extension trait with one forward and one backward, implemented by every backend to which Burn
-//! dispatches.
+//! Integration into Burn: an extension trait with one forward and one backward. Every backend to which Burn dispatches
+//! implements the trait.
 //!
 //! | backend | implementation |
 //! |---|---|
@@ -143,8 +143,8 @@ mod metadata {
     Fusion: cfg(feature = "cube")
 )]
 pub trait AttentionBackend: Backend {
-    /// Returns the output and the logsumexp of a validated problem. The logsumexp consists of the score that the softmax
-    /// subtracted, and the logarithm of the softmax sum.
+    /// Returns the output and the logsumexp of a validated problem. The logsumexp has two parts: the score that the
+    /// softmax subtracted, and the logarithm of the softmax sum.
     #[fusion(meta = metadata::of_forward)]
     fn attention_forward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -164,8 +164,8 @@ pub trait AttentionBackend: Backend {
         blocks::backward::<Self>(inputs, saved, &problem, request)
     }
 
-    /// Returns the output and the logsumexp of a validated problem over quantized keys and values. The logsumexp consists of
-    /// the score that the softmax subtracted, and the logarithm of the softmax sum.
+    /// Returns the output and the logsumexp of a validated problem over quantized keys and values. The logsumexp has
+    /// two parts: the score that the softmax subtracted, and the logarithm of the softmax sum.
     #[fusion(meta = metadata::of_quantized_forward)]
     fn quantized_attention_forward(
         #[extension_type] inputs: QuantizedInputs<Self>,
@@ -180,8 +180,8 @@ pub trait AttentionBackend: Backend {
         reference::quantized::quantize::<Self>(rows)
     }
 
-    /// Converts float rows to words of e4m3 codes of `rows / scales`. The number of columns is a multiple of 4. `scales` has an
-    /// element for each row.
+    /// Converts float rows to words of e4m3 codes of `rows / scales`. The number of columns is a multiple of 4.
+    /// `scales` has one element per row.
     #[fusion(meta = metadata::of_e4m3_words)]
     fn e4m3_words(rows: FloatTensor<Self>, scales: FloatTensor<Self>) -> IntTensor<Self> {
         reference::quantized::e4m3_words::<Self>(rows, scales)
@@ -218,7 +218,7 @@ pub trait AttentionBackend: Backend {
     }
 }
 
-/// Computes the forward over a dequantized copy of all keys and values, in the query's dtype.
+/// Dequantizes all keys and values to the query's dtype, and computes the forward over this copy.
 fn forward_of_copy<B: AttentionBackend>(
     inputs: QuantizedInputs<B>,
     problem: AttentionProblem,

@@ -1,4 +1,4 @@
-//! The backward in blocks. The probabilities are recomputed from the saved logsumexp.
+//! The backward of attention, computed block by block. The probabilities are recomputed from the saved logsumexp.
 
 use super::bounds::Bounds;
 use super::cuts::{Cuts, Sizes};
@@ -20,7 +20,8 @@ use burn::tensor::Shape;
 use std::ops::Range;
 use std::slice;
 
-/// Computes the gradients of a block that covers a whole call.
+/// Computes the gradients of a whole call. The block `whole` covers all its queries and keys, and `sizes` are the sizes
+/// of the blocks into which the function cuts it.
 pub(super) fn of_blocks<B: Backend>(
     whole: Block<B>,
     saved: AttentionSaved<B>,
@@ -79,12 +80,14 @@ pub(super) fn of_blocks<B: Backend>(
     }
 }
 
-/// The saved tensors of some queries, in the dtype of the computation.
+/// The tensors that the forward saved for some queries, in the dtype of the computation.
 struct Rows<B: Backend> {
-    /// The score that the softmax subtracts, and the logarithm of the softmax sum, `[batch, q_heads, q_len, 1]`.
+    /// `largest` is the score that the softmax subtracts, and `logarithm` is the logarithm of the softmax sum. Both
+    /// have the shape `[batch, q_heads, q_len, 1]`.
     largest: FloatTensor<B>,
     logarithm: FloatTensor<B>,
-    /// The gradient of the logsumexp, or `Δ = rowsum(do ∘ o) − dlse` after [`with_delta`](Self::with_delta).
+    /// At first the gradient of the logsumexp, `dlse`. [`with_delta`](Self::with_delta) replaces it by
+    /// `Δ = rowsum(do ∘ o) − dlse`, where `o` is the output and `do` its gradient.
     delta: FloatTensor<B>,
     /// The output, or `None` after [`with_delta`](Self::with_delta).
     output: Option<FloatTensor<B>>,
@@ -132,11 +135,11 @@ impl<B: Backend> Rows<B> {
         }
     }
 
-    /// Computes Δ of the rows, which are all queries of `block`.
+    /// Computes Δ for the rows, which must be the rows of all queries of `block`.
     fn with_delta(self, block: &Block<B>) -> Self {
         let compute = logsumexp_dtype(&block.problem);
-        // A logarithm of −0 marks a query that sees no key. Its rows of output gradient and output may contain NaN, so both
-        // rows are set to zero.
+        // A logarithm of −0 marks a query that sees no key. The output and the output gradient of such a query may
+        // contain NaN, so both rows are set to zero.
         let blind = is_negative_infinity::<B>(&B::float_recip(self.logarithm.clone()));
         let absent = absent_queries::<B>(block);
         let seeing = |rows| {
@@ -166,7 +169,7 @@ impl<B: Backend> Rows<B> {
     }
 }
 
-/// The sums of the gradients over the blocks. A gradient that is not requested is `None`.
+/// The sums of the gradients over all blocks. A gradient that is not requested is `None`.
 struct Sums<B: Backend> {
     query: Option<Grid<B>>,
     key: Option<Grid<B>>,
@@ -201,8 +204,8 @@ impl<B: Backend> Sums<B> {
         }
     }
 
-    /// Adds the gradients of a block: `ds = p ∘ (do·vᵀ − Δ)` (Dao et al., FlashAttention, 2022, §B.2). `place` has the indices
-    /// of the block's sequences, heads, queries and keys among all ranges.
+    /// Adds the gradients of a block. The gradient of the scores is `ds = p ∘ (do·vᵀ − Δ)` (Dao et al., FlashAttention,
+    /// 2022, §B.2). `[s, h, i, j]` are the block's indices in the ranges of sequences, key heads, queries and keys.
     fn add(&mut self, [s, h, i, j]: [usize; 4], block: &Block<B>, rows: Rows<B>) {
         let problem = &block.problem;
         let scores = Scores::<B>::new(block);
@@ -225,7 +228,8 @@ impl<B: Backend> Sums<B> {
         }
         let dp = B::float_matmul(output_gradient, B::float_transpose(scores.value));
         let dp = after_dropout(from_groups::<B>(dp, problem));
-        // The row of V of a hidden key may contain NaN, and so may the slope of a hidden score. 0 · NaN is NaN.
+        // `seen` sets the score gradients of hidden scores to zero. A hidden key's row of V may contain NaN, and so may
+        // the derivative of a hidden score, and 0 · NaN is NaN.
         let unseen = (scores.blind.as_ref())
             .map(|_| B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p)));
         let seen = |ds: FloatTensor<B>| match &unseen {

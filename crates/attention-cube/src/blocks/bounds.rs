@@ -1,5 +1,5 @@
-//! Decides on the host whether the queries of a block see keys of the block, by causal mask, window, lengths, segments and
-//! intervals.
+//! Decides on the host whether the queries of a block see all, some or none of the block's keys. The decision depends
+//! on the causal mask, the window, the lengths, the segments and the intervals.
 
 use crate::problem::AttentionProblem;
 use crate::reference::block::Block;
@@ -7,7 +7,7 @@ use burn::backend::{Backend, TensorMetadata, read_sync, tensor::IntTensor};
 use burn::tensor::DType;
 use std::ops::Range;
 
-/// The keys of a block that its queries see. Masks, biases and mask mods may hide further keys.
+/// How many keys of a block the block's queries see. Masks, biases and mask mods may hide further keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// No query sees a key.
@@ -27,7 +27,7 @@ impl Seen {
         }
     }
 
-    /// Returns what a block's queries see under two conditions.
+    /// Returns what the queries see if they see only the keys that both conditions, `self` and `other`, allow.
     fn and(self, other: Self) -> Self {
         Self::of(
             self == Self::Nothing || other == Self::Nothing,
@@ -40,22 +40,24 @@ impl Seen {
 struct Sequence {
     q_len: i64,
     kv_len: i64,
-    /// The segment ids of queries and keys, or empty lists without segments.
+    /// The segment ids of the queries (`query_ids`) and of the keys (`key_ids`). Without segments, both lists are
+    /// empty.
     query_ids: Vec<i32>,
     key_ids: Vec<i32>,
-    /// The first key and the end of each interval of each query.
+    /// The first key and the end of each interval, for each query. Without intervals, the list is empty.
     intervals: Vec<i64>,
 }
 
-/// The options of a call that restrict which keys a query sees by their positions, on the host.
+/// The causal mask, window, lengths, segments and intervals of a call, on the host.
 pub(super) struct Bounds {
     problem: AttentionProblem,
-    /// The sequences, or `None` if the host cannot read the device at once. No block is skipped then.
+    /// The data of each sequence, or `None` if the host cannot read the device's tensors synchronously. With `None`, no
+    /// block is skipped.
     sequences: Option<Vec<Sequence>>,
 }
 
 impl Bounds {
-    /// Reads the bounds of a block that covers a whole call.
+    /// Reads the bounds of a call. The block `whole` covers all its queries and keys.
     pub fn new<B: Backend>(whole: &Block<B>) -> Self {
         Self {
             problem: whole.problem.clone(),
@@ -63,7 +65,7 @@ impl Bounds {
         }
     }
 
-    /// Returns what the queries see of the keys in any of the sequences.
+    /// Returns whether `queries` see all, some or none of `keys`, over all of the given sequences together.
     pub fn seen(
         &self,
         sequences: Range<usize>,
@@ -147,7 +149,7 @@ fn indices(rows: &Range<i64>) -> Range<usize> {
     rows.start as usize..rows.end as usize
 }
 
-/// Returns the smallest and the largest of the ids. There is at least one.
+/// Returns the smallest and the largest id. `ids` must not be empty.
 fn span(ids: &[i32]) -> (i32, i32) {
     let first = (i32::MAX, i32::MIN);
     ids.iter()
@@ -179,7 +181,7 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
         let count = all.len() / problem.batch;
         all[index * count..(index + 1) * count].to_vec()
     };
-    // Comparisons of ids count their lowest 32 bits only.
+    // Keep only the lowest 32 bits, because segment ids must fit in 32 bits.
     let ids = |all: &[i64], index| own(all, index).into_iter().map(|id| id as i32).collect();
     let of_index = |index| Sequence {
         q_len: q_lens[index],
@@ -191,7 +193,7 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
     Some((0..problem.batch).map(of_index).collect())
 }
 
-/// Reads integers of any dtype. `of_u64` converts those in U64, which may exceed `i64::MAX`.
+/// Reads an integer tensor of any dtype. `of_u64` converts the elements of a U64 tensor, which may exceed `i64::MAX`.
 fn integers<B: Backend>(tensor: &IntTensor<B>, of_u64: fn(u64) -> i64) -> Option<Vec<i64>> {
     let data = read_sync(B::int_into_data(tensor.clone())).ok()?;
     Some(match tensor.dtype() {

@@ -1,26 +1,26 @@
-//! Cuts a problem into blocks.
+//! Cuts a problem into blocks of sequences, heads, queries and keys.
 
 use super::bounds::{Bounds, Seen};
 use crate::problem::AttentionProblem;
 use std::ops::Range;
 
-/// The sizes of blocks.
+/// The sizes of the blocks into which a problem is cut.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     /// The number of score rows per key head: queries times query heads of the GQA group.
     pub rows: usize,
-    /// The number of keys.
+    /// The number of keys per block.
     pub keys: usize,
-    /// The number of scores up to which a block covers several heads and sequences.
+    /// The largest number of scores in a block that covers several heads or sequences.
     pub scores: usize,
 }
 
 impl Sizes {
-    /// The sizes for every head size and length. From 128 × 128 to 512 × 256 rows and keys, the processor time of causal
-    /// and full calls over 2,048 tokens differs by less than a third. Larger blocks compute more hidden scores, and smaller
-    /// blocks run more operations.
+    /// The sizes for all head sizes and lengths. Sizes from 128 × 128 to 512 × 256 (rows × keys) were measured for
+    /// causal and full calls over 2,048 tokens. Their processor times differ by less than a third. Larger blocks
+    /// compute more hidden scores, and smaller blocks run more operations.
     ///
-    /// A block of 2¹⁸ scores has 1 MiB in f32, which is the L2 cache of a core of the measured AMD EPYC.
+    /// A block of 2¹⁸ scores takes 1 MiB in f32, the size of a core's L2 cache on the measured AMD EPYC.
     pub const MEASURED: Self = Self {
         rows: 256,
         keys: 256,
@@ -28,10 +28,10 @@ impl Sizes {
     };
 }
 
-/// The ranges of a problem's blocks.
+/// The ranges into which a problem is cut. A block has one range of each list.
 pub(super) struct Cuts {
     pub sequences: Vec<Range<usize>>,
-    /// Ranges of key heads.
+    /// The ranges of key heads.
     pub heads: Vec<Range<usize>>,
     pub queries: Vec<Range<usize>>,
     pub keys: Vec<Range<usize>>,
@@ -44,7 +44,7 @@ impl Cuts {
         let rows = group * queries[0].len();
         let (keys, longest) = match &queries[..] {
             [all] => {
-                // Few rows leave room for more keys per block, which makes fewer operations.
+                // With few rows, a block may have more keys, so that fewer tensor operations run.
                 let room = sizes.scores / (rows * problem.kv_heads * problem.batch);
                 keys_of_one_block(problem, bounds, all, sizes.keys, room)
             }
@@ -68,7 +68,7 @@ impl Cuts {
         }
     }
 
-    /// Returns the ranges of query heads.
+    /// Returns one range of query heads for each range of key heads.
     pub fn q_heads(&self, problem: &AttentionProblem) -> Vec<Range<usize>> {
         let group = problem.group();
         let ranges = self.heads.iter();
@@ -78,8 +78,8 @@ impl Cuts {
     }
 }
 
-/// Cuts the keys of a problem whose queries are one block. Returns the ranges, and the length of the longest visible range. The
-/// keys before and after all visible keys are ranges of their own.
+/// Cuts the keys of a problem whose queries form a single block. Returns the ranges, and the length of the longest
+/// visible range. The keys before all visible keys form one range, and the keys after all visible keys another.
 fn keys_of_one_block(
     problem: &AttentionProblem,
     bounds: &Bounds,
@@ -105,7 +105,7 @@ fn keys_of_one_block(
     (keys, longest)
 }
 
-/// Splits a range that is not empty into the fewest ranges of at most `most` elements. The first range is the longest.
+/// Splits a non-empty range into the fewest ranges of at most `most` elements. The first range is the longest.
 fn split(range: Range<usize>, most: usize) -> Vec<Range<usize>> {
     let count = range.len().div_ceil(most.max(1));
     let size = range.len().div_ceil(count);

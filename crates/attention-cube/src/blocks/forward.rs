@@ -1,4 +1,5 @@
-//! The forward in blocks: for each block of queries, an online softmax over the blocks of keys.
+//! The forward of attention, computed block by block: for each block of queries, an online softmax over the blocks of
+//! keys.
 
 use super::bounds::Bounds;
 use super::cuts::{Cuts, Sizes};
@@ -15,8 +16,9 @@ use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 use std::slice;
 
-/// Computes the forward of a block that covers a whole call. The logsumexp is in the two parts of an [`AttentionOutput`]: the
-/// largest score, and the logarithm of the softmax sum. The second part is −0 for a query that sees no key.
+/// Computes the forward of a whole call. The block `whole` covers all its queries and keys. The logsumexp of the
+/// returned [`AttentionOutput`] has two parts: the largest score, and the logarithm of the softmax sum. The second part
+/// is −0 for a query that sees no key.
 pub(super) fn of_blocks<B: Backend>(whole: Block<B>, sizes: Sizes) -> AttentionOutput<B> {
     let problem = &whole.problem;
     let device = whole.inputs.query.device();
@@ -62,10 +64,10 @@ pub(super) fn of_blocks<B: Backend>(whole: Block<B>, sizes: Sizes) -> AttentionO
     }
 }
 
-/// The softmax of some queries over the keys of the blocks added so far.
+/// The state of the online softmax of some queries, after the blocks of keys that were added so far.
 struct Rows<B: Backend> {
-    /// The largest score of each query, at least its sink, `[batch, q_heads, q_len, 1]`. The number is finite even for a query
-    /// that sees no key.
+    /// The largest score of each query so far, and at least the query's sink, `[batch, q_heads, q_len, 1]`. The number
+    /// is finite even for a query that sees no key.
     largest: FloatTensor<B>,
     /// The sum of `exp(score − largest)` over the keys, without the sink.
     sum: FloatTensor<B>,
@@ -75,18 +77,18 @@ struct Rows<B: Backend> {
     sinks: Option<FloatTensor<B>>,
 }
 
-/// The results of some queries.
+/// The final results of some queries.
 struct Finished<B: Backend> {
-    /// The first part of the logsumexp, `[batch, q_heads, q_len, 1]`.
+    /// The score that the softmax subtracts, `[batch, q_heads, q_len, 1]`. It is the first part of the logsumexp.
     largest: FloatTensor<B>,
-    /// The second part of the logsumexp, `[batch, q_heads, q_len, 1]`.
+    /// The logarithm of the softmax sum, `[batch, q_heads, q_len, 1]`. It is the second part of the logsumexp.
     logarithm: FloatTensor<B>,
-    /// The output, or `None` if no block was added.
+    /// The output, or `None` if the queries see no block of keys.
     output: Option<FloatTensor<B>>,
 }
 
 impl<B: Backend> Rows<B> {
-    /// Returns the softmax of `count` queries of the heads over no keys.
+    /// Returns the initial state of the softmax for `count` queries of `heads`, before any keys are added.
     fn new(heads: &Block<B>, count: usize) -> Self {
         let problem = &heads.problem;
         let dtype = float_dtype(logsumexp_dtype(problem));
@@ -105,7 +107,7 @@ impl<B: Backend> Rows<B> {
         }
     }
 
-    /// Adds the keys of a block.
+    /// Updates the online softmax with the keys of a block.
     fn add(&mut self, block: &Block<B>) {
         let problem = &block.problem;
         let scores = Scores::<B>::new(block);
@@ -120,7 +122,8 @@ impl<B: Backend> Rows<B> {
         let output = B::float_matmul(to_groups::<B>(p, problem), scores.value);
         let mut output = from_groups::<B>(output, problem);
         if let Some(blind) = &scores.blind {
-            // Rows of V that only other queries see may contain NaN, and 0 · NaN is NaN.
+            // Set the rows of queries that see no key of this block to zero. Rows of V that only other queries see may
+            // contain NaN, and 0 · NaN is NaN.
             output = fill_rows::<B>(output, blind);
         }
         (self.sum, self.output) = match self.output.take() {
@@ -136,7 +139,7 @@ impl<B: Backend> Rows<B> {
         self.largest = largest;
     }
 
-    /// Divides the output by the softmax sum.
+    /// Divides the output by the softmax sum, and computes the logsumexp.
     fn finish(self) -> Finished<B> {
         let bools = bool_dtype::<B>(&self.sum);
         let is_zero = |sum: &FloatTensor<B>| B::float_equal_elem(sum.clone(), 0.0.into(), bools);
@@ -146,7 +149,7 @@ impl<B: Backend> Rows<B> {
             let sinks = B::float_sub(sinks.clone(), self.largest.clone());
             sum = B::float_add(sum, B::float_exp(sinks));
         }
-        // A query with neither keys nor a sink.
+        // Queries with neither visible keys nor a sink. Their sum is set to 1 to avoid a division by zero.
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
         let output = self.output.map(|output| {

@@ -1,4 +1,4 @@
-//! Tensors that are computed in tiles: the sum of all tiles with the same place, and the join of the places.
+//! Builds a tensor from tiles. Tiles at the same place are added, and the sums of all places are concatenated.
 
 use crate::reference::tensors::{cast, float_dtype};
 use burn::backend::{
@@ -8,15 +8,16 @@ use burn::backend::{
 use burn::tensor::{DType, Shape};
 use std::ops::Range;
 
-/// A tensor of four dimensions. Each dimension is cut into ranges. A tile is the part of the tensor in one range of each dimension.
+/// A four-dimensional tensor whose dimensions are cut into ranges. A tile is the part of the tensor in one range of
+/// each dimension.
 pub(super) struct Grid<B: Backend> {
     cuts: [Vec<Range<usize>>; 4],
-    /// The tiles in row-major order. A tile without addends is zero.
+    /// The tiles in row-major order. A tile to which nothing was added is `None` and counts as zeros.
     tiles: Vec<Option<FloatTensor<B>>>,
 }
 
 impl<B: Backend> Grid<B> {
-    /// Returns a tensor of zeros.
+    /// Returns a tensor of zeros with the given ranges.
     pub fn new(cuts: [&[Range<usize>]; 4]) -> Self {
         let count = cuts.iter().map(|cuts| cuts.len()).product();
         Self {
@@ -25,7 +26,8 @@ impl<B: Backend> Grid<B> {
         }
     }
 
-    /// Adds `addend` to the tile at `place`. A place in a dimension with one range only counts as 0.
+    /// Adds `addend` to the tile at `place`, which holds the index of a range for each dimension. In a dimension with
+    /// only one range, the index is ignored.
     pub fn add(&mut self, place: [usize; 4], addend: FloatTensor<B>) {
         let index = (0..4).fold(0, |index, dim| match self.cuts[dim].len() {
             1 => index,

@@ -4,8 +4,8 @@
 //! normalizer calculation for softmax, 2018), so the memory is O(block · block + q_len + kv_len). Blocks in which no query sees
 //! a key are skipped. The backward recomputes the probabilities from the saved logsumexp.
 //!
-//! Every problem is served on every backend. Forward and backward cut a problem into the same blocks, so that both compute the
-//! same bits for a score, and probabilities of huge scores stay exact.
+//! The blocks support every problem on every backend. Forward and backward cut a problem into the same blocks, so that
+//! both compute bitwise equal scores. Recomputed probabilities therefore stay exact even if scores are huge.
 
 mod backward;
 mod bounds;
@@ -24,7 +24,8 @@ use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput
 use burn::backend::Backend;
 use std::ops::Range;
 
-/// Computes the output and the logsumexp in two parts (reference scores and logarithms) of a validated problem.
+/// Computes the output and the logsumexp of a validated problem. The logsumexp has two parts: the reference scores, and
+/// the logarithms of the softmax sums.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -50,8 +51,8 @@ pub(crate) fn backward<B: Backend>(
     backward::of_blocks(whole, saved, request, Sizes::MEASURED)
 }
 
-/// Returns the block of some queries and keys of `heads`, or `None` if no query of the block sees a key of the block. `heads` is
-/// a block with all queries and keys of its sequences.
+/// Returns the part of `heads` with the given queries and keys, or `None` if none of these queries sees any of these
+/// keys. `heads` is a block with all queries and keys of its sequences.
 fn visible<B: Backend>(
     heads: &Block<B>,
     bounds: &Bounds,
@@ -66,7 +67,7 @@ fn visible<B: Backend>(
     }
     let all = (0..problem.batch, 0..problem.kv_heads);
     let block = heads.part(all.0, all.1, queries.clone(), keys.clone());
-    // The code of score mods and mask mods reads positions, which depend on the lengths.
+    // Keep the positions for score mods and mask mods. Their code reads positions, which depend on the lengths.
     match seen == Seen::Everything && !problem.has_code() {
         true => Some(block.without_positions()),
         false => Some(block),

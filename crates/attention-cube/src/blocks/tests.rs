@@ -1,4 +1,4 @@
-//! Tests of blocks that are much smaller than the problem, against the reference in f64.
+//! Tests that compare attention in blocks, which are much smaller than the problem, with the reference in f64.
 
 use super::backward;
 use super::cuts::Sizes;
@@ -20,8 +20,8 @@ const KV_LEN: usize = 29;
 const HEAD_DIM: usize = 3;
 const VALUE_DIM: usize = 2;
 
-/// Sizes with which each dimension of the problem has several blocks, sizes with which a block has all heads, and sizes with
-/// which all queries are one block.
+/// Three choices of block sizes. With the first, each dimension of the problem has several blocks. With the second, a
+/// block covers all heads. With the third, one block covers all queries.
 const SIZES: [Sizes; 3] = [
     Sizes {
         rows: 12,
@@ -66,7 +66,8 @@ fn mask(shape: [usize; 4], device: &Device) -> Tensor<4, Bool> {
     numbers(shape, 11, device).greater_elem(-0.4)
 }
 
-/// Query, keys, values, the gradient of the output, and the gradient of the logsumexp.
+/// The inputs of a call: an array of query, keys, values and the output's gradient, and then the gradient of the
+/// logsumexp.
 type Rows = ([Tensor<4>; 4], Tensor<3>);
 
 fn rows(device: &Device) -> Rows {
@@ -107,7 +108,7 @@ fn expected(options: &dyn Fn(&Device) -> AttentionOptions) -> Vec<Vec<f64>> {
     found
 }
 
-/// Returns output, logsumexp and all gradients of the blocks.
+/// Returns output, logsumexp and all gradients of attention in blocks.
 fn of_blocks(
     options: &dyn Fn(&Device) -> AttentionOptions,
     ([query, key, value, weights], lse_weights): Rows,
@@ -179,10 +180,10 @@ fn check(name: &str, tolerance: f64, options: impl Fn(&Device) -> AttentionOptio
     }
 }
 
-/// The error of sums in f64.
+/// The largest error allowed if all sums are in f64.
 const EXACT: f64 = 1e-12;
 
-/// The error of code that computes in f32.
+/// The largest error allowed if some code computes in f32.
 const SINGLE: f64 = 1e-5;
 
 fn new() -> AttentionOptions {
@@ -235,7 +236,7 @@ fn blocks_single_options_match_reference() {
         new().score_mod::<Alibi>(Some(slopes.without_autodiff()))
     });
     check("mask mod", EXACT, |on| {
-        // The table has the documents of as many tokens as there are keys.
+        // The table holds the document of each position, for as many positions as there are keys.
         let table = SameDocument::table(documents(KV_LEN, on));
         new().mask_mod::<SameDocument>(Some(table))
     });
@@ -306,7 +307,8 @@ fn blocks_combined_options_match_reference() {
     });
 }
 
-/// Scores far beyond the range of the exponential, with the largest key in the first, the last or a middle block.
+/// Checks scores far beyond the range of the exponential. The largest score of a query is in the first, the last or a
+/// middle block.
 #[test]
 fn blocks_large_scores_match_reference() {
     for scale in [1e4, -1e4, 1e9] {
@@ -315,7 +317,8 @@ fn blocks_large_scores_match_reference() {
     }
 }
 
-/// NaN in rows that no query sees, and in the gradients of queries that see no key, must not change a result.
+/// Checks that NaN in rows that no query sees, and in the gradients of queries that see no key, does not change any
+/// result.
 #[test]
 fn blocks_poisoned_hidden_rows_match_reference() {
     let options = |on: &Device| {
@@ -345,7 +348,7 @@ fn blocks_poisoned_hidden_rows_match_reference() {
     }
 }
 
-/// A row of V that only the queries of other blocks see must not reach a query that sees no key.
+/// Checks that NaN in a row of V does not reach a query that sees no key, if only other queries see the row.
 #[test]
 fn blocks_partly_hidden_nan_spares_queries_without_keys() {
     let device = Device::flex();

@@ -1,13 +1,13 @@
-//! Environment variables that restrict a device's profile. With these variables, tests reach engines and tiles that
-//! selection would not choose on the device.
+//! Environment variables that restrict a device's profile. With these variables, tests can use engines and tiles that
+//! would not be chosen on the device.
 //!
 //! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The engine `blocks` is always
 //!   enabled as the last engine.
 //! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer GPU.
-//! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). `device` enables
-//!   the device's own cmma, which gives right results on one H100 and one H200 and is untested on other devices. `none`
-//!   disables cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`,
-//!   emulates cmma with f32 operands.
+//! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). `device`
+//!   enables the device's own cmma, which is tested only on one H100 and one H200, with right results. `none` disables
+//!   cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`, emulates
+//!   cmma with f32 operands.
 //!
 //! Each variable is read once, when the first device is queried.
 
@@ -23,7 +23,8 @@ pub(crate) struct DeviceOverride {
     /// The enabled engines, or `None` if all engines are enabled.
     engines: Option<Vec<Engine>>,
     shared_memory: Option<usize>,
-    /// The cmma support that `ATTENTION_FRAGMENTS` selects. With `None`, engines do not use the device's own cmma.
+    /// The cmma support that `ATTENTION_FRAGMENTS` selects. If the variable is not set (`None`), engines do not use the
+    /// device's own cmma.
     fragments: Option<FragmentOverride>,
 }
 
@@ -39,8 +40,8 @@ enum FragmentOverride {
 /// The reason why a device's own cmma is off by default.
 const UNTRIED: &str = "its products are tested on few devices yet; set ATTENTION_FRAGMENTS=device to use this device's matrix units";
 
-/// Returns the units per plane of a device that emulates cmma. The result is 32 if an `m × n` accumulator has at most 32
-/// vectors of 4 elements, and 64 otherwise.
+/// Returns the plane size (units per plane) of a device that emulates cmma. The size is 32 if an `m × n` accumulator
+/// has at most 32 vectors of 4 elements, and 64 otherwise.
 fn emulated_plane(fragments: &Fragments) -> usize {
     match fragments.m * fragments.n / 4 {
         0..=32 => 32,

@@ -71,8 +71,8 @@ impl DeviceProfile {
             bindings: hardware.max_bindings as usize,
             largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
             cube_count: hardware.max_cube_count.0,
-            // The field `processors` is `None` for a GPU. Runtimes report a physical device for every GPU, so a device
-            // without a physical device is a software driver.
+            // `processors` is `None` for a GPU. Runtimes report a physical device for every GPU, so a device without a
+            // physical device is a software driver on the CPU.
             processors: properties.identity.physical.is_none().then(processors),
             multiprocessors: hardware
                 .num_streaming_multiprocessors

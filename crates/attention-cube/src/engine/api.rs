@@ -66,8 +66,8 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Backward, Refusal>;
 
-    /// Returns the number of key splits (split-KV, flash-decoding), whose partial results a second kernel combines. Without
-    /// split-KV, the number is 1.
+    /// Returns the number of key splits (split-KV, flash-decoding). A second kernel combines their partial results.
+    /// Without split-KV, the number is 1.
     fn splits(plan: &Self::Forward) -> usize;
 
     /// True if the forward's kernels can read keys and values in pages of `page_len` keys. Otherwise a launch first copies
@@ -91,7 +91,7 @@ pub struct RowScales {
     pub value: CubeTensor,
 }
 
-/// The launches of an engine's kernels. Only builds that contain the kernels have this trait.
+/// The launches of an engine's kernels. This trait exists only in builds that contain the kernels.
 #[cfg(feature = "cube")]
 pub trait Launch: AttentionEngine {
     /// Launches the forward and returns the output and the logsumexp. The problem's tensors have at least one element.

@@ -100,8 +100,8 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets` gives the
-    /// positions of sequence lengths and segment bounds in the tensor that holds them.
+    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets`
+    /// locates the sequence lengths and segment bounds in the buffer that packs them.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,

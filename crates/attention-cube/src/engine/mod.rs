@@ -117,7 +117,7 @@ macro_rules! engines {
         }
 
         impl ForwardKernel {
-            /// Returns the engine that the kernels belong to.
+            /// Returns the engine that provides the kernels.
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
@@ -125,8 +125,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns the number of key splits (split-KV), whose results a second kernel combines. The number is 1 without
-            /// splits.
+            /// Returns the number of key splits (split-KV). A second kernel combines their results. The number is 1
+            /// without splits.
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+
@@ -199,7 +199,7 @@ macro_rules! engines {
         }
 
         impl BackwardKernel {
-            /// Returns the engine that the kernels belong to.
+            /// Returns the engine that provides the kernels.
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
@@ -256,7 +256,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// Returns the engine that the kernels belong to.
+    /// Returns the engine that provides the kernels.
     pub fn engine(&self) -> Engine {
         match self {
             Self::Forward(kernel) => kernel.engine(),

@@ -35,8 +35,8 @@ pub(crate) struct OptionalInputs {
 }
 
 impl OptionalInputs {
-    /// Prepares the optional inputs for kernels with the given block sizes. Also returns, for each kernel, the positions of
-    /// sequence lengths and segment bounds in `lengths_and_ids`.
+    /// Prepares the optional inputs for kernels with the given block sizes. For each kernel, also returns the offsets
+    /// of the sequence lengths and segment bounds in `lengths_and_ids`.
     pub(crate) fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
@@ -69,7 +69,7 @@ impl OptionalInputs {
         (optional_inputs, offsets)
     }
 
-    /// True if the bias has only one element per query head, which is added to all scores of that head.
+    /// True if the bias has only one element per query head. This element is added to all scores of the head.
     #[cfg(feature = "cuda")]
     pub(crate) fn has_bias_of_head(&self) -> bool {
         let strides = self.bias.as_ref().map(|bias| &bias.meta.strides()[2..]);
@@ -82,16 +82,16 @@ impl OptionalInputs {
         self.bias.as_ref().and_then(|bias| Half::of(bias.dtype))
     }
 
-    /// If kernels can prefetch two neighbouring elements of the bias in a 32-bit word, returns the half precision type of
-    /// the bias. Otherwise returns `None`.
+    /// Returns the half-precision type of the bias if kernels can prefetch two neighbouring bias elements as one 32-bit
+    /// word. Otherwise returns `None`.
     #[cfg(feature = "cuda")]
     pub(crate) fn half_of_bias_by_twos(&self) -> Option<Half> {
         self.half_of_bias()
             .filter(|_| bias_vector(self.bias.as_ref()) == 2)
     }
 
-    /// Builds the kernel argument that turns `q·k` into scores and hides keys, for a kernel that reads one mask element per
-    /// score. `offsets` gives the positions of sequence lengths and segment bounds in `lengths_and_ids`.
+    /// Builds the kernel argument with which a kernel turns `q·k` into scores and hides keys. The kernel reads one mask
+    /// element per score. `offsets` locates the sequence lengths and segment bounds in `lengths_and_ids`.
     pub(crate) fn scoring<M: Numeric, F: Float>(
         &self,
         offsets: BoundsOffsets,
@@ -135,8 +135,8 @@ impl OptionalInputs {
         self.mask.iter().chain(self.beside_mask())
     }
 
-    /// Returns all optional tensors except the mask: bias, lengths and segment ids, and the tables of score mod and mask mod.
-    /// Kernels that read the mask as packed bits take these tensors and a packed mask.
+    /// Returns all optional tensors except the mask: the bias, the lengths and segment ids, and the tables of score mod
+    /// and mask mod. Kernels that read the mask as packed bits take these tensors together with a packed mask.
     pub(crate) fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
         let beside_mask = [
             &self.bias,

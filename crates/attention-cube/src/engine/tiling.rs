@@ -28,7 +28,7 @@ const BLOCKS_PER_SPLIT: usize = 2;
 
 /// Returns the number of query heads of a GQA group that are packed into a tile of `rows` rows.
 pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
-    // Pack heads into a tile only if at least two heads fit. For only one head, packing would not change the tile.
+    // Pack heads into a tile only if at least two heads fit, because packing one head would not change the tile.
     match rows / problem.q_len.max(1) {
         0 | 1 => 1,
         heads => heads.min(problem.group().max(1)),
@@ -40,7 +40,7 @@ pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
 pub(crate) struct QueryTiles {
     /// The number of tiles over all heads and sequences.
     pub all: usize,
-    /// The number of heads whose tiles are in flight together (at the same time).
+    /// The number of heads whose tiles are in flight at the same time.
     pub together: usize,
 }
 
@@ -81,17 +81,18 @@ pub(crate) fn splits(
     (cubes / tiles.max(1)).clamp(1, blocks.max(1))
 }
 
-/// The largest number of waves of cubes with split keys. A wave is the number of cubes that the device runs at once. If a
-/// launch may have several waves, the plan can choose a number of splits that nearly fills the last wave.
+/// The largest number of waves of cubes in a launch with split keys. A wave is the number of cubes that the device runs
+/// at once. If a launch may have several waves, the plan can choose a number of splits that nearly fills the last wave.
 const MOST_ROUNDS: usize = 4;
 
-/// The fewest key blocks per split in decoding. With the value 1, Gemma 4 E2B on an H200 decoded 495 tokens/s at 2,048 tokens
-/// of context, and 488 tokens/s at 8,192. With the value 2, it decoded 485 tokens/s at both context lengths.
+/// The fewest key blocks per split in decoding. With the value 1, Gemma 4 E2B on an H200 decoded 495 tokens/s at 2,048
+/// tokens of context, and 488 tokens/s at 8,192. With the value 2, the model decoded 485 tokens/s at both context
+/// lengths.
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
-/// The time to start and end a cube, in units of the time that one key block takes. With the value 2, Gemma 4 E2B on an H200
-/// decoded 495 tokens/s at 2,048 tokens of context, and 488 at 8,192. With the value 1 and at least two blocks per split, it
-/// decoded 488 tokens/s at both context lengths.
+/// The time to start and end a cube, in units of the time that one key block takes. With the value 2, Gemma 4 E2B on an
+/// H200 decoded 495 tokens/s at 2,048 tokens of context, and 488 at 8,192. With the value 1 and at least two blocks per
+/// split, the model decoded 488 tokens/s at both context lengths.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
 /// Returns the number of key splits (split-KV) for a launch with few query rows. The result is the smallest number of splits
@@ -121,23 +122,25 @@ fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
 }
 
-/// The largest number of heads in flight together with segments or intervals of visible keys. A GPU runs more than a hundred
-/// CTAs at once. With at most 32 heads, several CTAs read the same operands, which the L2 cache then holds.
+/// The largest number of heads whose tiles are in flight at the same time, for problems with segments or intervals of
+/// visible keys. A GPU runs more than a hundred CTAs at once. With at most 32 heads, several CTAs read the same
+/// operands, which the L2 cache then holds.
 const HEADS_WITH_BOUNDS: usize = 32;
 
-/// The largest sum of the head sizes of K and V for which [`HEADS_WITH_BOUNDS`] heads are in flight together. The operands of
-/// as many wider heads would not fit the L2 cache.
+/// The largest sum of the head sizes of K and V for which the tiles of [`HEADS_WITH_BOUNDS`] heads are in flight at the
+/// same time. If the heads were wider, their operands would not fit the L2 cache.
 const COLUMNS_WITH_BOUNDS: usize = 512;
 
-/// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
+/// Returns the number of heads whose tiles are in flight at the same time. There are `planes` heads, counted over all
+/// sequences.
 ///
 /// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in flight
 /// must fit the L2 cache. Without a causal mask, the heads run one after another.
 ///
-/// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another, the
-/// long tiles of the last head would run alone at the end. On an H200 (2026-11-28), image blocks of 256 tokens multiply the
-/// time of causal attention. At head size 256, the factor is 1.19 with one head in flight and 1.08 with all 16 heads. At head
-/// size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
+/// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another,
+/// the long tiles of the last head would run alone at the end. On an H200 (2026-11-28), intervals for image blocks of
+/// 256 tokens make causal attention slower. At head size 256, the factor is 1.19 with one head in flight and 1.08 with
+/// all 16 heads. At head size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.has_bounds() && problem.head_dim + problem.value_dim <= COLUMNS_WITH_BOUNDS {
         return HEADS_WITH_BOUNDS.clamp(1, planes.max(1));
@@ -155,11 +158,11 @@ pub struct BackwardPlan<T> {
     pub query: T,
     /// The kernel that sums dK, and also dV unless the field `value` is `Some`.
     pub key: T,
-    /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums it.
+    /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums dK and dV.
     pub value: Option<T>,
-    /// The number of query heads, counted over all sequences, whose tiles are in flight together.
+    /// The number of query heads, counted over all sequences, whose tiles are in flight at the same time.
     pub queries_together: usize,
-    /// The number of key heads, counted over all sequences, whose tiles are in flight together.
+    /// The number of key heads, counted over all sequences, whose tiles are in flight at the same time.
     pub keys_together: usize,
     /// The number of splits in each kernel of the backward.
     pub splits: GradientSplits,

@@ -1,9 +1,9 @@
 //! Dropout of probabilities by a counter-based generator, so that the backward draws the same bits as the forward.
 //!
-//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each
-//! query head of each sequence has its own generator key. The generator's counter is the index of a *cell* of eight scores:
-//! queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are below 8, and `j` is
-//! even. A thread holds whole cells of an `mma` or `wgmma` fragment whose rows are queries.
+//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011).
+//! Each query head of each sequence has its own generator key. The generator's counter is the index of a *cell* of
+//! eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are
+//! below 8, and `j` is even. In an `mma` or `wgmma` fragment whose rows are queries, each thread holds whole cells.
 //!
 //! A draw has 64 bits: a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high), and the
 //! exclusive or of two other bytes of the cell (low). The chance of a drop has a resolution of 2⁻¹⁶. The chance that two
@@ -45,7 +45,8 @@ pub(crate) struct Threshold {
 }
 
 impl Threshold {
-    /// Returns the threshold that drops a probability with the chance `probability`, rounded to a multiple of 2⁻¹⁶.
+    /// Returns the threshold with which dropout drops an element of P with the chance `probability`, rounded to a
+    /// multiple of 2⁻¹⁶.
     pub(crate) fn of(probability: f64) -> Self {
         let dropped = (probability * f64::from(LEVELS)).round() as u32;
         let keeps_hits = dropped > hits(0x8000 | INFINITY);
@@ -57,7 +58,8 @@ impl Threshold {
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
             // A hit is a value of the random bits above the threshold. A positive threshold has at most 0x7C00 hits
-            // (`INFINITY`). A negative threshold has at least two more hits, because the f16 numbers +0 and −0 are above it.
+            // (`INFINITY`). A negative threshold has at least two more hits, because the f16 numbers +0 and −0 are
+            // above the threshold.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
@@ -123,9 +125,9 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and
-    // `j + 9`. Each word belongs to one query. The low half of a word belongs to the keys `j` and `j + 8`, and the high half
-    // to the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
+    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8`
+    // and `j + 9`. Each word is for one query. The low half of a word is for keys `j` and `j + 8`, the high half for
+    // keys `j + 1` and `j + 9`. In a half, the high byte is for the smaller key.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);

@@ -9,8 +9,8 @@ use cubecl::prelude::*;
 /// the factor. Below 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the score that the softmax
-/// subtracts, about the row maximum.
+/// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the number that the
+/// softmax subtracts from each score, at or near the row maximum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowLseDelta {
@@ -20,7 +20,7 @@ pub(crate) struct RowLseDelta {
     pub logarithm: f32,
 }
 
-/// The derivatives of the loss with respect to one score.
+/// The probability of one score, and the derivatives of the loss with respect to this score.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {

@@ -14,7 +14,8 @@ pub(crate) struct Rows {
     /// The range of rows that may be read, `first..end`. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
-    /// The index of an existing row. Loads read this row in place of a row that must not be read, and ignore its elements.
+    /// The index of an existing row. In place of a row that must not be read, loads read this row and discard its
+    /// elements.
     pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,

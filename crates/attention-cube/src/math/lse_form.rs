@@ -13,8 +13,8 @@ const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. All scores must be near 0, because an f32 rounds large logsumexps too coarsely.
     Whole,
-    /// The logsumexp as one f32, if the reference score is near 0. Otherwise the f32 is a mark, and two other rows of the
-    /// tensor store the reference score and the logarithm.
+    /// The logsumexp as one f32, if the reference score is near 0. Otherwise the f32 is a marker value, and two other
+    /// rows of the tensor store the reference score and the logarithm.
     Marked,
     /// The reference score and the logarithm as two separate f32 values.
     Apart,

@@ -1,7 +1,8 @@
 //! The tile scheduler assigns a tile to each cube, and starts the longest tiles first.
 //!
-//! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles are
-//! numbered in descending order of their queries. Short tiles come last, so that no cube works alone at the end.
+//! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles
+//! are numbered in descending order of their queries. Short tiles come last, so that at the end of the launch no cube
+//! runs a long tile alone.
 //!
 //! The scheduler divides the (head, sequence) pairs into groups. The operands of a group fit the L2 cache. All tiles of a
 //! group start before the tiles of the next group.
@@ -20,7 +21,8 @@ pub(crate) struct Grid {
     pub heads: u32,
     /// The number of (head, sequence) pairs. This module calls such a pair a plane, although it is not a CubeCL plane (warp).
     pub planes: u32,
-    /// The number of (head, sequence) pairs whose tiles are scheduled together.
+    /// The number of (head, sequence) pairs in one group of the schedule. All tiles of a group start before the tiles
+    /// of the next group.
     pub together: u32,
     /// The number of cubes with work. The launch may have a few more cubes.
     pub cubes: u32,
@@ -82,7 +84,7 @@ pub(crate) struct Assignment {
     pub exists: bool,
 }
 
-/// Returns the tile of work item `item` that the cube computes in iteration `turn` of its loop.
+/// Returns the tile of the work item `item` that the cube computes in the `turn`-th iteration of its loop.
 ///
 /// A work item may be a pair of mirrored tiles, such as the first and the last tile of a sequence. Under a causal mask, all
 /// pairs have equal work.

@@ -94,8 +94,8 @@ pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub tables: KernelTables,
 }
 
-/// Returns the element offset of a score in a mask or bias. `place` has the score's sequence, head, query and key. All other
-/// arguments are the strides of these dimensions.
+/// Returns the element offset of a score in a mask or bias. `place` has the score's sequence, head, query and key. The
+/// other arguments are the strides of these four dimensions, in elements.
 #[cube]
 fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch

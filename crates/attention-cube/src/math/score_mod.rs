@@ -19,7 +19,8 @@ macro_rules! comptime {
     };
 }
 
-/// The score for which the code of a [`ScoreMod`] or [`MaskMod`] runs.
+/// The sequence, query head, query and key of a score, which the code of a [`ScoreMod`] or [`MaskMod`] gets as an
+/// argument.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(feature = "cube", derive(CubeType), expand(derive(Clone, Copy)))]
 pub struct ScorePlace {
@@ -72,14 +73,14 @@ impl ScorePlace {
     /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for
     /// earlier keys and negative for later keys.
     ///
-    /// Positions follow the alignment of the causal mask: at the bottom right, the last query has the position of the last
-    /// key. See also [`kv_lengths`](crate::AttentionOptions::kv_lengths).
+    /// Positions follow the alignment of the causal mask. With bottom-right alignment, the last query has the position
+    /// of the last key. See also [`kv_lengths`](crate::AttentionOptions::kv_lengths).
     pub fn distance(&self) -> i32 {
         self.query + self.offset - self.key
     }
 
-    /// Returns the distance as f32. On tensor cores this is cheaper than converting [`distance`](Self::distance) to f32.
-    /// Kernels may round distances from 2²⁴ on differently, so a mask must not depend on these distances.
+    /// Returns the distance as f32. On tensor cores this is cheaper than converting [`distance`](Self::distance) to
+    /// f32. Kernels may round distances of 2²⁴ and more differently, so a mask must not depend on such distances.
     pub fn distance_f32(&self) -> f32 {
         if comptime!(self.has_float_distance) {
             self.float_distance
@@ -183,7 +184,8 @@ impl MaskCode {
     }
 }
 
-/// Implements `Eq`, `Hash` and `Debug` by the type of the code. CubeCL uses these traits to look up compiled kernels.
+/// Implements `Eq`, `Hash` and `Debug` by the type of the code, because CubeCL uses these traits to look up compiled
+/// kernels.
 macro_rules! by_type {
     ($code:ident) => {
         impl PartialEq for $code {

@@ -1,6 +1,6 @@
 //! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates.
 
-/// The rows that a tile of a kernel keeps: queries or keys. The kernel streams blocks of the opposite kind.
+/// The rows that a tile of a kernel keeps: queries or keys. The kernel streams blocks of the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// A tile keeps queries, and the kernel streams keys.

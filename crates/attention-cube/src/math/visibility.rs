@@ -8,8 +8,8 @@ use crate::math::side::Side;
 use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// The size of an unlimited side of the window. It is larger than every position, and small enough that its sum with a
-/// position fits in i32.
+/// The value of a window size (left or right) without a limit. The value is larger than every position, and small
+/// enough that its sum with a position fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
 /// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
@@ -194,8 +194,8 @@ pub(crate) struct Keys {
     pub end: i32,
 }
 
-/// Returns the range of keys that query `i` sees by the window and the sequence's length. The range is empty if the query
-/// does not exist.
+/// Returns the range of keys that the window and the sequence's length let query `i` see. The range is empty if the
+/// query does not exist.
 #[cube]
 pub(crate) fn keys_of(seq_info: &SeqInfo, i: i32) -> Keys {
     Keys {
@@ -219,7 +219,8 @@ fn end_query(seq_info: &SeqInfo, j: i32) -> i32 {
     )
 }
 
-/// Returns the queries that see key `j` by window and length, or an empty range if the key does not exist.
+/// Returns the range of queries that the window and the lengths let see key `j`, or an empty range if the key does not
+/// exist.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
@@ -356,7 +357,8 @@ fn bounds_of(
     start + comptime!(structure.bounds_of_side(side)) * (batch * blocks + block)
 }
 
-/// A range of blocks of the side that the kernel streams (queries or keys).
+/// A range of the blocks that a kernel streams: blocks of keys for a tile of queries, or blocks of queries for a tile
+/// of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Blocks {
@@ -496,7 +498,7 @@ pub(crate) struct Documents {
     pub last: i32,
 }
 
-/// Returns the range of document ids in a block. If the problem has no segments, all tokens belong to one document.
+/// Returns the range of document ids in a block. If the problem has no segments, all tokens are in one document.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn documents_of(
@@ -545,7 +547,7 @@ pub(crate) fn id_of(
     }
 }
 
-/// True if query `i` sees key `j` by window, length, segments and intervals. Query and key must exist.
+/// True if window, length, segments and intervals all let query `i` see key `j`. Query and key must exist.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -131,8 +131,8 @@ impl MultiHeadAttention {
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
     ///
     /// # Panics
-    /// Panics if an input or a mask does not fit, or if an active dropout is above 0.99. Panics also if attention does not
-    /// support the device or the head size.
+    /// Panics if an input or a mask has a wrong shape, or if an active dropout is above 0.99. Panics also if attention
+    /// does not support the device or the head size.
     pub fn forward(&self, input: MhaInput) -> Tensor<3> {
         let ([query, key, value], masks) = self.project_input(input);
         self.compute_context(query, key, value, masks)
@@ -145,7 +145,7 @@ impl MultiHeadAttention {
     /// `weights [batch, n_heads, q_len, kv_len]`, `context [batch, q_len, d_model]`. The weights include active dropout.
     ///
     /// # Panics
-    /// Panics if an input or a mask does not fit.
+    /// Panics if an input or a mask has a wrong shape.
     pub fn forward_with_weights(&self, input: MhaInput) -> MhaOutput {
         let ([query, key, value], masks) = self.project_input(input);
         let weights = self.compute_weights(query, key, masks);
@@ -207,7 +207,7 @@ impl MultiHeadAttention {
         self.project_output(heads)
     }
 
-    /// True if [`Dropout::forward`] would change the probabilities of this query and key.
+    /// True if [`Dropout::forward`] would change the probabilities computed from `query` and `key`.
     fn has_active_dropout(&self, query: &Tensor<4>, key: &Tensor<4>) -> bool {
         let has_autodiff = query.device().is_autodiff() || key.device().is_autodiff();
         has_autodiff && self.dropout.training.is_enabled() && self.dropout.prob != 0.0

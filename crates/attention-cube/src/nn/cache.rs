@@ -40,9 +40,9 @@ impl MhaCache {
 impl MultiHeadAttention {
     /// Computes the context (attention output) of the whole sequence with a cache.
     ///
-    /// The first call computes all queries. Each later call gets one more token, and computes only this token's context. The
-    /// contexts of earlier tokens do not change. With a causal mask in the first call, the contexts equal those of one
-    /// causal [`forward`](Self::forward) over the whole sequence.
+    /// The first call computes all queries. Each later call gets one more token, and computes only this token's
+    /// context. The contexts of earlier tokens do not change. With a causal mask in the first call, the contexts equal
+    /// the output of one causal [`forward`](Self::forward) over the whole sequence.
     ///
     /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`, and need no
     /// [`causal`](MhaInput::causal).

@@ -316,8 +316,8 @@ impl FusedTransformerEncoder {
     /// `tensor [batch, length, d_model]` → `[batch, length, d_model]`.
     ///
     /// # Panics
-    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache belongs to an encoder with another number of
-    /// layers.
+    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache was created for an encoder with another
+    /// number of layers.
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerEncoderInput,

@@ -13,7 +13,7 @@ pub(super) struct Masks {
 }
 
 impl Masks {
-    /// Returns the masks of the last query.
+    /// Returns the masks for the last query alone: only the last row of `attn` is kept.
     pub fn last_query(self) -> Self {
         Self {
             attn: self.attn.map(|attn| {
@@ -24,8 +24,8 @@ impl Masks {
         }
     }
 
-    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension along which all masks
-    /// are broadcast has size 1.
+    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension has size 1 if both
+    /// masks are broadcast along it.
     ///
     /// # Shapes
     /// `[batch, 1, q_len, kv_len]`.

@@ -28,7 +28,7 @@
 //! let context = fused.forward(input.clone());
 //! assert_eq!(context.dims(), [2, 10, 32]);
 //!
-//! // The probabilities, in memory that is quadratic in the length, are computed on request.
+//! // This method also returns the probabilities, which need memory that is quadratic in the length.
 //! let output = fused.forward_with_weights(input);
 //! assert_eq!(output.weights.dims(), [2, 4, 10, 10]);
 //! # }

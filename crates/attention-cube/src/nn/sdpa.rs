@@ -13,8 +13,9 @@ use burn::tensor::{Bool, Tensor};
 ///
 /// # Shapes
 /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
-/// `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`, all of one float dtype. `kv_heads`
-/// divides `q_heads` (GQA). The mask is `[batch, q_heads, q_len, kv_len]`, where a dimension of size 1 is broadcast.
+/// `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. All four tensors have the same
+/// float dtype. `kv_heads` divides `q_heads` (GQA). The mask is `[batch, q_heads, q_len, kv_len]`, where a dimension of
+/// size 1 is broadcast.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.

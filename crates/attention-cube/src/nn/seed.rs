@@ -2,15 +2,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, the second
-/// call of a process would use the same dropout seed as the first call of a process whose seed is larger by 1.
+/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, the
+/// second call with seed `n` would use the same dropout seed as the first call of a process with seed `n + 1`.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
-/// Sets the seed for the dropout of probabilities in this process. An encoder's other dropouts use the random numbers of the
-/// device.
+/// Sets the seed for the dropout of attention probabilities in this process. An encoder's other dropouts use the random
+/// numbers of the device.
 ///
-/// Each forward with active dropout derives its own seed. The default seed is 0. In data-parallel training, give each
-/// process its own seed.
+/// Each forward pass with active dropout derives its own seed from this seed. The default seed is 0. In data-parallel
+/// training, give each process its own seed.
 ///
 /// ```
 /// attention_cube::nn::seed_dropout(42);

@@ -123,7 +123,8 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// Validates a problem whose `pages` of keys and values have the shapes `[pages, kv_heads, page_len, columns]`.
+    /// Validates a problem with keys and values in pages. `pages` has their shapes,
+    /// `[pages, kv_heads, page_len, columns]`.
     fn of_pages(
         query: &Tensor<4>,
         pages: KeyValueShapes,
@@ -158,8 +159,8 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // Describe keys and values as contiguous tensors, because options such as the mask refer to a key by its position in
-        // the sequence. The order of the pages does not matter.
+        // Describe keys and values as contiguous tensors, because options such as the mask refer to a key by its
+        // position in the sequence. The place of a key in the pages does not matter to the options.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {
@@ -505,7 +506,8 @@ pub(crate) fn check_place_of(
     })
 }
 
-/// Checks that all tensors use one checkpointing strategy, because Burn merges the autodiff graphs of a call's tensors.
+/// Checks that all tensors use the same gradient checkpointing strategy, because Burn merges the autodiff graphs of a
+/// call's tensors.
 fn check_checkpointing(
     query: &Device,
     [key, value]: [Device; 2],
@@ -545,7 +547,7 @@ fn check_checkpointing(
     check_strategies(devices.into_iter().chain(intervals))
 }
 
-/// Checks that all devices under autodiff have one checkpointing strategy.
+/// Checks that all devices under autodiff have the same gradient checkpointing strategy.
 pub(crate) fn check_strategies(
     devices: impl IntoIterator<Item = (&'static str, Option<Device>)>,
 ) -> Result<(), AttentionError> {

@@ -1,5 +1,4 @@
-//! A block of an attention problem: a range of its sequences, heads, queries and keys, with the tensors that belong to the
-//! range.
+//! A block of an attention problem: ranges of its sequences, heads, queries and keys, with these parts of the tensors.
 
 use super::score_mod::Tables;
 use super::tensors::cast;
@@ -35,7 +34,8 @@ pub(crate) struct Place {
 
 /// The tensors and sizes of a block, and the block's place. Keys and values are contiguous, not in pages.
 pub(crate) struct Block<B: Backend> {
-    /// The rows of the inputs that belong to the block. The sequence lengths count from the first row of the call.
+    /// The parts of the inputs that the block covers. The sequence lengths still count from the first row of the whole
+    /// call.
     pub inputs: AttentionInputs<B>,
     /// The options of the call, with the sizes of the block.
     pub problem: AttentionProblem,
@@ -183,7 +183,8 @@ impl<B: Backend> Block<B> {
     }
 }
 
-/// Returns the ranges of a tensor that broadcasts to the scores. A dimension of size 1 has the range `0..1`.
+/// Returns the ranges of a tensor, such as the mask, that is broadcast to the scores. `scores` are the ranges of the
+/// scores. A dimension of size 1 has the range `0..1`.
 fn broadcast(shape: &Shape, scores: &[Range<usize>; 4]) -> [Range<usize>; 4] {
     [0, 1, 2, 3].map(|dim| match shape[dim] {
         1 => 0..1,
@@ -191,14 +192,14 @@ fn broadcast(shape: &Shape, scores: &[Range<usize>; 4]) -> [Range<usize>; 4] {
     })
 }
 
-/// Returns the slices of a tensor, or `None` if the ranges cover the whole tensor.
+/// Converts ranges of a tensor to Burn's slices. Returns `None` if the ranges cover the whole tensor.
 fn slices(shape: &Shape, ranges: &[Range<usize>]) -> Option<Vec<Slice>> {
     let mut sizes = ranges.iter().enumerate();
     let is_whole = sizes.all(|(dim, range)| range.len() == shape[dim]);
     (!is_whole).then(|| ranges.iter().cloned().map(Slice::from).collect())
 }
 
-/// Returns a part of a float tensor.
+/// Returns the part of a float tensor in `ranges`.
 pub(crate) fn floats<B: Backend>(
     tensor: FloatTensor<B>,
     ranges: &[Range<usize>],

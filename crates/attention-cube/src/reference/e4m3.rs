@@ -1,7 +1,7 @@
-//! The codes of e4m3 (OCP FP8 E4M3, e4m3fn) and their numbers.
+//! The codes of e4m3 (OCP FP8 E4M3, e4m3fn), and the numbers that they represent.
 //!
-//! A code is a sign bit, 4 exponent bits with bias 7, and 3 mantissa bits. Codes below 8 are multiples of 2⁻⁹. The largest
-//! number is 448. The two NaN codes count as ±480.
+//! A code is a sign bit, 4 exponent bits with bias 7, and 3 mantissa bits. Codes 0 to 7 represent the multiples of 2⁻⁹
+//! below 2⁻⁶ (zero and the subnormal numbers). The largest number is 448. The two NaN codes count as ±480.
 
 use super::quantized::packed;
 use super::tensors::{bool_dtype, cast};
@@ -12,7 +12,7 @@ use burn::backend::{
 };
 use burn::tensor::{DType, IntDType, Shape, TensorData};
 
-/// The number 2²³. A sum of this number and a float from 0 to 2²³ is a whole number, rounded with ties to even.
+/// The number 2²³. Adding this number to a float from 0 to 2²³ rounds the float to a whole number, with ties to even.
 const WHOLE: f32 = 8_388_608.0;
 
 /// Converts rows, `[batch, heads, length, columns]`, to words of e4m3 codes of `rows / scales`. `scales` is
@@ -36,7 +36,8 @@ fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let is_negative = B::float_lower_elem(numbers.clone(), 0.0.into(), bools);
     let magnitudes = B::float_abs(B::float_mask_fill(numbers, is_nan.clone(), 0.0.into()));
     let magnitudes = B::float_clamp_max(magnitudes, LARGEST_E4M3.into());
-    // A code is `base` plus the magnitude in units of the last mantissa bit. Both depend on the magnitude's power of two.
+    // A code is `base` plus the rounded product of the magnitude and `units`. `base` and `units` depend on the largest
+    // power of two up to the magnitude.
     let mut units = B::float_add_scalar(
         B::float_mul_scalar(magnitudes.clone(), 0.0.into()),
         512.0.into(),
@@ -57,7 +58,7 @@ fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     B::int_mask_where(codes, is_negative, signed)
 }
 
-/// Returns the number of each code, in `dtype`.
+/// Returns the number that each code represents, in `dtype`.
 pub(super) fn numbers<B: Backend>(codes: IntTensor<B>, dtype: DType) -> FloatTensor<B> {
     let table: Vec<f32> = (0..=255).map(number_of).collect();
     let table = B::float_from_data(TensorData::new(table, [256]), &codes.device());
@@ -67,7 +68,7 @@ pub(super) fn numbers<B: Backend>(codes: IntTensor<B>, dtype: DType) -> FloatTen
     B::float_reshape(numbers, shape)
 }
 
-/// Returns the number of one code.
+/// Returns the number that a code represents.
 fn number_of(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match exponent {
@@ -96,7 +97,8 @@ mod tests {
     #[test]
     fn codes_of_each_number_give_its_code() {
         for code in 0..=255u8 {
-            // The NaN codes count as ±480, which exceeds the largest number. −0 becomes 0.
+            // Skip the NaN codes, because they count as ±480, which exceeds the largest number. Skip −0, which becomes
+            // 0.
             if code & 127 != 127 && code != 128 {
                 let found = codes_of(&[number_of(code)])[0];
                 assert_eq!(found as u8, code, "{}", number_of(code));

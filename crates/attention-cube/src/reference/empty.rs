@@ -10,13 +10,13 @@ use crate::types::tensors::{
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// True if the problem has queries. Problems in this module have no queries or no keys, so no query sees a key.
+/// True if the problem has queries. In this module, problems with queries have no keys, so no query sees a key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }
 
-/// Computes the forward of a problem without queries or keys. The output is 0, and the logsumexp is the head's sink, or −∞
-/// without sinks.
+/// Computes the forward pass of a problem without queries or without keys. The output is 0. The logsumexp is the head's
+/// sink, or −∞ without sinks.
 pub(super) fn forward<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -70,8 +70,8 @@ pub(crate) fn forward_in_parts<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Computes the gradients of an empty problem. Only the gradient of the sinks may be nonzero: without keys, the logsumexp is
-/// the sink.
+/// Computes the gradients of an empty problem. Only the gradient of the sinks may be nonzero, because the logsumexp
+/// without keys is the sink.
 pub(crate) fn backward<B: Backend>(
     inputs: AttentionInputs<B>,
     saved: AttentionSaved<B>,

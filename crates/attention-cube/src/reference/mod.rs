@@ -29,8 +29,8 @@ use burn::tensor::{Shape, Tensor};
 
 /// Computes output and logsumexp of attention by the definition, in tensor operations that Burn's autodiff can differentiate.
 ///
-/// The contract and the shapes are the ones of [`attention_with_lse`](crate::attention_with_lse). The memory is O(q_len ×
-/// kv_len).
+/// The contract and the shapes are the ones of [`attention_with_lse`](crate::attention_with_lse). The memory is
+/// `O(q_len · kv_len)`.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.
@@ -70,7 +70,7 @@ pub fn quantized_attention(
     attention(query, key, value, options)
 }
 
-/// Computes the forward. Returns the logsumexp as one tensor `[batch, q_heads, q_len]`.
+/// Computes the forward pass. Returns the logsumexp as one tensor `[batch, q_heads, q_len]`.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -84,7 +84,7 @@ pub(crate) fn forward<B: Backend>(
     }
 }
 
-/// Computes the forward of a block that covers a whole call.
+/// Computes the forward pass of a block that covers a whole call.
 fn forward_whole<B: Backend>(block: Block<B>) -> AttentionOutput<B> {
     let problem = &block.problem;
     let dtype = block.inputs.query.dtype();
@@ -121,7 +121,7 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
-/// Returns the output of a call's result, and the logsumexp as the sum of its reference scores and logarithms.
+/// Converts a call's result to the output and the logsumexp. The logsumexp is the sum of its two parts.
 pub(crate) fn output_and_lse(
     result: AttentionOutput<Dispatch>,
     problem: &AttentionProblem,
@@ -133,7 +133,8 @@ pub(crate) fn output_and_lse(
     )
 }
 
-/// Adds the reference scores and the logarithms of the logsumexp, and returns their sum `[batch, q_heads, q_len]`.
+/// Adds the two parts of the logsumexp, the reference scores and the logarithms. Returns the sum,
+/// `[batch, q_heads, q_len]`.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
     problem: &AttentionProblem,

@@ -98,8 +98,8 @@ of_kind!(
     ]
 );
 
-/// Returns the index of each new row among all rows of all pages, `[batch · heads · new]`. New rows without a slot get the
-/// index after the last row.
+/// Returns the index of each new row's slot among all rows of all pages, `[batch · heads · new]`. A new row without a
+/// slot gets the index after the last row.
 fn targets<B: Backend>(
     places: AppendPlaces<B>,
     [count, heads, page_len]: [usize; 3],

@@ -63,8 +63,8 @@ pub(super) fn packed<B: Backend>(codes: IntTensor<B>) -> IntTensor<B> {
         let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
         B::int_reshape(code, Shape::new(words))
     };
-    // The code in the highest byte keeps its sign. The lower codes are masked to 8 bits, because their sign bits would
-    // change the bytes above.
+    // The code in the highest byte keeps its sign. The lower codes are masked to 8 bits, because their sign extension
+    // would change the higher bytes.
     let highest = CODES - 1;
     (0..highest).fold(
         B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
@@ -75,7 +75,8 @@ pub(super) fn packed<B: Backend>(codes: IntTensor<B>) -> IntTensor<B> {
     )
 }
 
-/// Returns the number of each code times its scale, in `dtype`. The multiplication is done in f32, or in f64 if `dtype` is f64.
+/// Returns the number that each code represents times the code's scale, in `dtype`. The multiplication is done in f32,
+/// or in f64 if `dtype` is f64.
 pub(crate) fn dequantize<B: Backend>(
     rows: QuantizedTensors<B>,
     format: CodeFormat,
@@ -107,9 +108,9 @@ pub(crate) fn dequantize<B: Backend>(
     cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
 }
 
-/// Returns the int8 codes of bytes, as floats.
+/// Interprets bytes as int8 codes, and returns the codes as floats.
 fn int8_numbers<B: Backend>(bytes: IntTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    // Adds 128 so that the code is non-negative, because the byte mask would change a negative code.
+    // Add 128 before the mask to 8 bits, so that codes are non-negative. The mask would change a negative code.
     let raised = B::int_add_scalar(bytes, 128i32.into());
     let raised = B::bitwise_and_scalar(raised, 255i32.into());
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())

@@ -26,7 +26,7 @@ impl Tables {
     }
 }
 
-/// The scores after a score mod, and the derivative of each score.
+/// The scores after a score mod, and their derivatives with respect to the scores before the score mod.
 pub(super) struct Changed<B: Backend> {
     pub scores: FloatTensor<B>,
     pub derivative: FloatTensor<B>,
@@ -58,13 +58,13 @@ pub(super) fn changed<B: Backend>(
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
     if let Some(hidden) = hidden {
-        // Hidden scores and their derivatives may be NaN or infinite. Set them to 0, because 0 times NaN gives NaN
-        // gradients.
+        // Hidden scores and their derivatives may be NaN or infinite. Set them to 0, because a zero gradient times NaN
+        // is NaN.
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
         derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
     }
-    // Autodiff cannot differentiate the code of the score mod. Add a term that is 0, but has the code's derivative for
-    // autodiff.
+    // Autodiff cannot differentiate the code of the score mod. Add a term whose value is 0 and whose gradient is the
+    // code's derivative.
     let scores = match B::ad_enabled(&device) {
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));
@@ -93,7 +93,7 @@ pub(super) fn visible<B: Backend>(
     B::bool_from_data(data, &block.inputs.query.device())
 }
 
-/// Returns the places of a block's scores in order.
+/// Returns the place of each score of a block: sequence, head, query and key.
 fn places<B: Backend>(block: &Block<B>) -> Vec<ScorePlace> {
     let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let [batch, q_heads, q_len] = problem.logsumexp_shape();
@@ -118,7 +118,7 @@ fn places<B: Backend>(block: &Block<B>) -> Vec<ScorePlace> {
     places
 }
 
-/// Returns the number of rows of each sequence: its own length, or `all` without lengths.
+/// Returns the number of queries or keys of each sequence: its own length, or `all` without lengths.
 fn lengths<B: Backend>(lengths: &MaybeInt<B>, all: usize, batch: usize) -> Vec<i32> {
     match lengths.as_option() {
         None => vec![all as i32; batch],

@@ -12,14 +12,14 @@ use burn::backend::{
 };
 use burn::tensor::{DType, Shape};
 
-/// The inputs of a block in the dtype of the computation, and its scores. Keys and values that no query of the block sees, and
-/// queries that see no key of the block, are set to zero.
+/// The inputs of a block in the dtype of the computation, and the block's scores. Keys and values that no query of the
+/// block sees, and queries that see no key of the block, are set to zero.
 pub(crate) struct Scores<B: Backend> {
     /// The queries, grouped by KV head: `[batch, kv_heads, group · q_len, head_dim]`.
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// The scores, `[batch, q_heads, q_len, kv_len]`. The score of a hidden key is −∞.
+    /// The scores, `[batch, q_heads, q_len, kv_len]`. The scores of hidden keys are −∞.
     pub scores: FloatTensor<B>,
     /// The derivative of each score with respect to `scale · q·k`, or `None` without softcap and score mod.
     pub slope: Option<FloatTensor<B>>,
@@ -109,8 +109,8 @@ pub(crate) fn lowest(problem: &AttentionProblem) -> f64 {
     }
 }
 
-/// Returns the scores under a wide softcap, in f32. A polynomial gives the scores for small ratios of score to softcap. All
-/// other scores are `far`, which the caller computes with the tanh.
+/// Returns the scores after a wide softcap, in f32. `ratios` are score / softcap. For small ratios, a polynomial gives
+/// the result. For all others, the result is `far`, which the caller computes with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -172,8 +172,8 @@ impl<B: Backend> Weights<B> {
         }
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
-        // For a query that sees no key, the gradient of P may be NaN, because hidden rows of V may contain NaN. The fill
-        // stops this gradient.
+        // For a query that sees no key, the gradient of P may be NaN, because hidden rows of V may contain NaN.
+        // `fill_rows` stops this gradient.
         let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
         Self {
             p,

@@ -7,11 +7,12 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 
-/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too
-/// narrow. It may also be unsigned, but positions may be negative.
+/// The dtype of positions, lengths, segment ids and page indices: i32, as in kernels. A device's default int dtype may
+/// be too narrow. It may also be unsigned, but positions may be negative.
 pub(crate) const INTS: IntDType = IntDType::I32;
 
-/// Casts narrower integers to i32. Otherwise a comparison might truncate an i32 number to the narrower dtype.
+/// Casts integers that are narrower than i32 to i32. Otherwise a comparison might truncate an i32 number to the
+/// narrower dtype.
 pub(crate) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     match integers.dtype().size() < DType::from(INTS).size() {
         true => B::int_cast(integers, INTS),

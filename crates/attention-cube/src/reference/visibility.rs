@@ -1,4 +1,4 @@
-//! Decides which keys a query sees, by causal mask, lengths, window, segments, intervals, mask and bias.
+//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask and bias can hide keys.
 
 use super::block::Block;
 use super::score_mod;
@@ -15,7 +15,7 @@ use burn::tensor::{BoolDType, DType, Shape, Slice};
 pub(super) fn visibility<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> {
     let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let device = inputs.query.device();
-    // Use the mask tensor's own bool dtype. The default bool dtype of this backend may differ.
+    // Give all conditions the mask tensor's bool dtype, because the backend's default bool dtype may differ.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
         None => get_or_init_device_settings::<B>(&device).bool_dtype,
@@ -111,8 +111,8 @@ fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> Int
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
-/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if there are
-/// no such rows.
+/// Returns a mask of the query rows past the sequence's query length, `[batch, q_heads, q_len, 1]`, or `None` if there
+/// are no such rows.
 pub(crate) fn absent_queries<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> {
     let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let lengths = inputs.query_lengths.as_option()?;
@@ -139,7 +139,7 @@ fn within_intervals<B: Backend>(
         intervals: count,
         ..
     } = block.problem;
-    // The clamp comes first, because i32 may not represent all integers of this dtype.
+    // Clamp before the cast, because i32 may not represent all integers of this dtype.
     let limit = (block.place.kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
@@ -174,7 +174,7 @@ fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }
 
-/// Returns the positions of `length` rows from `first` on, along dimension `dim` of a 4-dimensional tensor.
+/// Returns the positions `first..first + length`, along dimension `dim` of a 4-dimensional tensor.
 fn positions<B: Backend>(
     first: usize,
     length: usize,

@@ -30,9 +30,9 @@ impl ScoreMod for Alibi {
 }
 
 impl Alibi {
-    /// Returns the slopes of the paper. Head `h = 1, 2, …` gets `2^(−8 h / q_heads)`, if `q_heads` is a power of two.
-    /// Otherwise let `n` be the largest power of two below `q_heads`. The first `n` heads get the slopes of a model with `n`
-    /// heads. The remaining heads get every second slope of a model with `2 n` heads.
+    /// Returns the slopes of the paper. If `q_heads` is a power of two, head `h = 1, 2, …` gets the slope
+    /// `2^(−8 h / q_heads)`. Otherwise let `n` be the largest power of two below `q_heads`. The first `n` heads get the
+    /// slopes of a model with `n` heads. The remaining heads get every second slope of a model with `2 n` heads.
     ///
     /// # Shapes
     /// The result is `[q_heads]`, f32.

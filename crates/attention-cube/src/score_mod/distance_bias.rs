@@ -1,11 +1,12 @@
-//! A score mod that adds a bias, which depends only on the head and on the distance of query and key.
+//! A score mod that adds a bias. The bias depends only on the head and on the distance between query and key.
 
 use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Adds a bias to each score, by head and by distance of query and key, as with T5's buckets.
+/// Adds a bias to each score, such as T5's relative bias. The bias depends on the head and on the distance between
+/// query and key.
 ///
 /// The table is [`DistanceBias::table`] or [`DistanceBias::t5_table`].
 pub struct DistanceBias;
@@ -81,8 +82,8 @@ impl DistanceBias {
     }
 }
 
-/// Returns the bucket of a distance, as `_relative_position_bucket` of transformers' T5 does. Earlier keys have positive
-/// distances.
+/// Returns the bucket of a distance, as `_relative_position_bucket` of T5 in Hugging Face Transformers does. Earlier
+/// keys have positive distances.
 fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: usize) -> usize {
     let (first, buckets, distance) = match bidirectional {
         true => {
@@ -96,7 +97,7 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
     if distance < exact {
         return first + distance;
     }
-    // Use the dtype and the order of operations of Hugging Face's `transformers`, so that the rounding is equal.
+    // Use the dtype and the order of operations of Hugging Face Transformers, so that the rounding is equal.
     let ratio = (distance as f32 / exact as f32).ln();
     let logarithm = (f64::from(max_distance as u32) / exact as f64).ln() as f32;
     let step = (ratio / logarithm * (buckets - exact) as f32) as usize;
@@ -107,7 +108,8 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
 mod tests {
     use super::t5_bucket;
 
-    /// Checks buckets that `T5Attention._relative_position_bucket` of Hugging Face's `transformers` 4.57 returned.
+    /// Compares buckets with those that `T5Attention._relative_position_bucket` of Hugging Face Transformers 4.57
+    /// returned.
     #[test]
     fn t5_bucket_equals_that_of_transformers() {
         let of = |distances: &[i64], bidirectional| -> Vec<usize> {

@@ -22,7 +22,8 @@ impl MaskMod for SameDocument {
 }
 
 impl SameDocument {
-    /// Returns the table for the document ids of all tokens. Ids must be below 2²⁴ in magnitude, so that f32 represents them.
+    /// Returns the table, which holds the document ids of all tokens. Ids must be below 2²⁴ in magnitude, so that f32
+    /// represents them.
     ///
     /// # Shapes
     /// `documents [batch, len]`.

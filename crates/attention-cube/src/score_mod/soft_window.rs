@@ -26,7 +26,8 @@ impl ScoreMod for SoftWindow {
 }
 
 impl SoftWindow {
-    /// Returns the table of a window of `width` positions on each side. Each further position lowers the score by `falloff`.
+    /// Returns the table for a window of `width` positions on each side. Each further position lowers the score by
+    /// `falloff`.
     pub fn table(width: usize, falloff: f32, device: &Device) -> Tensor<1> {
         let data = TensorData::from([width as f32, falloff]);
         Tensor::from_data(data, (device, DType::F32))

@@ -1,4 +1,5 @@
-//! Writes machine code of AMD kernels, with the CubeCL compiler that Burn's feature `rocm` uses. No ROCm is needed.
+//! Writes machine code of AMD kernels, with the CubeCL compiler that Burn's feature `rocm` uses. ROCm need not be
+//! installed.
 
 use crate::testing;
 use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};
@@ -38,8 +39,8 @@ impl Card {
             .expect("`of` has checked the architecture")
     }
 
-    /// Returns the matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for AMD's
-    /// CDNA GPUs.
+    /// Returns the shapes and dtypes of the fragment multiplications that CubeCL reports when it compiles through LLVM.
+    /// CubeCL reports none for AMD's CDNA GPUs.
     fn fragments(&self) -> Vec<Fragments> {
         let dtypes: &[DType] = match self.architecture.wmma() {
             Some(_) => &[DType::F16, DType::BF16],

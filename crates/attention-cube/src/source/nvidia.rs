@@ -3,7 +3,7 @@
 //! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their output
 //! shows registers, spills and SASS. The warning C7513 says that the kernel waits for each wgmma separately.
 //!
-//! ptxas 13.0 serializes the wgmma instructions of some code that 12.9 does not serialize.
+//! ptxas 13.0 serializes the wgmma instructions of some kernels that ptxas 12.9 compiles without serialization.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
 use crate::engine::tensor_core::common::FragmentKind;
@@ -61,8 +61,8 @@ const MASK_OFFSETS: MaskOffsetsCompilationArg = MaskOffsetsCompilationArg {
     block_tile: (),
 };
 
-/// Builds the argument of a tensor-core kernel that turns `q·k` into scores and hides keys. The argument has only those
-/// optional inputs that `wanted` names.
+/// Builds the argument of a tensor-core kernel that turns `q·k` into scores and hides keys. An optional input is
+/// present only if `wanted` asks for it.
 pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilationArg<F, NB> {
     ScoringCompilationArg {
         masking: MaskingCompilationArg {

@@ -47,7 +47,7 @@ pub(super) enum RightFragment<C: Float> {
 )]
 #[derive(CubeType)]
 pub(crate) enum SumFragment {
-    /// A fragment in the device's own registers.
+    /// A fragment in registers, in the layout of the device's matrix units.
     Matrix(Matrix<f32>),
     /// The fragment's vectors (4 elements each) that one unit holds. Unit `u` of a plane holds the vectors `u`, `u + plane`,
     /// `u + 2 · plane` and so on, where `plane` is the number of units per plane.
@@ -65,7 +65,7 @@ pub(super) fn plane_index(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Loads the left operand from shared memory, from vector `at` on.
+/// Loads the left operand from shared memory. Its first row starts at vector `at`, and rows are `pitch` vectors apart.
 #[cube]
 pub(super) fn load_left<C: Float>(
     memory: &Shared<[Four<C>]>,
@@ -92,7 +92,7 @@ pub(super) fn load_left<C: Float>(
     }
 }
 
-/// Loads the right operand from shared memory, from vector `at` on.
+/// Loads the right operand from shared memory. Its first row starts at vector `at`, and rows are `pitch` vectors apart.
 #[cube]
 pub(super) fn load_right<C: Float>(
     memory: &Shared<[Four<C>]>,
@@ -244,7 +244,8 @@ fn emulate<C: Float>(
     }
 }
 
-/// Writes an accumulator to rows in shared memory, from vector `at` on, with a pitch of `pitch` vectors of 4 elements.
+/// Writes an accumulator to rows in shared memory. The first row starts at vector `at`, and rows are `pitch` vectors
+/// (of 4 elements) apart.
 #[cube]
 pub(super) fn store_sum(
     sum: &SumFragment,

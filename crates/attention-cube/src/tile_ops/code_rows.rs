@@ -1,23 +1,24 @@
 //! Reads the rows of quantized keys and values: 32-bit words of four 8-bit codes, with the first column in the lowest byte.
 //!
-//! Budget: no shared memory, and a word and four floats in registers. An int8 code costs an integer operation and a subtraction,
-//! and an e4m3 code about eight operations. Kernels multiply a row's scale into each score or each probability.
+//! Budget: no shared memory, and a word and four floats in registers. An int8 code costs an integer operation and a
+//! subtraction, and an e4m3 code about eight operations. Kernels multiply each score by the scale of its row of K, and
+//! each probability by the scale of its row of V.
 
 use super::vec4::{Four, zeros};
 use crate::types::quantized::{CODES, CodeFormat, LARGEST_E4M3};
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-/// The number 2²³. The mantissa bits of a float from 2²³ to below 2²⁴ hold the difference of the float and 2²³, as an integer.
+/// The number 2²³. The mantissa bits of a float from 2²³ to below 2²⁴ hold the float minus 2²³, as an integer.
 const WHOLE: f32 = 8_388_608.0;
 
-/// The smallest positive number of e4m3, 2⁻⁹. Codes below 8 are multiples of this number.
+/// The smallest positive number of e4m3, 2⁻⁹. Codes below 8 represent multiples of this number.
 const LEAST_E4M3: f32 = 1.0 / 512.0;
 
-/// The difference of the exponent biases of f32 and e4m3, in the exponent bits of an f32.
+/// The exponent bias of f32 minus the one of e4m3, shifted to the exponent bits of an f32.
 const BIASES: u32 = (127 - 7) << 23;
 
-/// Returns the element type of words with codes in `format`. Kernels read the format from the element type of an operand.
+/// Returns the element type of words with codes in `format`. Kernels derive the format from an operand's element type.
 pub(crate) fn word_element(format: CodeFormat) -> ElemType {
     match format {
         CodeFormat::Int8 => ElemType::UInt(cubecl::ir::UIntKind::U32),
@@ -32,7 +33,7 @@ pub(crate) fn is_packed<E: Numeric>() -> comptime_type!(bool) {
     comptime!(matches!(element, ElemType::UInt(_) | ElemType::Int(_)))
 }
 
-/// Returns the word that starts at column `column` of the row at `offset`.
+/// Returns the word with the codes of the columns `column` to `column + 3`, in the row that starts at index `offset`.
 #[cube]
 pub(super) fn word_at<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -84,8 +85,8 @@ fn int8_numbers<C: Float>(word: u32) -> Four<C> {
     codes
 }
 
-/// Converts e4m3 codes to floats. Exponent and mantissa of a code from 8 on are those of an f32, with another exponent bias.
-/// Smaller codes are multiples of 2⁻⁹. The NaN codes become ±480.
+/// Converts e4m3 codes to floats. The exponent and mantissa of a code from 8 to 127 are those of an f32 with another
+/// exponent bias. Smaller codes represent multiples of 2⁻⁹. The NaN codes become ±480.
 #[cube]
 fn e4m3_numbers<C: Float>(word: u32) -> Four<C> {
     let mut numbers = zeros::<C>();
@@ -111,7 +112,7 @@ pub(crate) fn e4m3_code(x: f32) -> u32 {
     // Adding almost half of the last kept bit, and the last kept bit itself, rounds to the nearest code with ties to even.
     let rounded = clamped + 0x7_ffffu32 + ((clamped >> 20u32) & 1u32);
     let normal = (rounded - comptime!(BIASES)) >> 20u32;
-    // The addition of 2²³ rounds to a whole number of 2⁻⁹, with ties to even.
+    // The addition of 2²³ rounds the magnitude to a multiple of 2⁻⁹, with ties to even.
     let whole = f32::reinterpret(clamped) * comptime!(1.0 / LEAST_E4M3) + comptime!(WHOLE);
     let small = u32::reinterpret(whole) & 255u32;
     let is_normal = clamped >= comptime!((8.0 * LEAST_E4M3).to_bits());

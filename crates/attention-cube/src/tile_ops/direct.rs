@@ -6,7 +6,7 @@
 //!
 //! | function | elements in registers per unit | loads of 4 elements per multiply-add |
 //! |---|---|---|
-//! | [`multiply_transposed`] | 8 × 8 of S; 16 × 16 in the backward with a wide head_dim | 0.063; 0.031 |
+//! | [`multiply_transposed`] | 8 × 8 of S; 16 × 16 in the backward pass with a wide head_dim | 0.063; 0.031 |
 //! | [`accumulate`] | up to 16 × 32 of O | 0.023 |
 //! | [`add_transposed`] | up to 16 × 32 of a product, which are added to the sum in memory | 0.031 |
 
@@ -25,7 +25,8 @@ fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     row_offset(rows, nearest as u32, packed)
 }
 
-/// Loads four columns of a row, from `column` on. A column past the row's end gives zero or an element of another column.
+/// Loads the columns `column` to `column + 3` of the row at `offset`. A column past the row's end gives zero or an
+/// element of another column.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -90,9 +91,9 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             #[unroll]
             for c in 0..width {
                 let b_value = b_values[c];
-                // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512
-                // columns were added one by one, the sum would lose two bits more. In the backward, the difference dP − Δ
-                // would amplify this error.
+                // Add four products to each other, and then add their sum to the accumulator. If all products of 512
+                // columns were added one by one, the result would lose two more bits. In the backward pass, the
+                // difference `dP − delta` would amplify this error.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {

@@ -1,8 +1,8 @@
 //! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product, such as Q. The tile keeps the rows of A while it streams
-//! blocks. A streamed operand is a right operand B, such as K or V. The rows of B differ from block to block. The backward
-//! has two first products, for S and dP.
+//! A stationary operand is a left operand A of a first product, such as Q. The tile keeps the rows of A while it
+//! streams blocks. A streamed operand is a right operand B, such as K or V. The rows of B differ from block to block.
+//! The backward pass has two first products, for S and dP.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -86,12 +86,12 @@ impl UnitTiles {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the operand B of the second product (`O += P B`) is already in shared memory when the second product begins,
-    /// although the streamed operands are not [resident](Self::is_resident). The last first product (S or dP) has then
-    /// copied all columns of B.
+    /// True if the operand B of the second product (`O += P B`) is in shared memory when the second product begins,
+    /// although the streamed operands are not [resident](Self::is_resident). The first product that ran last (S or dP)
+    /// has then copied all columns of B.
     ///
-    /// The result is true under two conditions. Both stationary operands of a backward stay in shared memory, and one chunk
-    /// of `depth` columns is at least as wide as the output.
+    /// The result is true under two conditions. Both stationary operands of the backward pass stay in shared memory,
+    /// and one chunk of `depth` columns is at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -190,8 +190,8 @@ impl UnitTiles {
         m * n / 4
     }
 
-    /// True if planes divide S evenly, and the units of a plane divide each fragment evenly. Each unit then reads only
-    /// scores of its own plane, so only that plane has to sync.
+    /// True if S divides evenly among the planes, and each fragment divides evenly among the units of a plane. Each
+    /// unit then reads only scores of its own plane, so only that plane has to sync.
     pub const fn owns_scores(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {

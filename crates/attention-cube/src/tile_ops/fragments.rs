@@ -5,7 +5,7 @@
 //! `4 · rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of
 //! one fragment multiplication:
 //!
-//! | product | fragment loads per plane and `k` inner elements | fragment multiplications per plane and `k` inner elements |
+//! | product | fragment loads per plane, for `k` elements of the inner dimension | fragment multiplications per plane, for `k` elements of the inner dimension |
 //! |---|---|---|
 //! | [`multiply_transposed`] | `row_fragments + score_fragments` | `row_fragments · score_fragments` |
 //! | [`accumulate`] | `row_fragments + output_fragments` | `row_fragments · output_fragments` |

@@ -1,5 +1,5 @@
-//! Tile multiplications (QKᵀ and PV) for any device, of two kinds. Single units multiply without plane operations or matrix
-//! units. Planes multiply fragments (cmma), whose register layout only the device knows.
+//! Tile multiplications (QKᵀ and PV) for any device, in two ways. Either single units multiply, without plane
+//! operations or matrix units. Or planes multiply fragments (cmma), whose register layout only the device knows.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cmma;

@@ -63,8 +63,8 @@ pub(crate) enum LeftTile<C: Float> {
 )]
 #[derive(CubeType)]
 pub(crate) enum TileOutput {
-    /// The vectors of 4 columns that a unit holds. Index `k · output_vectors + v` holds row `unit_row + k · output_row_units`
-    /// and column vector `unit_column + v · output_units`.
+    /// The vectors of 4 columns that a unit holds. Index `k · output_vectors + v` holds a vector of row
+    /// `unit_row + k · output_row_units`: the one with index `unit_column + v · output_units` in this row.
     Units(Array<Vec4>),
     /// A plane's fragments. `fragments/output.rs` describes the order of the fragments.
     Fragments(Sequence<SumFragment>),
@@ -90,12 +90,12 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 
 /// Computes `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`.
 ///
-/// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
-/// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
+/// A unit with `y = unit_row()` and `x = unit_column()` holds, at index `k · columns_per_unit + c`, the score of row
+/// `tile_row(y, k)` and column `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// A backward calls the function twice per block, for S and for dP. `stationary` is 0 or 1, the index of `a` among the
-/// operands whose rows the tile keeps for all blocks. If the tiles keep these operands in shared memory, `a` and `a_first`
-/// must be the same for every block.
+/// Backward kernels call the function twice per block, for S and for dP. `stationary` is 0 or 1, the index of `a` among
+/// the operands whose rows the tile keeps for all blocks. If the tiles keep these operands in shared memory, `a` and
+/// `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -182,7 +182,8 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds, and writes them to shared memory like [`store_tile`], from vector `at` on.
+/// Rounds the elements that a unit holds, and writes them to shared memory like [`store_tile`]. The tile starts at
+/// vector `at`.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
@@ -324,8 +325,8 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row of O to shared memory. `factor` of unit `u` belongs to the rows `i` with `i % units = u`.
-/// The caller must sync the cube before units read the factors.
+/// Writes one factor for every row of O to shared memory. Unit `u` writes its `factor` for the rows `i` with
+/// `i % units = u`. The caller must sync the cube before units read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);

@@ -6,7 +6,7 @@ use crate::math::layout::Rows;
 use crate::math::rounding::rounded;
 use cubecl::prelude::*;
 
-/// Loads four columns of a row as f32, from `column` on. Columns past the row's end are zero.
+/// Loads the columns `column` to `column + 3` of the row at `offset`, as f32. Columns past the row's end are zero.
 #[cube]
 pub(crate) fn load_vec4<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -17,8 +17,8 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Loads four columns of a row, from `column` on. For a row of packed words, the function returns the codes. Columns
-/// past the row's end are zero.
+/// Loads the columns `column` to `column + 3` of the row at `offset`. For a row of packed words, the function returns
+/// the codes. Columns past the row's end are zero.
 ///
 /// Past the end, the function loads the row's first columns and selects zeros. With a branch instead, compilers would finish
 /// each load before the next load begins.
@@ -58,7 +58,8 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     values
 }
 
-/// Writes up to four columns, from `column` on, of a row that starts at `offset`. Columns past the row's end are not written.
+/// Writes `factor · values` to the columns `column` to `column + 3` of the row at `offset`. Columns past the row's end
+/// are not written.
 #[cube]
 pub(super) fn store_scaled<E: Float, N: Size>(
     values: Vec4,

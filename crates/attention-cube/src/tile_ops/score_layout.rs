@@ -4,7 +4,8 @@ use super::fragments::planes;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the unit's row index in the grid of units of the first product (`S = A Bᵀ`).
+/// Returns the unit's row index in S (the first product `S = A Bᵀ`). `tile_row` computes the rows of the unit's scores
+/// from it.
 #[cube]
 pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     if comptime!(tiles.owns_scores()) {
@@ -14,7 +15,8 @@ pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the unit's column index in the grid of units of the first product (`S = A Bᵀ`).
+/// Returns the unit's column index in S (the first product `S = A Bᵀ`). `tile_column` computes the columns of the
+/// unit's scores from it.
 #[cube]
 pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     if comptime!(tiles.owns_scores()) {
@@ -24,7 +26,8 @@ pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the index, among the tile's columns, of the unit's column `c`. A unit's columns are counted from 0.
+/// A unit has scores in several columns of the tile. Returns the tile's column for the unit's column `c`, both counted
+/// from 0.
 #[cube]
 pub(crate) fn tile_column(
     unit_column: usize,
@@ -34,7 +37,7 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// Returns the index, among the tile's rows, of the unit's row `k`.
+/// A unit has scores in several rows of the tile. Returns the tile's row for the unit's row `k`, both counted from 0.
 ///
 /// If units multiply operands from shared memory, neighboring units have neighboring rows. If units multiply operands from
 /// global memory, each unit has groups of four neighboring rows.

@@ -6,19 +6,20 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks are
-/// added. Without chunks, a sum over 512 columns would lose two bits more. In the backward, the difference dP − Δ would
-/// amplify this error.
+/// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks
+/// are added. Without chunks, a sum over 512 columns would lose two more bits. In the backward pass, the difference
+/// `dP − delta` would amplify this error.
 ///
-/// All tiles with operands in shared memory add in this order, so the backward's scores equal the forward's bit by bit. If a
-/// very large score differed in its last bit, the backward would compute a wrong probability.
+/// All tiles with operands in shared memory add in this order. The scores of the backward pass therefore equal those of
+/// the forward pass bit by bit. If a very large score differed in its last bit, the backward pass would compute a wrong
+/// probability.
 const SUM: usize = 16;
 
 /// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
 /// loads.
 const IN_FLIGHT: usize = 8;
 
-/// Loads four columns of a row, from `column` on, or returns zeros if `wanted` is false.
+/// Loads the columns `column` to `column + 3` of a row, or returns zeros if `wanted` is false.
 ///
 /// For an unwanted row, the function loads an existing row and ignores its elements. With a branch instead, compilers would
 /// finish each load before the next load begins.
@@ -158,7 +159,8 @@ pub(super) fn store_rows<C: Float>(
     }
 }
 
-/// Copies rows to shared memory, from row `first_row` and column `first_column` on.
+/// Copies rows to shared memory. The copied rows start at row `first_row`, and their columns start at column
+/// `first_column`.
 #[cube]
 pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -178,8 +180,8 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`: `staged_width` vectors of each
-/// row, from `first_vector` on.
+/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`: of each row, `staged_width`
+/// vectors, starting with vector `first_vector`.
 ///
 /// Set `has_masked` if the tile P, the left operand of `O += P B`, may have hidden scores. If a column of P is all zero, the
 /// function then copies zeros instead of the matching row of `b`.

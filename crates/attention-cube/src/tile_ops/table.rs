@@ -1,4 +1,4 @@
-//! Tables of tile shapes that benchmarks selected. This module also chooses a shape for a device.
+//! Tables of tile shapes, which were selected by benchmarks, and the choice of a shape for a device.
 
 use crate::tile_ops::tiles::{Products, UnitTiles};
 use crate::types::device::DeviceProfile;
@@ -55,17 +55,18 @@ pub(crate) const fn direct(
     }
 }
 
-// Tile shapes from `direct` are for software drivers, and their kernels read the operands from global memory. The comments
-// on these shapes give GFLOP/s on Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have
-// small tiles on llvmpipe, because compiling a kernel takes longer than running it there, and small tiles compile faster.
+// Tile shapes from `direct` are for software drivers, and their kernels read the operands from global memory. The
+// comments on these shapes give GFLOP/s on Mesa's llvmpipe with two threads, f32, 2 heads and sequence length 256.
+// Narrow outputs have small tiles on llvmpipe, because compiling a kernel takes longer than running it there, and small
+// tiles compile faster.
 //
-// All other comments give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. The rates were measured on
-// 2026-11-20, before kernels added up each dot product in chunks. Parentheses give the rates of rejected shapes. Shapes for
-// 32 KB and less were chosen on llvmpipe, where 64 units with 4 × 4 elements of S each ran at twice the speed of 256 units
-// with 2 × 4 elements.
+// All other comments give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. The rates were
+// measured on 2026-11-20, before kernels summed each dot product in chunks. Parentheses give the rates of rejected
+// shapes. Shapes for 32 KB of shared memory and less were chosen on llvmpipe. There, 64 units with 4 × 4 elements of S
+// each ran at twice the speed of 256 units with 2 × 4 elements.
 
-/// The tile shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and
-/// bias. [`choose`] takes the first shape that is wide enough and fits the device.
+/// The tile shapes for kernels with at most one accumulator O in registers: the forward pass, and the gradients of
+/// query and bias. [`choose`] takes the first shape that is wide enough and fits the device.
 pub(crate) const SINGLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 11.4 GFLOP/s (staged, 4 × 4 of S per unit: 3.2)
@@ -110,8 +111,9 @@ pub(crate) fn choose(
         })
 }
 
-/// Computes all tile sizes that follow from a shape. The columns of the output are divided among units such that loads and
-/// multiplications are fewest. The streamed rows of one chunk must fit the shared memory of the first product.
+/// Computes all tile sizes that follow from a shape. The columns of the output are divided among the units so that a
+/// unit needs the fewest loads and multiplications. The streamed rows of one chunk must fit into the shared memory of
+/// the first product's operands.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,
@@ -154,8 +156,8 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
-        // Reduces the vectors per chunk of B to the next smaller divisor of `output_vectors`, so that all chunks have equal
-        // width.
+        // Reduce the vectors per chunk of B to the next smaller divisor of `output_vectors`, so that all chunks have
+        // equal width.
         tiles.staged_vectors = (1..tiles.staged_vectors)
             .rev()
             .find(|staged| output_vectors.is_multiple_of(*staged))

@@ -21,7 +21,8 @@ pub enum Products {
 pub struct UnitTiles {
     /// The number of units per cube.
     pub units: usize,
-    /// The number of rows that a tile keeps: queries in the forward, keys in the gradients of keys and values.
+    /// The number of rows that a tile keeps: queries in the forward pass, keys in the kernels for the gradients of keys
+    /// and values.
     pub rows: usize,
     /// The number of units along a row of S in the first product (`S = A Bᵀ`).
     pub column_units: usize,
@@ -98,7 +99,7 @@ impl UnitTiles {
         self.units / self.column_units
     }
 
-    /// Returns the number of rows of S per unit. A unit has the rows `unit_row + k · row_units`.
+    /// Returns the number of rows of S per unit. `tile_row` in `score_layout.rs` computes which rows a unit has.
     pub const fn rows_per_unit(&self) -> usize {
         self.rows / self.row_units()
     }
@@ -202,9 +203,9 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` counts the columns that all
-    /// first products (such as S = Q Kᵀ) sum over. `accumulated` is the number of second products (such as O += P V), which
-    /// sum over the block's rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the number of columns
+    /// that the first products (such as S = Q Kᵀ) sum over, added over all first products. `accumulated` is the number
+    /// of second products (such as O += P V), which sum over the block's rows.
     ///
     /// With `has_masked`, each second product has one more loop, which marks the used columns of P.
     pub(crate) fn block_iterations(

@@ -11,7 +11,7 @@ pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 /// silently after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
 pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 
-/// The properties of a device from which selection chooses kernels.
+/// The properties of a device that determine which kernels selection chooses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceProfile {
     /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
@@ -34,7 +34,7 @@ pub struct DeviceProfile {
     pub multiprocessors: Option<usize>,
     /// The features of the device, in no particular order.
     pub features: Vec<Feature>,
-    /// The matrix multiplications of planes (cmma) that the device supports.
+    /// The matrix multiplications by planes (cmma) that the device supports.
     pub fragments: FragmentSupport,
     /// The engines that selection skips. Tests disable engines to reach the remaining engines.
     pub disabled_engines: Vec<Engine>,

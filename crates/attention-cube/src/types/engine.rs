@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Calls a macro with the list of all engines in selection order: the engine's module, its type, and the Cargo feature that
-/// builds its kernels.
+/// Calls a macro with the list of all engines in selection order. An entry holds the engine's module, its type, and the
+/// Cargo feature that builds its kernels.
 macro_rules! with_engines {
     ($callback:ident) => {
         $callback! {
@@ -34,7 +34,7 @@ macro_rules! names {
             /// The engines with kernels, in the order in which selection tries them.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Returns the Cargo feature that this build lacks for the engine's kernels, or `None`.
+            /// Returns the Cargo feature that the engine's kernels need, if this build lacks it.
             #[cfg(feature = "cube")]
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {

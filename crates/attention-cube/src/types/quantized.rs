@@ -6,7 +6,8 @@ use std::fmt;
 /// The number of 8-bit codes per 32-bit word.
 pub(crate) const CODES: usize = 4;
 
-/// The f32 bits of 2⁻¹¹⁶. Rows with smaller magnitudes become zero, so that all scales other than 0 are normal f32 numbers.
+/// The f32 bits of 2⁻¹¹⁶. Rows in which all magnitudes are smaller become zero, so that all scales other than 0 are
+/// normal f32 numbers.
 pub(crate) const ZERO_BELOW: u32 = (127 - 116) << 23;
 
 /// The largest int8 code. Codes lie in −127..=127.
@@ -38,7 +39,8 @@ impl fmt::Display for CodeFormat {
 #[derive(Clone, Debug)]
 pub struct QuantizedRows {
     pub(crate) words: Tensor<4, Int>,
-    /// The scales, `[batch, kv_heads, kv_len]`. A dimension of 1 stands for all indices if the format is e4m3.
+    /// The scales, `[batch, kv_heads, kv_len]`. In e4m3, a dimension may be 1: a scale then applies to all indices
+    /// along this dimension.
     pub(crate) scales: Tensor<3>,
     pub(crate) format: CodeFormat,
 }

@@ -69,7 +69,8 @@ pub enum Refusal {
         /// The problem's `value_dim`.
         value_dim: usize,
     },
-    /// The heads are narrower than the engine serves, because the rounding of P to half precision would dominate the error.
+    /// The heads are narrower than the engine serves. For narrow heads, the rounding of P to half precision would
+    /// dominate the error.
     #[error(
         "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
     )]

@@ -2,7 +2,7 @@
 
 use crate::problem::AttentionProblem;
 
-/// The longest sequence that i32 positions allow.
+/// The length in tokens of the longest sequence that i32 positions allow.
 pub(crate) const MAX_LENGTH: usize = 1 << 29;
 
 /// The direction of a pass.
@@ -45,13 +45,13 @@ pub struct Layouts {
 /// A subset of the operands of an attention call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Operands {
-    /// True if the query belongs to this subset of the operands.
+    /// True if the subset contains the query.
     pub query: bool,
-    /// True if the keys belong to this subset of the operands.
+    /// True if the subset contains the keys.
     pub key: bool,
-    /// True if the values belong to this subset of the operands.
+    /// True if the subset contains the values.
     pub value: bool,
-    /// True if the gradient of the output belongs to this subset of the operands. Only the backward has this operand.
+    /// True if the subset contains the gradient of the output. Only the backward pass has this operand.
     pub output_gradient: bool,
 }
 

@@ -1,4 +1,5 @@
-//! The tensors of a call, the tensors that a forward saves for the backward, and the gradients, for any backend.
+//! The tensors of a call, the tensors that the forward pass saves for the backward pass, and the gradients, for any
+//! backend.
 
 use crate::options::AttentionOptions;
 use crate::problem::AttentionProblem;
@@ -62,8 +63,9 @@ pub struct AttentionInputs<B: Backend> {
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
-    /// from `n · page_len` on. With a page table, keys and values are `[pages, kv_heads, page_len, columns]`.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page with the sequence's keys
+    /// `n · page_len` to `(n + 1) · page_len − 1`. With a page table, keys and values are
+    /// `[pages, kv_heads, page_len, columns]`.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -78,7 +80,8 @@ pub struct AttentionInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// The first key and the end of each interval of a query, `[batch, q_len, 2 · intervals]`.
+    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`: the first key of each interval, and the index
+    /// after its last key.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
@@ -130,8 +133,9 @@ pub struct QuantizedInputs<B: Backend> {
     pub key: QuantizedTensors<B>,
     #[extension_type]
     pub value: QuantizedTensors<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
-    /// from `n · page_len` on. With a page table, keys and values are `[pages, kv_heads, page_len, columns]`.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page with the sequence's keys
+    /// `n · page_len` to `(n + 1) · page_len − 1`. With a page table, keys and values are
+    /// `[pages, kv_heads, page_len, columns]`.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -146,7 +150,8 @@ pub struct QuantizedInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// The first key and the end of each interval of a query, `[batch, q_len, 2 · intervals]`.
+    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`: the first key of each interval, and the index
+    /// after its last key.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
@@ -167,13 +172,13 @@ pub struct AppendPlaces<B: Backend> {
     pub page_table: IntTensor<B>,
     /// The position of the first new row of each sequence, `[batch]`.
     pub starts: IntTensor<B>,
-    /// The number of new rows of each sequence, `[batch]`. Without this tensor, every given row is a new row.
+    /// The number of new rows of each sequence, `[batch]`. Without this tensor, all given rows are written.
     #[extension_type]
     pub counts: MaybeInt<B>,
 }
 
 impl<B: Backend> QuantizedInputs<B> {
-    /// Applies the function `rows` to keys and values, and returns the inputs of an unquantized call.
+    /// Converts keys and values to floats by the function `rows`, and returns the inputs of an unquantized call.
     pub(crate) fn read(
         self,
         rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,
@@ -215,8 +220,8 @@ pub struct AttentionSaved<B: Backend> {
     pub output: FloatTensor<B>,
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
-    /// The gradient of the logsumexp, in the shape of `logsumexp`. The backward reads only the first half of the first
-    /// dimension.
+    /// The gradient of the logsumexp, in the shape of `logsumexp`. The backward pass reads only the first half of the
+    /// first dimension.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }

@@ -26,7 +26,8 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// The prefix of every module name in an adapter's file. PEFT wraps the model in a module of its own, which adds this prefix.
 const WRAPPED: &str = "base_model.model.";
-/// The suffixes of the names of `A`, `[rank, in_features]`, and `B`, `[out_features, rank]`, in an adapter's file.
+/// The suffixes of the tensor names in an adapter's file: of `A`, `[rank, in_features]`, then of `B`,
+/// `[out_features, rank]`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
 /// A description of a LoRA adapter: the matrices that it adapts, its rank and its scale.
@@ -146,8 +147,8 @@ impl Adapter {
         path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
     }
 
-    /// Returns the regular expression that PEFT matches against the names of a model's modules. Short names such as `q_proj`
-    /// would also match modules of the vision and audio towers.
+    /// Returns the regular expression that PEFT matches against the names of a model's modules. The expression covers
+    /// whole names, because short names such as `q_proj` would also match modules of the vision and audio towers.
     fn pattern(&self) -> String {
         let modules = self.modules.join("|");
         format!(r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
@@ -216,8 +217,8 @@ impl Gemma4Model {
     /// Quantized weights are dequantized if the adapter changes them.
     ///
     /// # Errors
-    /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not fit the
-    /// model or the rank in `adapter_config.json`, the error names all such tensors.
+    /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not
+    /// fit the model or the rank in `adapter_config.json`, the error lists all such tensors.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         self.with_adapter(folder.as_ref(), Way::Merged)
     }
@@ -292,7 +293,7 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // An adapter of a linear projection in a layer can stay separate. The code merges an adapter of any other matrix
+            // An adapter of a linear projection in a layer can stay separate. Adapters of all other matrices are merged
             // into the weights.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
@@ -337,9 +338,10 @@ fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
 /// The way in which a loaded adapter is applied to the weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Adds `B · A · scale` to every weight.
+    /// Adds the adapter's update `B · A · scale` to every adapted weight.
     Merged,
-    /// Keeps `A` and `B` beside the layers' quantized weights, and merges them into all other weights.
+    /// Keeps the adapter's `A` and `B` beside the layers' quantized weights, and adds `B · A · scale` to all other
+    /// adapted weights.
     Beside,
 }
 
@@ -363,7 +365,8 @@ struct Merger<'a> {
 impl Merger<'_> {
     /// Returns the module name of the matrix at `path` in the model that PEFT adapted.
     fn module(&self, path: &str) -> String {
-        // The output projection, `lm_head`, gets no prefix, because it is not part of the module that the prefix names.
+        // The output projection, `lm_head`, gets no prefix, because it lies outside of the module to which the prefix
+        // leads.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
             false => format!("{}{path}", self.prefix),

@@ -18,7 +18,7 @@ use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 /// and then only the tokens of the best groups.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
-/// The weights in a drafter's files. Each tensor in the files is named by the path of its parameter.
+/// The weights in a drafter's files. The name of each tensor in the files is the path of its parameter.
 struct Named {
     folder: Folder,
     has_groups: bool,

@@ -46,7 +46,7 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// Opens the tensors of a folder: of all files that `model.safetensors.index.json` names, or of `model.safetensors`
+    /// Opens the tensors of a folder: of all files that `model.safetensors.index.json` lists, or of `model.safetensors`
     /// if the folder has no index.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);

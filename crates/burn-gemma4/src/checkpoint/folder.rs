@@ -28,7 +28,7 @@ impl Folder {
         }
     }
 
-    /// Creates a source of weights from files in which each tensor is named by the path of its parameter.
+    /// Creates a source of weights from files in which the name of each tensor is the path of its parameter.
     pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
         Self {
             files,
@@ -54,7 +54,7 @@ impl Folder {
         }
     }
 
-    /// Returns the name in the files of the parameter at `path`.
+    /// Returns the name that the files use for the parameter at `path`.
     pub fn in_file(&self, path: &str) -> String {
         self.names.in_file(path)
     }
@@ -69,8 +69,9 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// Returns tensor names if the files store each expert's matrices as separate tensors, and not as the stacked tensor
-    /// `name`. The result has one list per projection, with one name per expert.
+    /// Returns the names of the experts' tensors if the files store each expert's matrices separately, instead of the
+    /// stacked tensor `name`. The result has one list per projection, with one name per expert. Otherwise the result is
+    /// empty.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();
@@ -102,7 +103,7 @@ impl Folder {
         }
     }
 
-    /// Reads a parameter, or the matrix of one expert. `name` is the tensor's name in the files.
+    /// Reads a parameter, or the matrix of one expert. `name` is its tensor name in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
         let Some(entry) = self.files.get(name) else {
             return match packed::names(&self.files, name).is_empty() {

@@ -23,8 +23,8 @@ impl Gemma4Model {
     /// multimodal checkpoint is loaded. The host holds about one tensor at a time.
     ///
     /// # Errors
-    /// Returns an error if a file is missing, truncated or malformed, or if the device does not compute in the requested
-    /// dtype. If tensors do not fit the configuration, the error names all such tensors.
+    /// Returns an error if a file is missing, truncated or malformed, or if the device does not compute in the
+    /// requested dtype. If tensors do not fit the configuration, the error lists all such tensors.
     pub fn load(
         path: impl AsRef<Path>,
         device: &Device,

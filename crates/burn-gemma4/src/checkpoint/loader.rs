@@ -43,7 +43,8 @@ impl WeightForm {
     }
 }
 
-/// Loads the parameters of `model` from the files. Parameters that the callback `prepare` has loaded are not loaded again.
+/// Loads the parameters of `model` from the files. The callback `prepare` runs first, and parameters that it has loaded
+/// are not loaded again.
 pub(super) fn load_module<M: Module>(
     path: &Path,
     weights: &dyn WeightSource,
@@ -177,8 +178,8 @@ pub(super) fn written_dtype(
     most.map_or(DType::F32, |(dtype, _)| dtype)
 }
 
-/// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32. bf16 is 30
-/// times slower on a CPU, and Gemma's activations may overflow in f16.
+/// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32, because
+/// bf16 is 30 times slower on a CPU, and Gemma's activations may overflow in f16.
 fn is_processor(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     return matches!(
@@ -195,7 +196,7 @@ fn is_processor(device: &Device) -> bool {
 /// A module mapper that replaces a model's parameters with the tensors of a checkpoint. The tensors have been checked before.
 pub(super) struct Loader<'a, 'options> {
     pub(super) weights: &'a dyn WeightSource,
-    /// The dtype in which the checkpoint stores its elements.
+    /// The dtype in which the checkpoint stores most of its elements.
     pub(super) written: DType,
     pub(super) dtype: DType,
     path: Vec<String>,

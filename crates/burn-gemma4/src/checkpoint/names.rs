@@ -26,7 +26,7 @@ const TOWERS: [&str; 5] = [
     "multi_modal_projector.",
 ];
 
-/// True if a tensor belongs to a vision or audio tower, or to the projection from a tower to the text model.
+/// True if a tensor is part of a vision or audio tower, or of the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
     let name = name.strip_prefix(TEXT).unwrap_or(name);
     TOWERS.iter().any(|tower| name.starts_with(tower))
@@ -50,7 +50,7 @@ impl Names {
         Self { prefix: TEXT }
     }
 
-    /// Returns the naming scheme in which each tensor is named by the path of its parameter.
+    /// Returns the naming scheme in which the name of each tensor is the path of its parameter.
     pub fn of_paths() -> Self {
         Self { prefix: "" }
     }
@@ -63,7 +63,7 @@ impl Names {
         }
     }
 
-    /// True if a tensor belongs to the text model.
+    /// True if the tensor called `name` is part of the text model.
     pub fn is_ours(&self, name: &str) -> bool {
         name.starts_with(self.prefix)
     }

@@ -21,8 +21,8 @@ pub struct LoadOptions<'a> {
 /// A matrix whose row length is not a multiple of the block size stays unquantized too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quantization {
-    /// The checkpoint's own format. A model with quantized weights can train LoRA adapters only, unless it is loaded as
-    /// [`Whole`](Quantization::Whole).
+    /// The checkpoint's own format. If its weights are quantized, the model can train only LoRA adapters. To train all
+    /// weights, load the model as [`Whole`](Quantization::Whole).
     #[default]
     Stored,
     /// Unquantized weights: weights that are quantized in the checkpoint are dequantized.
@@ -47,7 +47,7 @@ impl Quantization {
 /// The progress of loading.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadProgress<'a> {
-    /// The tensor that has just been loaded.
+    /// The name of the tensor that has just been loaded.
     pub tensor: &'a str,
     /// The number of checkpoint bytes that have been loaded to the device.
     pub bytes: usize,
@@ -56,8 +56,8 @@ pub struct LoadProgress<'a> {
 }
 
 impl<'a> LoadOptions<'a> {
-    /// Creates the default options: the checkpoint's dtype, and no progress reports. The dtype is f32 on a CPU, and on
-    /// devices that do not compute in the checkpoint's dtype.
+    /// Creates the default options, without progress reports. The weights keep the checkpoint's dtype, but are cast to
+    /// f32 on a CPU and on devices that do not compute in this dtype.
     pub fn new() -> Self {
         Self::default()
     }

@@ -54,7 +54,8 @@ fn quantize(
     Ok(())
 }
 
-/// Quantizes the rows of a matrix on the device into packed 32-bit words, about [`PORTION`] bytes at a time.
+/// Quantizes the rows of a matrix on the host, about [`PORTION`] bytes at a time. The rows come from the device, and
+/// the packed 32-bit words are uploaded to it.
 fn words(
     rows: &Tensor<2>,
     target: QuantTarget,

@@ -25,7 +25,7 @@ use std::{
 
 impl Gemma4Model {
     /// Writes the model to `config.json` and `model.safetensors` in `folder`, which is created if it is missing.
-    /// [`load`](Self::load) and transformers can read these files.
+    /// [`load`](Self::load) and Hugging Face Transformers can read these files.
     ///
     /// The weights are written in `dtype`, by default in the model's dtype. Quantized weights are dequantized, and LoRA
     /// adapters are merged. The tokenizer's files are not written.
@@ -209,7 +209,7 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
         reason: error.to_string(),
     };
     let mut json: Value = serde_json::from_slice(&read(path)?).map_err(malformed)?;
-    // Set the dtype in `text_config` too, because it takes precedence over the top-level dtype.
+    // Set the dtype in `text_config` too, because that dtype takes precedence over the top-level dtype.
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
             fields.shift_remove("torch_dtype");
@@ -228,7 +228,7 @@ pub(crate) fn create(folder: &Path) -> Result<(), Gemma4Error> {
     })
 }
 
-/// Writes a file under a temporary name and renames it when it is complete.
+/// Writes a file under a temporary name, and renames the file when it is complete.
 pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error> {
     replace(path, |partial| fs::write(partial, contents))
 }
@@ -239,7 +239,7 @@ pub(crate) fn write_tensors<V: View>(
     metadata: Option<(&str, String)>,
     tensors: impl Iterator<Item = (String, V)>,
 ) -> Result<(), Gemma4Error> {
-    // Add the entry `format` to the metadata, because transformers requires this entry.
+    // Add the entry `format` to the metadata, because Hugging Face Transformers requires this entry.
     let format = ("format", "pt".to_owned());
     let metadata = [format].into_iter().chain(metadata);
     let metadata: HashMap<String, String> = metadata

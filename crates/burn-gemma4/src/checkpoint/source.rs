@@ -1,5 +1,5 @@
 //! Reads parameters from the formats of their checkpoints and uploads them to a device. A slice is the part of a
-//! parameter at one index of its slowest dimension.
+//! parameter at one index of the parameter's first dimension.
 
 use crate::config::Gemma4Config;
 use crate::error::TensorProblem;
@@ -41,10 +41,10 @@ enum Numbers<'a> {
         bytes: &'a [u8],
     },
     Packed(Packed<'a>),
-    /// Several matrices of the same shape, which form a stacked tensor: one matrix per slice of the slowest dimension.
+    /// Several matrices of the same shape, which form a stacked tensor: each matrix is one slice.
     Joined(Vec<Source<'a>>),
-    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor, then the rows of
-    /// the second tensor.
+    /// Two stacked tensors of the same shape. A slice of the parameter has the rows of the first tensor's slice, then
+    /// the rows of the second tensor's slice.
     Stacked(Box<[Source<'a>; 2]>),
 }
 
@@ -120,7 +120,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the number of host bytes that the upload of one slice (one index of the slowest dimension) takes.
+    /// Returns the number of host bytes that the upload of one slice (one index of the first dimension) takes.
     fn slice_bytes(&self) -> usize {
         let numbers: usize = self.shape[1..].iter().product();
         match &self.numbers {
@@ -155,8 +155,8 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
-    /// Returns the layout of the rows in packed 32-bit words, or `None` if the rows stay unquantized. A quantized parameter
-    /// keeps its own quantization. Floats get the quantization `target`.
+    /// Returns the layout of the rows in packed 32-bit words, or `None` if the rows stay unquantized. A quantized
+    /// parameter keeps its own quantization. A float parameter is quantized to `target`.
     pub fn layout(&self, target: Option<QuantTarget>) -> Option<Layout> {
         let columns = match self.shape.len() {
             0 | 1 => return None,
@@ -263,7 +263,7 @@ impl<'a> Source<'a> {
         );
     }
 
-    /// Returns the slices `range` of the slowest dimension as floats in `dtype`.
+    /// Returns the slices `range` (indices of the first dimension) as floats in `dtype`.
     pub fn slices(&self, range: Range<usize>, dtype: DType) -> TensorData {
         let mut shape = self.shape.clone();
         shape[0] = range.len();

@@ -65,8 +65,8 @@ impl DrafterConfig {
         })
     }
 
-    /// Parses the text of a drafter's `config.json`. A missing field gets the default value of transformers' configuration
-    /// class.
+    /// Parses the text of a drafter's `config.json`. A missing field gets the default value of Hugging Face
+    /// Transformers' configuration class.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Config`], which names the field at fault.

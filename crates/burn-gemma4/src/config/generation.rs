@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// The sampling settings that the checkpoint's authors recommend, and the tokens and strings that end a generation.
 ///
-/// A field that is missing in the file gets the default of transformers.
+/// A field that is missing in the file gets the default of Hugging Face Transformers.
 ///
 /// # Examples
 /// ```
@@ -226,8 +226,9 @@ impl From<File> for GenerationDefaults {
         let bad_words = file.bad_words_ids.unwrap_or_default();
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
-        // Report the entries of `bad_words_ids` with several tokens as unsupported. A sampler may forbid the last token of
-        // such an entry only after the entry's other tokens. The device's sampler does not see earlier tokens.
+        // Report the entries of `bad_words_ids` with several tokens as unsupported. A sampler may forbid the last token
+        // of such an entry only after the entry's other tokens. The device's sampler cannot do this, because it does
+        // not see earlier tokens.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }
@@ -351,7 +352,7 @@ mod tests {
             (Some(3), Some(9))
         );
         assert_eq!(defaults.begin_suppress_tokens, [8, 9]);
-        // A stop token in `bad_words_ids` can still be sampled, as in transformers.
+        // A stop token in `bad_words_ids` can still be sampled, as in Hugging Face Transformers.
         assert_eq!(defaults.sampling().suppress_tokens, [7, 5, 6]);
         assert!(
             defaults.unsupported.is_empty(),
@@ -401,8 +402,8 @@ mod tests {
         assert!(!hostile.unsupported[0].contains(|one: char| one.is_control()));
     }
 
-    /// Checks that settings without an effect cause no warning. Each setting has the value that means "off" in
-    /// transformers.
+    /// Checks that settings without an effect cause no warning. Each setting has the value that means "off" in Hugging
+    /// Face Transformers.
     #[test]
     fn read_of_neutral_values_gives_no_warning() {
         let defaults = read(

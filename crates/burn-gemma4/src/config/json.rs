@@ -1,4 +1,5 @@
-//! Reads `config.json` in two dialects: the dialect of the Hugging Face Hub and the dialect of transformers' `save_pretrained`.
+//! Reads `config.json` in two dialects: the dialect of the Hugging Face Hub, and the dialect that `save_pretrained` of
+//! Hugging Face Transformers writes.
 
 use super::quantization::schemes_of;
 use super::unknown_models::refuse_drafter;
@@ -127,8 +128,8 @@ impl Gemma4Config {
 
     /// Parses the text of a `config.json`. For a multimodal model, returns the configuration of its text model.
     ///
-    /// Two dialects are supported. Files on the Hub have the fields `global_head_dim` and `num_global_key_value_heads`. Files
-    /// that transformers' `save_pretrained` writes have `per_layer_config`.
+    /// Two dialects are supported. Files on the Hub have the fields `global_head_dim` and `num_global_key_value_heads`.
+    /// Files that `save_pretrained` of Hugging Face Transformers writes have `per_layer_config`.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Config`], which names the field at fault.
@@ -166,8 +167,8 @@ impl Gemma4Config {
 }
 
 impl Text {
-    /// Converts the fields of the file to a configuration. A missing field gets the default value of transformers'
-    /// configuration class.
+    /// Converts the fields of the file to a configuration. A missing field gets the default value of Hugging Face
+    /// Transformers' configuration class.
     pub(super) fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
         self.refuse_unsupported()?;
         let layer_types = self.layer_types()?;
@@ -262,7 +263,7 @@ impl Text {
                 })
                 .collect(),
         };
-        // The last layer is always a full layer, whatever the file says. transformers does the same.
+        // The last layer is always a full layer, whatever the file says. Hugging Face Transformers does the same.
         if let Some(last) = types.last_mut() {
             *last = LayerType::Full;
         }
@@ -289,8 +290,8 @@ impl Text {
             .collect()
     }
 
-    /// Returns the head size of full layers, and their number of KV heads. The number is `None` if the file has no
-    /// `per_layer_config`.
+    /// Returns the head size of full layers, and their number of KV heads. The number is `None` if `per_layer_config`
+    /// does not give it.
     fn global_heads(
         &self,
         layer_types: &[LayerType],
@@ -339,8 +340,8 @@ impl Text {
         };
         let partial_rotary_factor = match rope.rope_type.as_deref() {
             None | Some("default") => match rope.factor {
-                // Refuse a factor other than 1 for the `rope_type` "default". transformers ignores the factor, so its
-                // meaning is unclear.
+                // Refuse a factor other than 1 for the `rope_type` "default". Hugging Face Transformers ignores the
+                // factor, so the meaning of such a file is unclear.
                 Some(factor) if factor != 1.0 => {
                     return Err(Gemma4Error::Config(format!(
                         "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"
@@ -363,8 +364,8 @@ impl Text {
     }
 }
 
-/// True if the value of a `rope_scaling` field changes the positions. Older transformers versions write values without
-/// effect.
+/// True if the value of a `rope_scaling` field changes the positions. Older versions of Hugging Face Transformers write
+/// values without effect.
 fn scales(scaling: &serde_json::Value) -> bool {
     let Some(fields) = scaling.as_object() else {
         return !scaling.is_null();

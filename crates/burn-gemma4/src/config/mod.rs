@@ -92,7 +92,7 @@ pub struct Gemma4Config {
 /// The attention type of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerType {
-    /// A query sees the keys of the last [`Gemma4Config::sliding_window`] positions.
+    /// A query sees the keys of the last [`Gemma4Config::sliding_window`] positions, including its own.
     Sliding,
     /// A query sees the keys of all positions up to its own.
     Full,
@@ -129,8 +129,8 @@ impl RopeConfig {
 
     /// Returns the rotation of each channel pair per position, in radians. The list has `head_dim / 2` values.
     ///
-    /// The f32 operations have the order of transformers, because the checkpoints were trained with the rounding errors
-    /// of transformers.
+    /// The f32 operations have the same order as in Hugging Face Transformers, because the checkpoints were trained
+    /// with the rounding errors of that order.
     pub(crate) fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         let rotated = self.rotated_pairs(head_dim);
         (0..head_dim / 2)

@@ -1,5 +1,5 @@
-//! Reads the `quantization_config` in a `config.json`. The object does not name the packing scheme of each matrix. The
-//! loader derives a matrix's scheme from the tensors of the matrix.
+//! Reads the `quantization_config` in a `config.json`. The object lists packing schemes, but does not say which matrix
+//! has which scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;

@@ -4,8 +4,8 @@ use crate::error::Gemma4Error;
 
 /// The options by which the next token is sampled. Sampling is [`greedy`](Self::greedy) or random.
 ///
-/// The options apply in this order, as in transformers: repetition penalty, suppressed tokens, temperature, top-k, top-p,
-/// min-p. The first two also apply to greedy decoding.
+/// The options apply in this order, as in Hugging Face Transformers: repetition penalty, suppressed tokens,
+/// temperature, top-k, top-p, min-p. The first two also apply to greedy decoding.
 ///
 /// # Examples
 /// ```

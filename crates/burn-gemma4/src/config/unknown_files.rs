@@ -69,8 +69,8 @@ pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     instead.unwrap_or(Gemma4Error::Io { path, source })
 }
 
-/// Searches a folder for files whose extension belongs to an unsupported format. Returns an error for the first such file
-/// in alphabetical order.
+/// Searches a folder for files with an extension of an unsupported format. Returns an error for the first such file in
+/// alphabetical order.
 fn other_weights(folder: &Path) -> Option<Gemma4Error> {
     let mut paths: Vec<PathBuf> = fs::read_dir(folder)
         .ok()?

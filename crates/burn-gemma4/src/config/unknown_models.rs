@@ -47,7 +47,8 @@ pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
     ) {
         (Some(_), _) => ("quantization", "MLX".to_owned()),
         (None, Some(config)) => match config.get("quant_method") {
-            // Accept a `quantization_config` without a method. The weights of such a checkpoint are still floats.
+            // Accept a `quantization_config` without a method, because the weights of such a checkpoint are still
+            // floats.
             None | Some(Value::Null) => return Ok(()),
             Some(Value::String(method)) => ("quantization_config", format!("{method:?}")),
             Some(other) => ("quantization_config", other.to_string()),

@@ -1,4 +1,4 @@
-//! Warns about fields of `generation_config.json` that transformers supports but this crate does not.
+//! Warns about fields of `generation_config.json` that Hugging Face Transformers supports but this crate does not.
 
 use crate::escaped::Escaped;
 use serde_json::{Map, Value};
@@ -9,8 +9,9 @@ const MOST_CHARACTERS: usize = 80;
 /// A predicate that is true if a field with the given value changes the generated text.
 type IsOn = fn(&Value) -> bool;
 
-/// The fields of transformers 5's `GenerationConfig` that can change the text of a single sequence without an assistant
-/// model. Each field's predicate is true if the field's value changes the text. Fields that need `num_beams` are omitted.
+/// The fields of `GenerationConfig` in Hugging Face Transformers 5 that can change the text of a single sequence
+/// without an assistant model. An entry holds the field's name and a predicate, which is true if the field's value
+/// changes the text. Fields that need `num_beams` are omitted.
 const FIELDS: [(&str, IsOn); 23] = [
     ("constraints", any),
     ("dola_layers", any),
@@ -78,8 +79,8 @@ fn is_not(value: &Value, neutral: f64) -> bool {
     value.as_f64() != Some(neutral)
 }
 
-/// True if the value of a cutoff option, such as `epsilon_cutoff`, lies between 0 and 1. transformers ignores all other
-/// values.
+/// True if the value of a cutoff option, such as `epsilon_cutoff`, lies between 0 and 1. Hugging Face Transformers
+/// ignores all other values.
 fn is_cutoff(value: &Value) -> bool {
     value
         .as_f64()

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 /// The maximum number of layers. The largest published model has 60.
 pub(crate) const MOST_LAYERS: usize = 1024;
-/// The maximum of every size in a configuration. Devices store tokens and positions as i32.
+/// The maximum of every size in a configuration, because devices store tokens and positions as i32.
 const LARGEST_SIZE: usize = i32::MAX as usize;
 /// The maximum size of the sliding window in positions.
 const WIDEST_WINDOW: usize = 1 << 20;
@@ -163,7 +163,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Refuses a configuration with a tensor that has too many elements. Each size alone may be valid.
+    /// Refuses a configuration with a tensor that has too many elements, even if each size alone is valid.
     fn validate_tensors(&self) -> Result<(), Gemma4Error> {
         let hidden = ("hidden_size", self.hidden_size);
         let layers = ("num_hidden_layers", self.num_layers());
@@ -298,7 +298,8 @@ impl RopeConfig {
     }
 }
 
-/// True if a value is positive, finite and not subnormal as an f32. Models compute in f32 or in a smaller dtype.
+/// True if a value is positive, finite and not subnormal after the cast to f32, because models compute in f32 or in a
+/// smaller dtype.
 fn is_positive_in_f32(number: f64) -> bool {
     let number = number as f32;
     number.is_normal() && number > 0.0

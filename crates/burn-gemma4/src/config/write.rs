@@ -6,8 +6,8 @@ use burn::tensor::DType;
 use serde_json::{Value, json};
 
 impl Gemma4Config {
-    /// Returns the text of a `config.json` with this configuration. [`from_json`](Self::from_json) and transformers can read
-    /// it.
+    /// Returns the text of a `config.json` with this configuration. [`from_json`](Self::from_json) and Hugging Face
+    /// Transformers can read it.
     ///
     /// ```
     /// use burn_gemma4::Gemma4Config;
@@ -105,7 +105,7 @@ impl RopeConfig {
     }
 }
 
-/// Returns the name that transformers gives to a dtype.
+/// Returns the name that Hugging Face Transformers gives to a dtype.
 pub(crate) fn name_of(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "float16",

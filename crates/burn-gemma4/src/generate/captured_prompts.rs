@@ -1,4 +1,4 @@
-//! The captured passes over prompts: which prompts have a graph, and the graphs themselves.
+//! CUDA graphs of the model's forward passes over whole prompts, and the rules that decide which prompts get a graph.
 
 use crate::config::Gemma4Config;
 use crate::model::Gemma4Model;
@@ -15,19 +15,22 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, TryLockError},
 };
 
-/// The lengths of prompts that have a graph. A prompt is padded to the next of these lengths.
+/// The prompt lengths for which a graph is captured, in tokens. A prompt is padded to the next of these lengths.
 const LENGTHS: [usize; 10] = [32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048];
 
-/// The number of prompts of a length that run without a graph. A capture takes as long as about five prompts.
+/// The number of prompts of each length that run without a graph before a graph is captured. A capture takes as long as
+/// about five prompts.
 const BEFORE_CAPTURE: usize = 1;
 
-/// The number of floating-point operations per layer up to which a prompt is captured. A prompt with more work takes longer
-/// than its launches, so that a graph would save no time, and padding would cost time.
+/// The largest number of floating-point operations per layer for which a prompt gets a graph. With more work, the
+/// device computes longer than the host needs for the launches. A graph would then save no time, and its padding would
+/// cost time.
 ///
 /// On one H200 (2026-11-28), E2B's launches took 11 ms for 35 layers, and its prompts ran at about 300 TFLOP/s.
 const MOST_WORK_PER_LAYER: f64 = 1e11;
 
-/// The captured passes over prompts of one model, whose weights must not change. Clones share the graphs.
+/// The CUDA graphs of one model's forward passes over prompts. The model's weights must not change. Clones share the
+/// graphs.
 #[derive(Clone, Default)]
 pub(crate) struct CapturedPrompts {
     state: Arc<Mutex<State>>,
@@ -43,21 +46,21 @@ impl fmt::Debug for CapturedPrompts {
 struct State {
     /// The stream of the weights, on which the graphs are captured and replayed.
     stream: Option<StreamId>,
-    /// The largest length of a prompt that may have a graph, once it has been computed.
+    /// The number of tokens of the longest prompt that may have a graph, or `None` if it has not been computed yet.
     longest: Option<usize>,
-    /// The number of prompts of each length so far.
+    /// For each length in [`LENGTHS`], the number of prompts so far.
     seen: [usize; LENGTHS.len()],
-    /// The graph of each length.
+    /// For each length in [`LENGTHS`], the graph, or `None` if it has not been captured yet.
     graphs: [Option<CapturedGraph<PromptPass>>; LENGTHS.len()],
 }
 
 impl CapturedPrompts {
-    /// Returns the index of the length of a prompt with `count` tokens, and the state of the graphs. Returns `None` if no
-    /// graph can run the prompt on this stream.
+    /// Returns the index in [`LENGTHS`] of the length to which a prompt of `count` tokens is padded, and the state of
+    /// the graphs. Returns `None` if no graph can run the prompt on this stream.
     fn state(&self, model: &Gemma4Model, count: usize) -> Option<(usize, MutexGuard<'_, State>)> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
-            // Another thread replays a graph, which this thread must not do.
+            // Another thread is using the graphs, so this thread must not replay one.
             Err(TryLockError::WouldBlock) => return None,
             Err(TryLockError::Poisoned(state)) => {
                 state.into_inner().stop();
@@ -77,8 +80,8 @@ impl CapturedPrompts {
         Some((index, state))
     }
 
-    /// True if a prompt of `count` tokens may replay a graph when an empty cache of one sequence of this kind reads it at
-    /// once.
+    /// True if a graph may run a whole prompt of `count` tokens at once. The KV cache must be empty, have one sequence
+    /// and have the storage format `kind`.
     pub fn serve(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
         is_plain(kind) && self.state(model, count).is_some()
     }
@@ -123,12 +126,13 @@ impl State {
     }
 }
 
-/// True if keys and values are stored as the model computes them. The passes do not write other formats.
+/// True if the KV cache stores keys and values exactly as the model computes them. The captured passes support no other
+/// storage format.
 fn is_plain(kind: CacheKind) -> bool {
     kind.precision == KvPrecision::Model && !kind.compact_keys
 }
 
-/// Returns the largest number of tokens of a prompt that may have a graph.
+/// Returns the number of tokens of the longest prompt that may have a graph.
 fn longest(model: &Gemma4Model) -> usize {
     let config = model.config();
     let longest = LENGTHS[LENGTHS.len() - 1].min(config.max_position_embeddings);
@@ -138,12 +142,12 @@ fn longest(model: &Gemma4Model) -> usize {
     }
 }
 
-/// Returns the number of tokens of the largest prompt that a capture makes faster.
+/// Returns the number of tokens of the longest prompt that a graph makes faster.
 fn tokens_of_most_work(config: &Gemma4Config) -> usize {
     (MOST_WORK_PER_LAYER * config.num_layers() as f64 / work_of_token(config)) as usize
 }
 
-/// Returns the number of floating-point operations of a prompt token: a multiply-add for each weight of the layers that
+/// Returns the number of floating-point operations per prompt token: a multiply-add for each weight of the layers that
 /// compute their own keys and values. The other layers run only for the last token.
 fn work_of_token(config: &Gemma4Config) -> f64 {
     let hidden = config.hidden_size;
@@ -165,7 +169,7 @@ fn work_of_token(config: &Gemma4Config) -> f64 {
 mod tests {
     use super::*;
 
-    /// Checks the largest lengths, which follow from the numbers of weights.
+    /// Checks the length of the longest prompt with a graph for three models of different sizes.
     #[test]
     fn tokens_of_most_work_are_many_in_small_models() {
         assert!(tokens_of_most_work(&Gemma4Config::e2b()) >= 2048);

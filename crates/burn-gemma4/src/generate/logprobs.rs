@@ -31,7 +31,8 @@ impl TokenLogprobs {
             .copied()
             .map(number)
             .fold(f32::NEG_INFINITY, f32::max);
-        // Return 0 for the largest logit without a subtraction. If the largest logit is ∞, the difference ∞ − ∞ would be NaN.
+        // Return 0 for the largest logit without a subtraction, because the difference ∞ − ∞ would be NaN if the
+        // largest logit is ∞.
         let below = |logit: f32| match number(logit) {
             logit if logit == largest => 0.0,
             logit => f64::from(logit) - f64::from(largest),

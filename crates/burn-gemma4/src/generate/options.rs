@@ -30,8 +30,9 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// True if generation continues after a stop token.
     pub ignore_stop_tokens: bool,
-    /// Strings that end the generated text. A stop string may begin and end in the middle of a token, and may contain the
-    /// names of special tokens. As in transformers, the text keeps the stop string and the rest of the last token.
+    /// Strings that end the generated text. A stop string may begin and end in the middle of a token, and may contain
+    /// the names of special tokens. As in Hugging Face Transformers, the text keeps the stop string and the rest of the
+    /// last token.
     pub stop_strings: Vec<String>,
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,

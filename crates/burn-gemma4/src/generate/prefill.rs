@@ -14,9 +14,9 @@ const PROCESSORS_CHUNK: usize = 512;
 /// The default number of prompt tokens in a prefill chunk on a CubeCL device, summed over the prompts of a batch.
 const ACCELERATORS_CHUNK: usize = 8192;
 
-/// Prefills the tokens of the prompts that are not in the cache. Returns the hidden state `[batch, 1, hidden]` of each
-/// prompt's last token, or `None` if the generation was cancelled. A single prompt may replay one of the `graphs`, which must
-/// be those of `model`.
+/// Prefills the prompt tokens that the cache does not hold yet. Returns the hidden state `[batch, 1, hidden]` of each
+/// prompt's last token, or `None` if the generation was cancelled. A single prompt may replay one of the `graphs`,
+/// which must belong to `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
     graphs: &CapturedPrompts,
@@ -37,7 +37,7 @@ pub(super) fn prefill(
     read(model, &prompts, longest, Logits::Last(1), cache, options)
 }
 
-/// Prefills only the first tokens of a prompt, in chunks. A generation with the same options uses the same chunk size.
+/// Prefills only the first tokens of a prompt, in chunks. The chunk size is that of a generation with the same options.
 pub(crate) fn read_beginning(
     model: &Gemma4Model,
     beginning: &[u32],
@@ -48,7 +48,7 @@ pub(crate) fn read_beginning(
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
 }
 
-/// Returns the number of tokens of each prompt that one call reads.
+/// Returns the number of tokens of each prompt in one prefill chunk.
 fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usize {
     options.prefill_chunk.unwrap_or_else(|| {
         let together = match model.is_accelerated() {
@@ -59,8 +59,8 @@ fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usiz
     })
 }
 
-/// Prefills the tokens of the prompts that are not in the cache, in chunks. `longest` is the length of the longest prompt.
-/// `asked` selects positions in the last chunk.
+/// Prefills the prompt tokens that the cache does not hold yet, in chunks. `longest` is the length of the longest
+/// prompt. `asked` selects the positions in the last chunk for which hidden states are returned.
 ///
 /// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or the
 /// generation was cancelled.
@@ -96,8 +96,8 @@ fn read(
         }
         model.step_hidden(&tokens, cache, Logits::None)?;
         if options.cancellation.is_some() || model.host_table.is_some() {
-            // Wait until the device has processed the chunk. Queued chunks cannot be cancelled, and their host copies of
-            // embedding rows stay in memory.
+            // Wait until the device has processed the chunk, because queued chunks cannot be cancelled and keep their
+            // host copies of embedding rows in memory.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;

@@ -1,5 +1,5 @@
-//! CUDA graphs of the forward pass over a prompt. A prompt of up to 2,048 tokens has more launches than work, so its time
-//! would be the host's.
+//! CUDA graphs of the forward pass over a prompt. For prompts of up to 2,048 tokens, separate launches take the host
+//! longer than the work takes the device.
 
 #[cfg(feature = "cube")]
 pub(crate) use super::captured_prompts::CapturedPrompts;
@@ -11,12 +11,12 @@ use crate::model::{Gemma4Model, Logits};
 #[cfg(not(feature = "cube"))]
 pub(crate) use without_graphs::CapturedPrompts;
 
-/// A model, and the CUDA graphs of its passes over prompts. [`Gemma4`](crate::Gemma4) has its own.
+/// A model with CUDA graphs of its forward passes over prompts. A [`Gemma4`](crate::Gemma4) has graphs of its own.
 ///
-/// Prompts of up to 2,048 tokens may have a graph, in large models fewer tokens. The first prompt of a length runs without a
-/// graph. Prompts on other threads than the one that loaded the weights run without graphs: see
-/// [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights). Each graph keeps the memory of its intermediate
-/// tensors: 0.8 GB for all lengths of E2B. Clones share the graphs.
+/// Prompts of up to 2,048 tokens may have a graph. In large models this limit is lower. The first prompt of each padded
+/// length runs without a graph. Prompts on a thread that did not load the weights also run without graphs: see
+/// [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights). Each graph keeps the memory of its
+/// intermediate tensors: 0.8 GB for all lengths of E2B. Clones share the graphs.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -38,7 +38,7 @@ pub struct PromptGraphs {
 }
 
 impl PromptGraphs {
-    /// Takes a model, without capturing a graph yet.
+    /// Wraps a model. No graph is captured yet.
     pub fn new(model: Gemma4Model) -> Self {
         Self {
             model,
@@ -68,7 +68,7 @@ impl PromptGraphs {
     }
 }
 
-/// Builds without CubeCL capture no graphs.
+/// A stand-in for builds without CubeCL, which capture no graphs.
 #[cfg(not(feature = "cube"))]
 mod without_graphs {
     use crate::model::Gemma4Model;

@@ -23,7 +23,7 @@ pub(crate) struct Checkpoint<'a> {
     /// The drafter, which a generation uses if its options select it.
     pub drafter: Option<&'a Drafter>,
     pub tokenizer: &'a Tokenizer,
-    /// The model's graphs of prompts.
+    /// The CUDA graphs of the model's forward passes over prompts.
     pub graphs: &'a CapturedPrompts,
 }
 
@@ -155,12 +155,12 @@ pub(crate) fn run(
             on_token,
         )?;
         timings.decode = decoding.elapsed();
-        // Return before the decode loop below. If the caller has reset the cancellation flag in the meantime, the loop would
-        // continue cancelled sequences.
+        // Return before the decode loop below, which would continue cancelled sequences if the caller has reset the
+        // cancellation flag in the meantime.
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
-        // Sample on the host while a sequence is so short that some tokens are still forbidden. Device samplers cannot forbid
+        // Sample on the host while a short sequence still forbids some tokens, because device samplers cannot forbid
         // tokens only at the beginning of a text.
         if may_draw && !begins(&sequences) {
             decoder = decoder.with_samplers(&samplers(&sequences))?;

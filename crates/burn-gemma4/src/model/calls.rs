@@ -40,11 +40,11 @@ impl Gemma4Model {
         Ok(self.logits(hidden))
     }
 
-    /// Computes the normalized hidden states, from which the head computes the logits. `asked` is the number of positions
-    /// that `logits` requests.
+    /// Computes the normalized hidden states from which the head computes the logits, for the positions that `asked`
+    /// selects.
     ///
     /// # Shapes
-    /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
+    /// `tokens` is `[batch, positions]`; the result is `[batch, selected positions, hidden]`.
     ///
     /// # Errors
     /// Passes on the errors of [`forward`](Self::forward).
@@ -89,8 +89,8 @@ impl Gemma4Model {
         Ok(Cache::new(&self.config, padding, kind))
     }
 
-    /// Processes tokens that follow the tokens in the KV cache, and returns the requested logits. `asked` is the number of
-    /// positions that `logits` requests.
+    /// Processes tokens that follow the tokens in the KV cache, and returns the requested logits. `asked` stands for
+    /// the number of requested positions.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
@@ -109,8 +109,8 @@ impl Gemma4Model {
         Ok(hidden.map(|hidden| self.logits(hidden)))
     }
 
-    /// Runs [`step`](Self::step) without the head. Returns the normalized hidden states of the requested positions,
-    /// `[batch, asked, hidden]`.
+    /// Runs [`step`](Self::step) without the head. Returns the normalized hidden states of the positions that `logits`
+    /// requests, `[batch, requested positions, hidden]`.
     pub(crate) fn step_hidden(
         &self,
         tokens: &Tokens,

@@ -299,8 +299,8 @@ impl LayerOps for DecodeOps<'_> {
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
         let inner = if is_adapted(gate) || is_adapted(up) {
-            // Compute the gate and the up projection separately. The fused kernel cannot add the adapter's output before
-            // the GELU.
+            // Compute the gate and the up projection separately, because the fused kernel cannot add the adapter's
+            // output before the GELU.
             gelu(self.project(input.clone(), gate)) * self.project(input, up)
         } else {
             let factors = Factors::Gated {
@@ -358,7 +358,7 @@ fn gate_of(gate: &Linear, embedding: ColumnSlice) -> Factors {
     }
 }
 
-/// A visitor that checks that all parameters have the same dtype.
+/// A visitor that checks whether all parameters have a given dtype.
 struct OneDtype {
     dtype: DType,
     holds: bool,

@@ -113,8 +113,8 @@ impl Gemma4Model {
         if asked == 0 {
             return stream.into_rows().reshape([batch, count, hidden]);
         }
-        // Run the remaining layers only for the requested positions. These are shared KV layers, which compute each position
-        // independently of the other positions.
+        // Run the remaining layers only for the requested positions. All remaining layers are shared KV layers, which
+        // compute each position independently of the other positions.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
         let (stream, embeddings) = (

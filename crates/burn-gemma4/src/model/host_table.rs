@@ -48,7 +48,7 @@ impl HostTable {
         }
     }
 
-    /// Changes the portion size.
+    /// Changes the size of one upload, in bytes.
     #[cfg(test)]
     pub fn with_portion(self, portion: usize) -> Self {
         Self { portion, ..self }

@@ -34,7 +34,7 @@ pub enum LayerSite {
     RouterProbabilities,
     /// The indices of the chosen experts as floats, `[batch · positions, top_k]`.
     RouterExperts,
-    /// The weights of the chosen experts, `[batch · positions, top_k]`.
+    /// The weights of the chosen experts in the weighted sum of their outputs, `[batch · positions, top_k]`.
     RouterWeights,
     /// The output of the experts, `[batch, positions, hidden]`.
     Experts,
@@ -47,7 +47,8 @@ pub trait Observer {
     /// True if the observer uses the tensors. Otherwise a layer may run kernels that do not store all of them.
     const OBSERVES: bool = true;
 
-    /// Receives one tensor, in the order of the computation. `tensor` returns the tensor at `site`.
+    /// Receives the tensor at `site`, which the function `tensor` returns. The calls follow the order of the
+    /// computation.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 

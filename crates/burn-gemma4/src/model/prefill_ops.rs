@@ -47,11 +47,11 @@ pub(crate) struct PrefillOps<'a, O> {
 
 /// The place to which a call writes the keys and values that later calls read.
 pub(crate) enum KvDestination<'a> {
-    /// Nowhere, as in training.
+    /// The call drops the keys and values, as in training.
     Dropped,
-    /// In the KV cache.
+    /// The KV cache.
     Cache(&'a mut Cache, Box<Call>),
-    /// In a list with the keys and values of each layer that computes its own, in the order of the layers. Each tensor is
+    /// A list with the keys and values of each layer that computes its own, in the order of the layers. Each tensor is
     /// `[batch, kv_heads, positions, head_dim]`.
     #[cfg(feature = "cube")]
     List(&'a mut Vec<[Tensor<4>; 2]>),
@@ -178,8 +178,9 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Do not use the fused launch if the projections have separate outputs. Also do not use it if the values come from
-        // the key projection. Such a layer may store compact keys, which the fused launch does not support.
+        // Do not use the fused launch if the projections have separate outputs. Also do not use it if the values come
+        // from the key projection, because such a layer may store compact keys. The fused launch does not support
+        // compact keys.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

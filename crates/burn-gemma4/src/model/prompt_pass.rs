@@ -43,9 +43,11 @@ pub(crate) struct PromptOutputs {
 }
 
 impl PromptPass {
-    /// True if the launches of a forward pass over a prompt need nothing from the host.
+    /// True if the launches of a forward pass over a prompt can be captured in a graph, because they need nothing from
+    /// the host.
     pub fn serves(model: &Gemma4Model) -> bool {
-        // A graph would keep the dequantized experts of a layer in memory, which are far larger than the quantized ones.
+        // Require float experts. For quantized experts a graph would keep each layer's dequantized experts in memory,
+        // which are far larger than the quantized experts.
         let has_float_experts = || {
             let mut experts = model
                 .layers
@@ -80,7 +82,7 @@ impl PromptPass {
         }
     }
 
-    /// Overwrites the inputs with a prompt. The prompt has at least one token, and at most as many as the pass.
+    /// Overwrites the inputs with a prompt, which must have at least one token and at most the pass's number of tokens.
     pub fn overwrite(&self, prompt: &[u32]) {
         let [length] = self.tokens.dims();
         let mut numbers: Vec<i32> = prompt.iter().map(|token| *token as i32).collect();
@@ -94,7 +96,7 @@ impl PromptPass {
 }
 
 impl Computation for PromptPass {
-    /// The caller decides from which prompt on a capture pays off.
+    /// Capture at the first run, because the caller decides when a capture pays off.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = PromptOutputs;
 
@@ -175,7 +177,7 @@ mod tests {
 
     const LENGTH: usize = 24;
 
-    /// A model with a window of 5 tokens, and with as many shared KV layers as given.
+    /// A model with a window of 5 tokens and with `shared` shared KV layers.
     fn model(shared: usize) -> Gemma4Model {
         let device = Device::wgpu(DeviceKind::DefaultDevice);
         device.seed(1);
@@ -211,8 +213,8 @@ mod tests {
         hidden.into_data().iter::<f32>().collect()
     }
 
-    /// Checks that one pass gives the hidden states and the KV cache of separate calls, for prompts of every length. Each
-    /// prompt overwrites a longer or a shorter one.
+    /// Checks that one padded pass gives the same hidden states and the same KV cache as separate calls, for prompts of
+    /// every length. In the pass's inputs, each prompt overwrites a longer or a shorter one.
     #[test]
     fn compute_of_padded_prompt_matches_unpadded_prompt() {
         for shared in [0, 2] {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// A Gemma 4 text model.
 ///
-/// A parameter's path is the name of the checkpoint's tensor.
+/// The path of each parameter equals the name of its tensor in the checkpoint.
 ///
 /// # Training
 /// [`forward`](Self::forward) and [`forward_packed`](Self::forward_packed) are differentiable through Burn's autodiff.

@@ -28,7 +28,7 @@ pub(crate) fn attach<const D: usize>(
     ))
 }
 
-/// The operator of a backend that attaches a gradient.
+/// The backend operator that attaches a gradient.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),

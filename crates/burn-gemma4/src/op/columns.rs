@@ -47,7 +47,7 @@ pub(crate) fn columns_of_words(
     words.narrow(3, start, count)
 }
 
-/// The view of a column range as an operator of a backend.
+/// The backend operators that return a view of a column range.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ColumnsBackend: Backend {

@@ -44,7 +44,7 @@ pub(crate) struct CapturedGraph<C: Computation> {
 struct Graph<O> {
     launches: BackendGraph<Dispatch>,
     outputs: O,
-    /// The stream of the capture, which alone orders the replays between other launches.
+    /// The stream of the capture. Replays run only on this stream, in order with the other launches.
     stream: StreamId,
 }
 

@@ -88,9 +88,9 @@ pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Require PDL. `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in their names. On
-        // devices without PDL, kernels with such a name would run before the previous launch has ended, and read unfinished
-        // data.
+        // Require PDL, because `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in
+        // their names. On devices without PDL, kernels with such a name would run before the previous launch has ended,
+        // and read unfinished data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {

@@ -35,8 +35,9 @@ impl fmt::Debug for Reading {
 }
 
 impl Reading {
-    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when the
-    /// host asks for the data. Such a copy would wait for all launches that the host has enqueued before it asks.
+    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only
+    /// when the host asks for the data. Such a copy would wait for all launches that the host has enqueued before this
+    /// request.
     pub fn begin(numbers: Tensor<1, Int>) -> Self {
         assert_eq!(
             numbers.dtype(),
@@ -69,7 +70,7 @@ impl Reading {
     /// Waits until the integers have been copied to the host, and returns the integers.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] if the device failed.
+    /// Returns [`Gemma4Error::Device`] if the device failed.
     pub fn wait(mut self) -> Result<Vec<i32>, Gemma4Error> {
         let copied = self
             .copied

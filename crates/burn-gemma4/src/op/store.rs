@@ -44,7 +44,7 @@ pub(crate) fn store_rows(
     (Tensor::from_dispatch(words), Tensor::from_dispatch(scales))
 }
 
-/// The kernel as an operator of a backend.
+/// The kernel that stores rows in the KV cache, as an operator of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait StoreBackend: Backend {
     /// See [`store_rows`].

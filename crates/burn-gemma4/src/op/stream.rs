@@ -1,8 +1,9 @@
-//! The streams of tensors. CubeCL gives each thread a stream of its own, and orders the work of two streams by events.
+//! The streams of tensors. CubeCL gives each thread its own stream, and orders the work of two streams by events.
 //!
-//! During a capture such an event invalidates the graph: CubeCL 0.11 waits for it on a thread of its own. The failed capture
-//! then marks every tensor that it would have written as unwritten, the KV cache among them. So a computation is captured
-//! only if all its tensors were allocated on the stream that captures.
+//! During the capture of a CUDA graph, such an event invalidates the graph, because CubeCL 0.11 waits for the event on
+//! a separate thread. The failed capture then marks every tensor that the graph would have written, such as the KV
+//! cache, as unwritten. Therefore a computation is captured only if all its tensors were allocated on the stream that
+//! captures.
 
 use burn::{
     backend::{Cube, fusion::custom::StreamId},

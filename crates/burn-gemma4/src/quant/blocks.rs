@@ -88,7 +88,7 @@ pub(super) fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     low.chain(bytes.iter().map(|byte| byte >> 4))
 }
 
-/// Returns the 5-bit codes. `fifth` holds the fifth bits, one per element in the order of the elements.
+/// Returns the 5-bit codes. `fifth` holds the fifth bit of each code, in the order of the elements.
 pub(super) fn five_bits<'a>(
     fifth: &'a [u8],
     nibbles_of: &'a [u8],

@@ -16,7 +16,8 @@ pub(super) struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// Writes `codes` to the columns from `first` on. Column `first` must be the first column of a word.
+    /// Writes `codes` to consecutive columns, starting at column `first`. This column must be the first column of a
+    /// word.
     pub fn codes(&mut self, first: usize, codes: &[u8]) {
         let (low, top) = (self.layout.format.low_bits(), self.layout.format.top_bits());
         for (word, codes) in self.words[first * low / 32..]
@@ -47,7 +48,7 @@ impl Row<'_> {
         self.words[start + group / 2] |= u32::from(bits) << (group % 2 * 16);
     }
 
-    /// Writes `words` to the part of the row that holds the scales, from word `at` of that part on.
+    /// Writes `words` to the part of the row that holds the scales, starting at word `at` of that part.
     pub fn scales(&mut self, at: usize, words: &[u32]) {
         let start = self.layout.scales() + at;
         self.words[start..][..words.len()].copy_from_slice(words);

@@ -31,7 +31,7 @@ impl Scheme {
         }
     }
 
-    /// Returns the offset that packing adds to a signed code.
+    /// Returns the offset that packing adds to a signed code, so that the stored code is not negative.
     fn offset(&self) -> i32 {
         1 << (self.bits - 1)
     }

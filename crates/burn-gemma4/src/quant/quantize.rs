@@ -17,7 +17,7 @@ pub(crate) enum QuantTarget {
 }
 
 impl QuantTarget {
-    /// Returns the GGUF block format with this kind of codes.
+    /// Returns the GGUF block format that stores these codes.
     pub fn format(self) -> BlockFormat {
         match self {
             Self::Q8 => BlockFormat::Q8_0,

@@ -10,9 +10,11 @@ const GROUP: usize = 32;
 ///
 /// - bytes 0 to 3: the scales of groups 0 to 3 in the lower 6 bits
 /// - bytes 4 to 7: the minimums of groups 0 to 3 in the lower 6 bits
-/// - bytes 8 to 11: the lower 4 bits of groups 4 to 7, the scale in the low half and the minimum in the high half
+/// - bytes 8 to 11: the lower 4 bits of the scales of groups 4 to 7 in the low half, and of their minimums in the high
+///   half
 ///
-/// The upper 2 bits of bytes 0 to 7 are the upper bits of groups 4 to 7: scales in bytes 0 to 3, minimums in bytes 4 to 7.
+/// The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7
+/// are the upper bits of their minimums.
 pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),
@@ -24,9 +26,9 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     })
 }
 
-/// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. Each 32 bytes of
-/// `nibbles` hold two groups: the first in the low 4 bits, the second in the high 4 bits. Bit `g` of byte `i` of `fifth`
-/// belongs to element `i` of group `g`.
+/// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. Each 32 bytes
+/// of `nibbles` hold two groups: the first in the low 4 bits, the second in the high 4 bits. Bit `g` of byte `i` of
+/// `fifth` is the fifth bit of element `i` of group `g`.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);

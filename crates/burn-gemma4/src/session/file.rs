@@ -82,9 +82,9 @@ impl SavedSession {
     /// saved session's model.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is incomplete
-    /// or not a session file. Returns [`Gemma4Error::Unsupported`], which names the difference, if the session belongs to
-    /// another model.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is
+    /// incomplete or not a session file. Returns [`Gemma4Error::Unsupported`], which describes the difference, if the
+    /// session was saved with another model.
     pub fn read(model: &Gemma4Model, path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = map(path)?;
@@ -287,7 +287,7 @@ impl<'a> File<'a> {
         }
     }
 
-    /// Checks that the session belongs to `model`.
+    /// Checks that the session was saved with the same configuration, compute dtype and weights as those of `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
         // Convert the model's configuration to JSON and back before the comparison. The conversion may change a float, and
         // the configuration in the file has also been converted to JSON and back.

@@ -77,8 +77,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next prompt
-        // may differ from the same token on. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next
+        // prompt may begin to differ at the same token. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -141,8 +141,8 @@ impl<'a> Session<'a> {
         common
     }
 
-    /// Returns how many tokens at the beginning of `tokens` the next prompt will probably share. In a conversation these are
-    /// the tokens before the answer.
+    /// Returns the probable length of the common prefix of `tokens` and the next prompt. In a conversation, this prefix
+    /// consists of the tokens before the answer.
     fn boundary(&self, prompt: &Prompt, tokens: &[u32], chat: ChatOptions) -> usize {
         let history = match prompt {
             Prompt::Chat(_) => {

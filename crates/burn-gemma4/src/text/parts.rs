@@ -18,7 +18,8 @@ pub enum TextKind {
     ToolCall,
 }
 
-/// Special tokens at which the kind of the text changes. Each token is paired with the kind of the text that follows the token.
+/// The special tokens at which the kind of the text changes, as pairs of a token and the kind of the text after the
+/// token.
 const MARKS: [(&str, TextKind); 8] = [
     ("<|channel>", TextKind::Thought),
     ("<channel|>", TextKind::Answer),
@@ -40,8 +41,8 @@ pub struct Parts<'a> {
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
     kind: TextKind,
-    /// The beginning of a channel's first line, or `None`. The beginning is held back because the line may be the channel's
-    /// name.
+    /// The incomplete first line of a channel, or `None` outside such a line. This text is held back, because the line
+    /// may be the channel's name.
     name: Option<String>,
     /// The text of the answer so far.
     pub answer: String,
@@ -79,7 +80,7 @@ impl<'a> Parts<'a> {
             for token in &prompt[last..] {
                 parts.push(*token)?;
             }
-            // Drop the text that has been collected so far, because it belongs to the prompt.
+            // Drop the text that has been collected so far, because it is part of the prompt.
             parts.stream = tokenizer.stream();
             parts.thoughts.clear();
             parts.tool_calls.iter_mut().for_each(String::clear);
@@ -116,8 +117,8 @@ impl<'a> Parts<'a> {
         self.kind
     }
 
-    /// Ends the current part, because no token follows. Returns the text that was held back, and the kind of that text. The
-    /// beginning of the name `thought` is no thought.
+    /// Ends the current part, because no token follows. Returns the text that was held back, and the kind of that text.
+    /// Held-back text that is a beginning of the channel name `thought` is dropped.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
@@ -125,7 +126,7 @@ impl<'a> Parts<'a> {
         self.end_part(|name| THOUGHT.starts_with(name))
     }
 
-    /// Ends the current part. `is_name` tells whether the held-back beginning of a channel is the channel's name.
+    /// Ends the current part. `is_name` tells whether the held-back text is the channel's name, which is dropped.
     fn end_part(
         &mut self,
         is_name: impl Fn(&str) -> bool,

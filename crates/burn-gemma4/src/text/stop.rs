@@ -10,7 +10,7 @@ pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The last characters of the text so far, as many as the beginning of an incomplete stop string can have.
+    /// The end of the text so far, which is as long as an incomplete stop string can be.
     end: String,
 }
 

@@ -9,8 +9,8 @@ impl Gemma4Model {
     /// memory. In exchange, the backward of a LoRA [`Adapter`](crate::checkpoint::adapter::Adapter) repeats two GEMMs per
     /// layer. The gradients do not change.
     ///
-    /// The option needs the fused kernels, and adapters on all three matrices of a network. [`gradients`](Self::gradients)
-    /// ignores the option, because it recomputes whole layers.
+    /// The option needs the fused kernels, and adapters on all three matrices of a network.
+    /// [`gradients`](Self::gradients) ignores the option, because that function recomputes whole layers.
     pub fn with_mlp_recompute(mut self, recompute: bool) -> Self {
         self.mlp_recompute = recompute;
         self

@@ -178,7 +178,7 @@ impl ModuleVisitor for HasTrainable {
     }
 }
 
-/// The data of one forward and backward that all layers use.
+/// The data that all layers use in one forward and backward.
 struct Pass<'a> {
     /// The model on the device with autodiff.
     model: &'a Gemma4Model,

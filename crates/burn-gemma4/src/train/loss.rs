@@ -1,9 +1,9 @@
 //! The cross entropy at the head, computed in chunks of positions. This module also computes the loss of each position, for
 //! evaluation.
 //!
-//! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions take 8.6 GB in f32, and their gradients another 8.6
-//! GB. The forward therefore computes the logits in chunks. It drops each chunk once the chunk's loss and gradients are
-//! computed.
+//! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions take 8.6 GB in f32, and their gradients another
+//! 8.6 GB. The forward therefore computes the logits in chunks. The forward drops the logits of a chunk once the
+//! chunk's loss and gradients are computed.
 //!
 //! The gradients are complete before the backward begins. The backward only scales the gradients. The method follows Wijmans
 //! et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
@@ -200,8 +200,8 @@ fn in_chunks(
     let mean = |gradient: Tensor<2>, dtype: DType| {
         let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
         match dtype {
-            // Keep the gradient in f32. The mean divides the gradient by the number of positions, and the quotient would
-            // underflow in f16.
+            // Keep the gradient in f32, because the mean divides the gradient by the number of positions. In f16 the
+            // quotient would underflow.
             DType::F16 => mean,
             _ => mean.cast(dtype),
         }

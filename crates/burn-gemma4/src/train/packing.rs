@@ -24,7 +24,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 pub struct Packing {
     /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// The number of documents in each row, which is also the index of the row's padding, if any.
+    /// The number of documents in each row, which is also the index of the padding in the row's list of lengths, if the
+    /// row has padding.
     padding: Vec<usize>,
     positions: usize,
 }

@@ -3,11 +3,12 @@
 use super::Simd;
 use std::arch::x86_64::*;
 
-/// 2²³, whose mantissa bits count in units of 1. A code in the mantissa adds the code to the number.
+/// 2²³. The lowest mantissa bit of this f32 has the value 1, so an OR of a code with the mantissa bits adds the code to
+/// the number.
 const MAGIC: f32 = 8_388_608.0;
-/// The truth table of `(a & b) | c`.
+/// The truth table of `(a & b) | c`, for a ternary logic instruction.
 const AND_OR: i32 = 0xea;
-/// The truth table of "`b` where the mask `a` is set, and else `c`".
+/// The truth table of `(a & b) | (!a & c)`, which selects `b` where a bit of the mask `a` is set, and `c` elsewhere.
 const SELECT: i32 = 0xca;
 
 #[derive(Clone, Copy)]
@@ -17,9 +18,10 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     type Floats = __m512;
     type Words = __m512i;
-    /// The float of each code. A permutation reads only the low 4 bits of an index.
+    /// The floats of the 16 codes. The permutation that looks up a code reads only the low 4 bits of an index, so the
+    /// code needs no mask.
     type FourBits = __m512;
-    /// The floats of codes below 16, then of the other codes.
+    /// The floats of the codes below 16, and the floats of the other 16 codes.
     type FiveBits = (__m512, __m512);
 
     #[inline(always)]
@@ -202,7 +204,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// Returns `first`, `first + 1`, …
+/// Returns the 16 numbers `first`, `first + 1`, …
 #[inline(always)]
 unsafe fn table(first: f32) -> __m512 {
     unsafe {
@@ -213,7 +215,7 @@ unsafe fn table(first: f32) -> __m512 {
     }
 }
 
-/// Returns the masked codes minus `zero`.
+/// Masks the codes, converts them to floats, and subtracts `zero`.
 #[inline(always)]
 unsafe fn float(codes: __m512i, mask: i32, zero: f32) -> __m512 {
     unsafe {

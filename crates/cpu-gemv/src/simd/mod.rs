@@ -30,37 +30,37 @@ pub(crate) trait Simd: Copy {
     type Floats: Copy;
     /// A vector of u32.
     type Words: Copy;
-    /// The argument with which [`code_of_4`](Self::code_of_4) converts codes: a table, or the zero point.
+    /// The argument of the conversion by [`code_of_4`](Self::code_of_4): a lookup table, or the zero point.
     type FourBits: Copy;
-    /// The argument with which [`code_of_5`](Self::code_of_5) converts codes: tables, or the zero point.
+    /// The argument of the conversion by [`code_of_5`](Self::code_of_5): lookup tables, or the zero point.
     type FiveBits: Copy;
 
-    /// Asks for the cache line at an address, which need not be valid.
+    /// Prefetches the cache line at an address, which need not be valid.
     fn prefetch(address: *const u8);
     unsafe fn splat(number: f32) -> Self::Floats;
     unsafe fn load(numbers: *const f32) -> Self::Floats;
-    /// Loads the first `count` lanes, a power of two. The other lanes are unspecified. A CPU delivers elements that it has just
-    /// stored without delay if a single store wrote all of them.
+    /// Loads the first `count` lanes, where `count` is a power of two. The other lanes are unspecified. A load of just
+    /// stored elements has no delay if a single store wrote all of them, so a load of unneeded lanes could be slower.
     #[inline(always)]
     unsafe fn load_first(numbers: *const f32, _count: usize) -> Self::Floats {
         unsafe { Self::load(numbers) }
     }
     unsafe fn store(numbers: *mut f32, vector: Self::Floats);
-    /// Converts the bits of an f16.
+    /// Converts the bits of an f16 to f32.
     unsafe fn half(bits: u16) -> f32;
-    /// Converts f16 elements.
+    /// Loads f16 elements, and converts them to f32.
     unsafe fn load_f16(numbers: *const u8) -> Self::Floats;
     unsafe fn load_words(words: *const u8) -> Self::Words;
-    /// Zero-extends bytes.
+    /// Loads bytes, and zero-extends them to 32 bits.
     unsafe fn load_bytes(bytes: *const u8) -> Self::Words;
-    /// Zero-extends little-endian 16-bit elements.
+    /// Loads little-endian 16-bit elements, and zero-extends them to 32 bits.
     unsafe fn load_u16(numbers: *const u8) -> Self::Words;
     unsafe fn add(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn sub(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Computes `a · b + c`.
     unsafe fn mul_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Adds all lanes.
+    /// Returns the sum of all lanes.
     unsafe fn sum(vector: Self::Floats) -> f32;
     /// Selects `vector[lanes[i]]` for lane `i`.
     unsafe fn permute(vector: Self::Floats, lanes: Self::Words) -> Self::Floats;
@@ -77,34 +77,36 @@ pub(crate) trait Simd: Copy {
     unsafe fn round_f16(vector: Self::Floats) -> Self::Floats;
 
     unsafe fn four_bits(zero: f32) -> Self::FourBits;
-    /// Returns `code - zero` of the 4-bit code at bit `4 · index`.
+    /// Returns `code - zero` for the 4-bit code that begins at bit `4 · index` of each word.
     unsafe fn code_of_4(words: Self::Words, index: usize, table: Self::FourBits) -> Self::Floats;
     unsafe fn five_bits(zero: f32) -> Self::FiveBits;
-    /// Returns `code - zero`. Bit 4 of the code is at bit `index + 4` of `top`.
+    /// Returns `code - zero` for a 5-bit code. Its lower 4 bits begin at bit `4 · index` of `words`, and its bit 4 is
+    /// at bit `index + 4` of `top`.
     unsafe fn code_of_5(
         words: Self::Words,
         top: Self::Words,
         index: usize,
         table: Self::FiveBits,
     ) -> Self::Floats;
-    /// Returns `code - zero`. Bits 4 and 5 of the code are at bit `2 · index + 4` of `top`.
+    /// Returns `code - zero` for a 6-bit code. Its lower 4 bits begin at bit `4 · index` of `words`, and its bits 4 and
+    /// 5 begin at bit `2 · index + 4` of `top`.
     unsafe fn code_of_6(
         words: Self::Words,
         top: Self::Words,
         index: usize,
         zero: f32,
     ) -> Self::Floats;
-    /// Returns `code - zero` of the 8-bit code at bit `8 · index`.
+    /// Returns `code - zero` for the 8-bit code that begins at bit `8 · index` of each word.
     unsafe fn code_of_8(words: Self::Words, index: usize, zero: f32) -> Self::Floats;
 }
 
-/// Codes by shifts and masks, for instruction sets without a lookup in a table of all codes.
+/// The decoding of codes by shifts and masks, for instruction sets that cannot look up a code in a table of all codes.
 pub(crate) trait ShiftedCodes: Simd {
     unsafe fn or(a: Self::Words, b: Self::Words) -> Self::Words;
-    /// Returns the codes minus `zero`.
+    /// Converts the codes to floats, and subtracts `zero`.
     unsafe fn float(codes: Self::Words, zero: f32) -> Self::Floats;
 
-    /// Returns `code - zero` of the code of `bits` bits at bit `bits · index`.
+    /// Returns `code - zero` for the code of `bits` bits that begins at bit `bits · index` of each word.
     #[inline(always)]
     unsafe fn code(words: Self::Words, index: usize, bits: usize, zero: f32) -> Self::Floats {
         unsafe {
@@ -113,8 +115,8 @@ pub(crate) trait ShiftedCodes: Simd {
         }
     }
 
-    /// Returns `code - zero`. The lower 4 bits of the code are at bit `4 · index` of `words`, and the other `bits` bits are at bit
-    /// `bits · index + 4` of `top`.
+    /// Returns `code - zero`. The lower 4 bits of the code begin at bit `4 · index` of `words`. The upper `bits` bits
+    /// begin at bit `bits · index + 4` of `top`.
     #[inline(always)]
     unsafe fn code_with_top(
         words: Self::Words,

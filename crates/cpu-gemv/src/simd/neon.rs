@@ -42,7 +42,8 @@ impl Simd for Neon {
         unsafe {
             let bits = Self::load_u16(numbers);
             let size = vshlq_n_u32::<13>(Self::and(bits, 0x7fff));
-            // Multiply by 2¹¹², because the exponents of f32 and f16 have different biases. Subnormals become exact too.
+            // Multiply by 2¹¹², because the exponents of f32 and f16 have different biases. The product is also exact
+            // for subnormal numbers.
             let number = vmulq_n_f32(vreinterpretq_f32_u32(size), f32::from_bits(0x7780_0000));
             // Give infinities and NaN the largest exponent of f32.
             let is_largest = vcgeq_u32(size, vdupq_n_u32(0x0f80_0000));
@@ -100,7 +101,7 @@ impl Simd for Neon {
     #[inline(always)]
     unsafe fn permute(vector: float32x4_t, lanes: uint32x4_t) -> float32x4_t {
         unsafe {
-            // The bytes of lane `i` are at `4 · i`.
+            // The bytes of lane `i` begin at byte `4 · i` of the vector.
             let first = vmulq_n_u32(lanes, 0x0404_0404);
             let bytes = vaddq_u32(first, vdupq_n_u32(0x0302_0100));
             let table = vreinterpretq_u8_f32(vector);

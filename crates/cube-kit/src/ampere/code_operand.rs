@@ -11,8 +11,8 @@
 //! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The left operand must hold
 //!   its columns in the same order: see [`order_columns()`].
 //! - For sums (summed over rows), a lane has two neighboring columns of two rows. The result's even columns are in one
-//!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and
-//!   column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
+//!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` holds the element in row
+//!   `l / 4 + 8 (i / 2 % 2)` and column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
 
 use super::FRAGMENT_ROWS;
 use super::cp_async::PIECE_BYTES;
@@ -33,12 +33,13 @@ const LOADED_STEPS: usize = 2;
 pub enum Codes {
     /// Signed integers.
     Int8,
-    /// Floats with 4 exponent bits and 3 mantissa bits (e4m3fn). A NaN code counts as ±480.
+    /// Floats with 4 exponent bits and 3 mantissa bits (e4m3fn). A NaN code is decoded as ±480.
     E4m3,
 }
 
 impl Codes {
-    /// PTX that declares the registers of [`numbers`](Self::numbers) and sets their constants, each a pair of bf16 numbers.
+    /// Returns PTX that declares the registers of [`numbers`](Self::numbers) and sets its constants. Each constant is a
+    /// pair of bf16 numbers.
     const fn constants(self) -> &'static str {
         match self {
             // `base` is 128: an OR with a code's 7 low bits adds these bits to it. `shift` is −128: an OR with a code's sign bit

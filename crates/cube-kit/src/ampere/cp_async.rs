@@ -4,7 +4,7 @@ use crate::nvidia::ROW_BYTES;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The number of bytes in a *piece*, the most that one `cp.async` copies.
+/// The number of bytes in a *piece*, which is the largest amount that one `cp.async` copies.
 pub const PIECE_BYTES: usize = 16;
 
 /// The number of columns in a 16-byte piece, in half precision (f16 or bf16).
@@ -22,8 +22,8 @@ pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
     )
 }
 
-/// Copies `bytes` bytes from `source` to the 16 bytes at `target` in the shared window, and fills the rest of the 16 bytes
-/// with zeros. The address `source` must be a multiple of 16.
+/// Copies `bytes` bytes from `source` to the 16 bytes at the shared-memory address `target`, and fills the rest of the
+/// 16 bytes with zeros. The address `source` must be a multiple of 16.
 #[cube]
 pub fn copy_piece(target: u32, source: u64, bytes: u32) {
     gpu_asm!(

@@ -18,7 +18,8 @@ pub fn exchange_address(start: u32) -> u32 {
     start + UNIT_POS % 32u32 * comptime!(4 * FOUR as u32)
 }
 
-/// Returns PTX that stores `count` registers, from register `first` on. Inputs: the lane's address, and the registers.
+/// Returns PTX that stores `count` registers, starting at register `first`. Inputs: the lane's address, and the
+/// registers.
 fn store_text(first: usize, count: usize) -> String {
     (0..count / FOUR)
         .map(|four| {
@@ -44,8 +45,8 @@ fn load_text(count: usize) -> String {
         .collect()
 }
 
-/// Stores `count` registers of a vector, from register `first` on, at the lane's [`exchange_address()`]. `count` is a
-/// multiple of 4.
+/// Stores `count` registers of a vector, starting at register `first`, at the lane's [`exchange_address()`]. `count` is
+/// a multiple of 4.
 #[cube]
 pub fn store_registers<N: Size>(
     address: u32,

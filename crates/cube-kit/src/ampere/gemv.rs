@@ -122,9 +122,9 @@ fn product_text(half: Half) -> String {
     )
 }
 
-/// Multiplies 16 inner columns of 16 rows and adds the result to `sums`. The lane passes two pairs of columns of rows `l / 4`
-/// (`upper`) and `l / 4 + 8` (`lower`) of the left operand, and of row `l / 4` of the right operand. The first two elements
-/// of the result belong to row `l / 4`, and the last two to row `l / 4 + 8`.
+/// Multiplies 16 inner columns of 16 rows and adds the result to `sums`. Lane `l` passes two pairs of columns of rows
+/// `l / 4` (`upper`) and `l / 4 + 8` (`lower`) of the left operand, and of row `l / 4` of the right operand. The first
+/// two elements of its result are in row `l / 4`, and the last two in row `l / 4 + 8`.
 #[cube]
 pub fn add_pairs_of_two_rows(
     sums: Vector<f32, Const<4>>,

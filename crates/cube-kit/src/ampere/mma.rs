@@ -5,9 +5,10 @@
 //! One PTX text multiplies a whole block and updates the accumulators in place, so that ptxas may reorder the loads and
 //! `mma.sync`.
 //!
-//! A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment is row `l / 4 + 8 (i / 2 % 2)` and
-//! column `8 (i / 4) + 2 (l % 4) + i % 2`, as in [accumulators](crate::nvidia::accumulator). The registers of different
-//! fragments follow one another in a register vector.
+//! A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment holds the element in row
+//! `l / 4 + 8 (i / 2 % 2)` and column `8 (i / 4) + 2 (l % 4) + i % 2`, as in
+//! [accumulators](crate::nvidia::accumulator). The registers of different fragments follow one another in a register
+//! vector.
 
 use super::FRAGMENT_ROWS;
 use crate::hopper::wgmma::{STEP, STEP_BYTES, SUBTILE_STEPS, moves, registers};
@@ -15,7 +16,8 @@ use crate::nvidia::ptx::value_of;
 use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
 use cubecl::prelude::*;
 
-/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, which sums over the columns of both operands.
+/// The multiplication `left · rightᵀ`, which sums over the columns of both operands. An example is the product of
+/// queries and keys, S = Q Kᵀ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Scores {
     /// The number of 16-row fragments per warp.
@@ -32,8 +34,8 @@ pub struct Scores {
     pub half: Half,
 }
 
-/// The multiplication `sum += left · right` with the left operand in registers, such as O += P V. The sum is over the right
-/// operand's rows.
+/// The multiplication `sum += left · right` with the left operand in registers. The sum is over the right operand's
+/// rows. An example is the product of probabilities and values, O += P V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sums {
     /// The number of 16-row fragments per warp.
@@ -44,7 +46,8 @@ pub struct Sums {
     pub depth: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. The replaced row may
+    /// contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -73,7 +76,8 @@ pub struct SharedSums {
     pub left_rows: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. The replaced row may
+    /// contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -115,8 +119,8 @@ impl SharedSums {
     }
 }
 
-/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the
-/// operands, and of the previous sum.
+/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The other arguments are the names of the registers that
+/// hold the result, the operands and the previous sum.
 pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
     let half = half.ptx();
     format!(
@@ -124,7 +128,8 @@ pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &
     )
 }
 
-/// Returns a PTX operand that lists `count` registers. Their names are `name` followed by the numbers from `first` on.
+/// Returns a PTX operand that lists `count` registers. Their names are `name` followed by consecutive numbers, starting
+/// at `first`.
 pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     let names: Vec<_> = (first..first + count)
         .map(|i| format!("{name}{i}"))
@@ -158,9 +163,9 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
         .collect()
 }
 
-/// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register
-/// `used`, bits `4 step` and `4 step + 1` belong to two neighboring rows. Bits `4 step + 2` and `4 step + 3` belong to the
-/// rows 8 below.
+/// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the
+/// register `used`, bits `4 step` and `4 step + 1` are the mask bits of two neighboring rows. Bits `4 step + 2` and
+/// `4 step + 3` are those of the rows 8 below.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -356,8 +361,8 @@ pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
 
 /// Returns the address at which this lane stores its first pair of a fragment: see [`store_fragments()`].
 ///
-/// Subtiles of `rows` rows start at `start`. The fragment begins at row `row`, and covers 32 columns from column
-/// `32 · group` on.
+/// Subtiles of `rows` rows start at `start`. The fragment begins at row `row`, and covers 32 columns, starting at
+/// column `32 · group`.
 #[cube]
 pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;

@@ -21,7 +21,7 @@ use crate::nvidia::{Half, registers};
 #[cfg(feature = "cube")]
 use cubecl::{client::Client, ir::features::Tma};
 
-/// True if the device is an NVIDIA Hopper GPU (sm_90) and CubeCL compiles its kernels through CUDA C++.
+/// True if the device is an NVIDIA Hopper GPU (sm_90) and CubeCL compiles the device's kernels through CUDA C++.
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
@@ -41,7 +41,8 @@ pub const PRODUCT_ROWS: usize = 64;
 /// The number of threads per warpgroup.
 pub const WARPGROUP: usize = 128;
 
-/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, with both operands in shared memory as subtiles of 64 columns.
+/// The multiplication `left · rightᵀ`, with both operands in shared memory as subtiles of 64 columns. An example is the
+/// product of queries and keys, S = Q Kᵀ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScoreProduct {
     /// The number of columns of both operands, which is the inner dimension of the multiplication.
@@ -61,7 +62,8 @@ impl ScoreProduct {
     }
 }
 
-/// The multiplication `left · right`, such as P V, with the left operand in registers and the right operand in shared memory.
+/// The multiplication `left · right`, with the left operand in registers and the right operand in shared memory. An
+/// example is the product P V of probabilities and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// The number of rows of the right operand, which is the inner dimension of the multiplication.

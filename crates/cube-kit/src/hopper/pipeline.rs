@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// The ring buffer stage that one fill overwrites, and the parity of the phase of this stage's barriers.
+/// The ring buffer stage that a fill overwrites, and the phase parity of the stage's barriers during this fill.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PipelineState {

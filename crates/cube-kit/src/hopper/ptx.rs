@@ -1,13 +1,14 @@
 //! Inline PTX for NVIDIA's Hopper (sm_90a): mbarriers, bulk copies by TMA, fences and register reallocation. The PTX of
 //! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/text.rs`.
 //!
-//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. `gpu_asm!` requires that the text names every operand once, so a trailing comment names
-//! them.
+//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand number `N`. The
+//! outputs are numbered before the inputs. `gpu_asm!` requires that its text contains every operand once, so a trailing
+//! PTX comment lists the operands.
 
 use crate::nvidia::ptx::{plain, value_of, with_one, with_two};
 use cubecl::prelude::*;
-/// Lowers the number of registers per thread of this warpgroup to `registers`, which must be below the number at launch.
+/// Lowers the number of registers per thread of this warpgroup to `registers`. `registers` must be below the number at
+/// launch.
 #[cube]
 pub fn setmaxnreg_dec(#[comptime] registers: usize) {
     plain(comptime!(format!(
@@ -15,7 +16,8 @@ pub fn setmaxnreg_dec(#[comptime] registers: usize) {
     )));
 }
 
-/// Raises the number of registers per thread of this warpgroup to `registers`, which must be above the number at launch.
+/// Raises the number of registers per thread of this warpgroup to `registers`. `registers` must be above the number at
+/// launch.
 #[cube]
 pub fn setmaxnreg_inc(#[comptime] registers: usize) {
     plain(comptime!(format!(
@@ -33,7 +35,8 @@ pub fn barrier_init_fence() {
 
 /// Returns PTX that waits until the barrier at `address + offset` has completed its phase of parity `parity`.
 ///
-/// The surrounding text must declare a predicate `waited`. `label` must be unique within the braces of the text.
+/// The surrounding PTX must declare a predicate `waited`. `label` is the suffix of the jump labels, and must be unique
+/// within the surrounding `{ … }` block.
 pub fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
     format!(
         "W{label}:\nmbarrier.try_wait.parity.shared::cta.b64 waited, [{address}+{offset}], {parity};\n\
@@ -222,8 +225,8 @@ pub fn async_proxy_fence() {
     plain(comptime!("fence.proxy.async.shared::cta;\n".to_string()));
 }
 
-/// Stores four 8 × 8 matrices of half-precision elements in shared memory. Each lane passes the address for one row of 16
-/// bytes.
+/// Stores four 8 × 8 matrices of half-precision elements in shared memory. Each lane passes the address of one row,
+/// which has 16 bytes.
 #[cube]
 pub fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
     gpu_asm!(

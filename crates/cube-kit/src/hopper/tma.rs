@@ -14,7 +14,7 @@ use burn::tensor::Shape;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 
-/// True if all indices of the dimension give the same elements: its size is 1, or it is broadcast (stride 0).
+/// True if all indices of the dimension lead to the same elements: its size is 1, or it is broadcast (stride 0).
 pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
@@ -32,8 +32,7 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it
-            // never uses it.
+            // Give a dimension of size 1 a stride that TMA accepts. TMA checks this stride although it never uses it.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -50,8 +49,8 @@ pub fn map(
     boxes(tensor, shape, strides, tile_size)
 }
 
-/// Builds a tensor map with boxes of `tile_size` elements over a view with the given `shape` and `strides`. All elements of
-/// the view must be elements of the tensor.
+/// Builds a tensor map with boxes of shape `tile_size` over a view with the given `shape` and `strides`. All elements
+/// of the view must be elements of the tensor.
 pub fn boxes(
     tensor: &CubeTensor,
     shape: Vec<usize>,
@@ -69,9 +68,11 @@ pub fn boxes(
         .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// Copies `subtiles` subtiles (of 64 columns) to `target`, from row `row` and column `column` of the tensor on.
+/// Copies `subtiles` subtiles (of 64 columns) to `target`. The source begins at row `row` and column `column` of the
+/// tensor.
 ///
-/// If `whole`, one box contains all these subtiles, and one copy loads them. Otherwise each subtile is copied separately.
+/// If `whole` is true, one box contains all these subtiles, and one copy loads them. Otherwise each subtile is copied
+/// separately.
 #[cube]
 pub fn load_subtiles(
     target: u32,
@@ -146,14 +147,14 @@ pub fn await_stores() {
     }
 }
 
-/// Writes a warpgroup's 64 output rows from its fragments to `target` in shared memory, and from there to the tensor.
-/// Neighboring subtiles are `subtile_bytes` apart.
+/// Writes a warpgroup's 64 output rows from its accumulator fragments to `target` in shared memory, and from there to
+/// the tensor. Neighboring subtiles in shared memory are `subtile_bytes` apart.
 ///
-/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
-/// TMA store may still be reading.
+/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own
+/// last TMA store may still read that data.
 ///
-/// If `own_place` is true, `target` holds no operand, and each call waits at its start for the store of the previous call.
-/// If `own_place` is false, each call waits at its end for its own store.
+/// If `own_place` is true, the memory at `target` never holds an operand. Each call then waits at its start for the TMA
+/// store of the previous call. If `own_place` is false, each call waits at its end for its own TMA store.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -1,9 +1,10 @@
 //! Tile multiplications on Hopper with `wgmma`: a warpgroup multiplies 64 rows of operands that TMA copied to shared memory.
 //! A `wgmma` runs asynchronously, so the warpgroup's threads can do other work meanwhile.
 //!
-//! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that issues
-//! and commits its `wgmma` and outputs the accumulator immediately. A later *fence* text waits for the `wgmma` and passes
-//! the registers on. Between these two texts, code may neither read nor write the registers.
+//! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that
+//! issues and commits its `wgmma`. The text outputs the accumulator registers immediately, although the result is not
+//! complete. A later *fence* text waits for the `wgmma`, and passes the same registers on. Between these two texts,
+//! code may neither read nor write the registers.
 //!
 //! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors address the subtiles
 //! in groups of 8 rows, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared memory layout").
@@ -20,10 +21,10 @@ use cubecl::prelude::*;
 /// The number of inner elements (columns of Q and K, or rows of V) that one `wgmma` multiplies.
 pub const STEP: usize = 16;
 
-/// The number of bytes of 16 half-precision columns in a row of a subtile. One `wgmma` multiplies 16 columns.
+/// The size of 16 half-precision columns in a row of a subtile, in bytes. One `wgmma` multiplies 16 columns.
 pub const STEP_BYTES: usize = 2 * STEP;
 
-/// The number of bytes in 16 rows of a subtile. A row of a subtile has 128 bytes.
+/// The size of 16 rows of a subtile, in bytes. A row of a subtile has 128 bytes.
 pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
@@ -59,7 +60,7 @@ pub const fn units(bytes: usize) -> usize {
     bytes >> 4
 }
 
-/// Returns a PTX operand that lists `count` registers, from `%from` on.
+/// Returns a PTX operand that lists `count` registers, beginning with `%from`.
 pub fn registers(from: usize, count: usize) -> String {
     let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
     names.join(", ")
@@ -102,8 +103,8 @@ fn scores_text(product: &ScoreProduct) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Returns the PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P,
-/// and the descriptor of V.
+/// Returns the PTX of `O += P V` for a block. P, the attention probabilities, is in registers. Outputs: the registers
+/// of O. Inputs: the previous O, P, and the descriptor of V.
 fn output_text(product: &Product) -> String {
     let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
@@ -124,11 +125,11 @@ fn output_text(product: &Product) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a ring
-/// buffer stage is free.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. The PTX then signals at a barrier that
+/// a ring buffer stage is free.
 ///
-/// Outputs: the `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in
-/// threads that arrive at the barrier).
+/// Outputs: a vector of `fragment` registers. Only its first `used` registers are written. Inputs: a vector of the same
+/// size, the barrier's address, and the elected flag (nonzero in threads that arrive at the barrier).
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -179,8 +180,8 @@ pub fn multiply_output<NO: Size, NP: Size>(
 /// The number of 16-column groups in a 64-column subtile. One `wgmma` multiplies 16 columns.
 pub const SUBTILE_STEPS: usize = 4;
 
-/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: the `used` registers of a fragment.
-/// Inputs: the same registers.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: a vector of `fragment`
+/// registers, whose first `used` registers are written. Inputs: a vector of the same size.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     format!(
         "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
@@ -189,8 +190,8 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
 }
 
 /// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The 64-column subtile at
-/// `subtile` holds the warpgroup's 64 rows. The warp's matrices are 16 of these rows, in the 16 columns from column
-/// `16 · step` on.
+/// `subtile` holds the warpgroup's 64 rows. The warp's matrices cover 16 of these rows, and the 16 columns that begin
+/// at column `16 · step`.
 #[cube]
 pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -199,8 +200,8 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// Loads 16 rows per warp as registers of a left operand. A row has `16 · steps` columns. The operand lies in 64-column
-/// subtiles of `subtile_rows` rows, and the first subtile starts at `start`.
+/// Loads 16 rows per warp into registers, as the left operand of a `wgmma`. A row has `16 · steps` columns. The operand
+/// lies in 64-column subtiles of `subtile_rows` rows, and the first subtile starts at `start`.
 #[cube]
 pub fn load_rows<N: Size>(
     start: u32,
@@ -220,8 +221,8 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// Loads 16 columns per warp from the subtile at `subtile`. The columns become 16 rows of a left operand. A column has
-/// `16 · steps` rows.
+/// Loads 16 columns per warp from the subtile at `subtile` into registers. The columns become 16 rows of the left
+/// operand of a `wgmma`. A column has `16 · steps` rows.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;
@@ -241,7 +242,8 @@ pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> 
     registers
 }
 
-/// Waits until at most the latest `pending` `wgmma` groups are in flight, and then returns the fragment's `used` registers.
+/// Waits until at most the latest `pending` `wgmma` groups are in flight. Then returns the first `used` registers of
+/// the fragment.
 #[cube]
 pub fn take_fragment<NF: Size>(
     fragment: Vector<f32, NF>,

@@ -1,5 +1,5 @@
-//! The layout of an accumulator fragment in registers. A thread has two rows that are 8 apart, and two neighboring columns
-//! in each group of 8 columns.
+//! The layout of an accumulator fragment in registers. A thread holds elements of two rows that are 8 apart. In each
+//! group of 8 columns, it holds two neighboring columns of both rows.
 
 use cubecl::prelude::*;
 
@@ -8,12 +8,12 @@ pub const fn column(index: usize) -> usize {
     index / 4 * 8 + index % 2
 }
 
-/// True if register `index` belongs to the thread's second row.
+/// True if register `index` holds an element of the thread's second row.
 pub const fn is_second(index: usize) -> bool {
     index / 2 % 2 == 1
 }
 
-/// Two f32 numbers of a thread, such as one number for each of its two rows.
+/// Two f32 numbers of a thread, for example one for each of the thread's two rows.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Pair {

@@ -1,8 +1,8 @@
 //! Inline PTX that Ampere and Hopper share: addresses, small arithmetic, words of shared memory, `ldmatrix`.
 //!
-//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. `gpu_asm!` requires that the text names every operand once, so a trailing comment names
-//! them.
+//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand number `N`. The
+//! outputs are numbered before the inputs. `gpu_asm!` requires that its text contains every operand once, so a trailing
+//! PTX comment lists the operands.
 
 use crate::nvidia::Half;
 use cubecl::prelude::*;
@@ -122,7 +122,7 @@ pub fn permuted_bytes(low: u32, high: u32, selector: u32) -> u32 {
     bytes
 }
 
-/// Rounds two f32 values to half precision and packs them into a word, with `low` in the low bits.
+/// Rounds two f32 values to half precision, and packs them into a word. `low` goes to the low bits.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());
@@ -208,8 +208,8 @@ pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     both
 }
 
-/// Returns the minimums of the two low elements and of the two high elements, as packed half-precision elements. If only one
-/// element is NaN, the minimum is the other element.
+/// Returns a word with the smaller of the low elements of `a` and `b`, and the smaller of their high elements. Each
+/// word holds two half-precision elements. If only one of two elements is NaN, the smaller one is the other element.
 #[cube]
 pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());
@@ -236,7 +236,7 @@ pub fn named_barrier_arrive(id: u32, #[comptime] units: usize) {
     with_one(id, comptime!(format!("bar.arrive %0, {units};\n")));
 }
 
-/// Atomically sets the bits of `bits` in a word of shared memory.
+/// Atomically sets those bits of a word in shared memory that are set in `bits`.
 #[cube]
 pub fn or_shared(address: u32, bits: u32) {
     with_two(

@@ -35,8 +35,8 @@ pub fn make_edges_programmatic(device: &CudaDevice) -> usize {
         // No other thread uses the stream while the closure runs.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
-    // If the closure has panicked, the caller must panic, too. The graph may have lost a dependency, and must not be
-    // replayed.
+    // If the closure has panicked, the caller must panic, too, because the graph may have lost a dependency and must
+    // not be replayed.
     edited.unwrap_or_resume().unwrap_or(0)
 }
 
@@ -50,8 +50,9 @@ struct Edge {
     reserved: [u8; 5],
 }
 
-/// A programmatic edge: the second kernel begins when every cube of the first kernel has called `launch_dependents` or has
-/// ended. The numbers are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
+/// A programmatic edge: the second kernel begins when every cube of the first kernel has called `launch_dependents` or
+/// has ended. `from_port` is `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC`, and `kind` is
+/// `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
 const OVERLAPPING: Edge = Edge {
     from_port: 1,
     to_port: 0,
@@ -73,8 +74,8 @@ struct KernelParameters {
     rest: [*mut c_void; 4],
 }
 
-/// The functions of the CUDA driver that this module calls, under their names in CUDA 12.3 and later. CubeCL's bindings
-/// contain only the functions of the CUDA version at build time.
+/// The functions of the CUDA driver that this module calls, under their names in CUDA 12.3 and later. They are loaded
+/// at run time, because CubeCL's bindings contain only the functions of the CUDA version at build time.
 struct Driver {
     capture_info: unsafe extern "C" fn(
         *mut c_void,

@@ -19,7 +19,7 @@ pub fn launch_dependents(#[comptime] pdl: bool) {
     }
 }
 
-/// Calls [`launch_dependents()`] in the units in which `is_time` is true.
+/// Calls [`launch_dependents()`] in those units in which `is_time` is true.
 #[cube]
 pub fn launch_dependents_if(is_time: bool, #[comptime] pdl: bool) {
     if is_time {
@@ -53,7 +53,8 @@ fn text(#[comptime] text: String) {
 #[cube]
 fn text(#[comptime] _text: String) {}
 
-/// Marks a tensor that an earlier launch may have written. Call this function after [`wait_prior_launch()`].
+/// Marks a tensor as volatile, because an earlier launch may have written it. Call this function after
+/// [`wait_prior_launch()`].
 ///
 /// Compilers assume that a tensor is constant if the kernel never writes the tensor. A compiler may therefore move the
 /// tensor's loads before the wait, or use the read-only cache, which is not coherent.

@@ -1,5 +1,5 @@
-//! Programmatic dependent launch (PDL) of NVIDIA GPUs from sm_90 (Hopper) on: a launch begins before the previous launch has
-//! ended.
+//! Programmatic dependent launch (PDL) on NVIDIA GPUs of sm_90 (Hopper) and later: a launch begins before the previous
+//! launch has ended.
 //!
 //! Without PDL, a GPU is idle for about a microsecond between two dependent launches of a CUDA graph. One decode step of a
 //! small model needs hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous launch. The
@@ -18,9 +18,10 @@
 //! Outside a graph, `launch_dependents` and `wait_prior_launch` do nothing, and launches run one after the other.
 //! `graph::make_edges_programmatic` turns a graph's dependencies into programmatic dependencies.
 //!
-//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. After an earlier
-//! call, the loads of the next launch compete with those of the last cubes. A decode step of a small model took a tenth
-//! longer with earlier calls. All other kernels are small, and allow the next launch immediately.
+//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. After an
+//! earlier call of `launch_dependents`, the loads of the next launch would compete with the loads of the last cubes.
+//! With earlier calls, a decode step of a small model took a tenth longer. All other kernels are small, and allow the
+//! next launch immediately.
 
 #[cfg(feature = "cuda")]
 pub mod graph;

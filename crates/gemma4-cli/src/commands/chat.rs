@@ -65,8 +65,8 @@ fn run(cli: &Chat) -> Result<(), Error> {
         },
     };
     if conversation.messages.is_empty() {
-        // The file may contain a session without messages. The conversation then begins with the system message, if any,
-        // even if the KV cache contains this message already.
+        // The file may contain a session without messages. The conversation then begins with the system message, if
+        // there is one. This holds even if the KV cache already contains the message.
         conversation.messages.clone_from(&conversation.beginning);
     }
     let mut output = Output::default();
@@ -116,7 +116,7 @@ fn talk(
             }
             message => {
                 if !is_interactive && !is_first {
-                    // A closed output ends the loop.
+                    // Ignore the result: if the output is closed, the condition of the loop ends the loop.
                     let _ = output.write("\n");
                 }
                 is_first = false;
@@ -146,8 +146,9 @@ fn end_of(interrupt: &Interrupt) -> Result<(), Error> {
     }
 }
 
-/// Returns the first messages of the conversation: the system message of `--system`, or without `--system` the system
-/// message in the file of `--cache`.
+/// Returns the system message with which the conversation begins, if there is one. A conversation in the file of
+/// `--cache` keeps its system message, and a different `--system` is refused. A new conversation has the message of
+/// `--system`.
 fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
     let asked: Vec<Message> = cli.system.iter().map(Message::system).collect();
     let first = messages.iter().take(1);

@@ -126,8 +126,8 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
     drop(gemma);
     let parameters = model.num_params();
     let base = format!("{:016x}", model.fingerprint()?);
-    // The settings record the size of the weights in bytes, which identifies the formats of the weights. The per-layer
-    // embedding table does not count, because each device may place the table differently.
+    // The settings record the size of the weights in bytes, which identifies the formats of the weights. The size
+    // excludes the per-layer embedding table, because each device may place the table differently.
     let table = model.per_layer_table();
     let bytes = table.map_or_else(|| model.parameter_bytes(), |table| table.other_bytes);
     let model = match &adapter {
@@ -252,8 +252,8 @@ fn table(cli: &Finetune) -> Result<PerLayerTable, Error> {
     }
 }
 
-/// Refuses a GGUF file as the model if a checkpoint is to be written. The written checkpoint copies the original folder's
-/// layout.
+/// Refuses a GGUF file as the model if a checkpoint is to be written, because the written checkpoint copies the layout
+/// of the original folder.
 fn refuse_file(cli: &Finetune) -> Result<(), Error> {
     match cli.model.is_file() && (cli.full || cli.merge) {
         true => {

@@ -1,4 +1,4 @@
-//! Files of prompts for the command `gemma4 run`. The server's engine answers many prompts together.
+//! Answers a file of prompts for the command `gemma4 run`. The server's engine answers many prompts together.
 
 use crate::{
     Error,
@@ -108,7 +108,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
     matches!((one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other)
 }
 
-/// Returns the fields that the arguments set for every request.
+/// Returns the request fields that the command line arguments set in every request.
 fn defaults(generation: &GenerationArguments) -> Map<String, Value> {
     let mut fields = Map::new();
     let mut set = |name: &str, value: Option<Value>| {

@@ -191,7 +191,7 @@ fn rows(
     mut tokenizer: Tokenizer,
     config: &Gemma4Config,
 ) -> Result<(Data, Data), Error> {
-    // The tokenizer encodes special tokens in the files as plain text.
+    // Encode the names of special tokens in the files as plain text.
     tokenizer.set_encode_special_tokens(true);
     let mut documents = Vec::with_capacity(texts.len());
     for document in texts {

@@ -3,7 +3,7 @@
 use super::request::AnswerOptions;
 use std::collections::HashMap;
 
-/// The changes of an answer's logits, and the tokens of the answer on which the changes depend.
+/// The changes of an answer's logits, and the counts of the answer's tokens, on which the changes depend.
 #[derive(Debug)]
 pub(super) struct Adjustments {
     bias: Vec<(u32, f32)>,
@@ -11,8 +11,8 @@ pub(super) struct Adjustments {
     frequency: f32,
     /// The number of occurrences of each token in the answer, if a penalty needs the counts.
     counts: HashMap<u32, u32>,
-    /// Lists of forbidden tokens, each with a number of answer tokens. After this number of tokens, the tokens in the list
-    /// are allowed.
+    /// Lists of forbidden tokens, each paired with a number of tokens. The tokens in the list are forbidden until the
+    /// answer has this number of tokens.
     early: Vec<(usize, Vec<u32>)>,
     tokens: usize,
 }

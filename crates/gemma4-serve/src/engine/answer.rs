@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
-/// The special token that ends a thought, the model's reasoning before its answer.
+/// The special token that ends a thought. A thought is the model's reasoning before its answer.
 const END_OF_THOUGHT: &str = "<channel|>";
 
 /// Decodes an answer's tokens to text.
@@ -98,8 +98,8 @@ impl<'a> Answer<'a> {
         let _ = self.events.send(Event::Failed(error));
     }
 
-    /// Returns how the batch must choose the next token: argmax, a draw by the sampler, or no choice. Without a choice, the
-    /// batch returns the logits to [`choose`](Self::choose).
+    /// Returns how the batch must choose the next token: by argmax, by a draw of the sampler, or not at all. In the
+    /// last case, the batch returns the logits, and [`choose`](Self::choose) chooses the token.
     pub fn row_choice(&self) -> RowChoice<'_> {
         let sampling = &self.options.sampling;
         let is_constrained = self.constraint.as_ref().is_some_and(Constraint::is_active);
@@ -209,8 +209,8 @@ impl<'a> Answer<'a> {
             && parts.kind() != TextKind::ToolCall
     }
 
-    /// Decodes a token and sends the decoded text, but holds back an end that may begin a stop string. Returns the stop
-    /// string that the text contains, if any.
+    /// Decodes a token and sends the decoded text. The end of the text is held back if it may begin a stop string.
+    /// Returns the stop string that the text contains, if any.
     fn push(
         &mut self,
         token: u32,
@@ -234,7 +234,7 @@ impl<'a> Answer<'a> {
         match kind {
             TextKind::Answer => {
                 let (mut text, found) = self.stop.push(&text);
-                // A stop string does not span a thought or a tool call, so the text before them need not wait.
+                // A stop string does not span a thought or a tool call, so the held-back text before them can be sent.
                 if found.is_none() && self.kind() != TextKind::Answer {
                     text += &self.stop.finish();
                 }

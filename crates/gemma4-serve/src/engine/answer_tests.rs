@@ -130,7 +130,7 @@ fn stop_strings_hold_in_the_text_only() {
 fn text_that_may_begin_a_stop_string_stays_before_the_tool_call() {
     let tokenizer = tokenizer();
     let tokens = tokenizer.encode(TEXT).expect("the text encodes");
-    // The first string would end the answer only if it spanned the tool calls.
+    // The stop string `é.Done` would end the answer only if a stop string could span the tool calls.
     for stop in ["é.Done", "café.X", "."] {
         let options = AnswerOptions {
             max_tokens: 1000,

@@ -21,7 +21,7 @@ const MOST_LINES: usize = 2_000;
 const DEEPEST_NESTING: usize = 200;
 const MOST_REFERENCES: usize = 300;
 
-/// The stack of the thread that compiles a grammar, in bytes. The system allocates only the part that is used.
+/// The stack size of the thread that compiles a grammar, in bytes. The system allocates only the part that is used.
 const COMPILER_STACK: usize = 64 << 20;
 
 /// The source of a grammar.
@@ -161,11 +161,12 @@ impl Grammars {
 }
 
 impl Grammars {
-    /// Compiles a grammar on a thread with a large stack. The inner result is an error of the grammar.
+    /// Compiles a grammar on a thread with a large stack. The inner error means that the grammar is invalid. The outer
+    /// error means that the thread failed.
     fn matcher(&self, source: TopLevelGrammar) -> Result<Result<Matcher, String>, RequestError> {
         let compile = || {
             let mut matcher = Matcher::new(self.factory.create_parser(source));
-            // Compute the first mask here, where an error is still an error of the request.
+            // Compute the first token mask here, so that an error refuses the request before its answer begins.
             match matcher.get_error() {
                 Some(error) => Err(error),
                 None => match matcher.compute_mask_or_eos() {
@@ -202,15 +203,15 @@ fn with_bounded_space(mut schema: Value) -> Value {
 enum State {
     /// No token has been generated, and the next token may begin a thought.
     MayThink,
-    /// The next token belongs to a thought, which the grammar does not restrict.
+    /// The next token is part of a thought, which the grammar does not restrict.
     Thought,
-    /// The next token belongs to the answer, which the grammar restricts.
+    /// The next token is part of the answer, which the grammar restricts.
     Answer,
 }
 
 /// The state of a grammar's matcher in one answer.
 pub struct Constraint {
-    /// The field of the request that has the grammar.
+    /// The name of the request field that contains the grammar.
     field: Arc<str>,
     matcher: Matcher,
     vocabulary: usize,
@@ -241,8 +242,8 @@ impl Constraint {
         self.state != State::Thought
     }
 
-    /// Sets the logits of tokens that the grammar does not allow to −∞. `stop_tokens` are allowed where the text so far
-    /// matches the whole grammar.
+    /// Sets the logit of every token that is forbidden by the grammar to −∞. `stop_tokens` are allowed where the text
+    /// so far matches the whole grammar.
     pub(super) fn apply(
         &mut self,
         logits: &mut [f32],
@@ -286,8 +287,8 @@ impl Constraint {
     }
 }
 
-/// Returns the error of a grammar that cannot be followed any further. A grammar that exceeds the limits of llguidance is the
-/// fault of the request.
+/// Converts an error of llguidance, which occurred while an answer followed a grammar, to a request error. If the
+/// grammar exceeds the limits of llguidance, the error names the request's field. Otherwise the error is internal.
 fn failed(field: &str, error: &impl ToString) -> RequestError {
     let error = error.to_string();
     let reason = without_state(&error);
@@ -300,7 +301,7 @@ fn failed(field: &str, error: &impl ToString) -> RequestError {
     }
 }
 
-/// Returns an error of llguidance without the parser's state, which follows the reason.
+/// Returns the reason in an error of llguidance, without the parser's state that follows the reason.
 fn without_state(error: &str) -> &str {
     error.split("\n<state>").next().unwrap_or_default()
 }

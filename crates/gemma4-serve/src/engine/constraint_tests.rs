@@ -5,10 +5,11 @@ use crate::error::{ErrorKind, RequestError};
 use crate::testing::gemma;
 use serde_json::{Map, Value, json};
 
-/// The stack of a thread of tokio or of Rust, in bytes.
+/// The default stack size of a thread of tokio or of Rust, in bytes.
 const STACK: usize = 2 << 20;
 
-/// Compiles each grammar on a thread of its own, and takes the tokens of `text` as far as the grammar is followed.
+/// Compiles each grammar on a separate thread with a small stack, and then advances the grammar by the tokens of
+/// `text`. The result for a grammar is its first error, if any.
 fn follow(grammars: &[Grammar], text: &str) -> Vec<Result<(), RequestError>> {
     let gemma = gemma();
     let tokenizer = gemma.tokenizer();

@@ -56,9 +56,9 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts the engine's thread, which owns the model, and works on the stream of the thread that loaded it. That thread must
-    /// not use the device while the engine runs. When the thread ends, the receiver gets the reason of a failure, or
-    /// `Ok` after [`drain`](Self::drain).
+    /// Starts the engine's thread, which owns the model. The engine uses the device stream of the thread that loaded
+    /// the model. The loading thread must therefore not use the device while the engine runs. When the engine's thread
+    /// ends, the receiver gets the reason of a failure, or `Ok` after [`drain`](Self::drain).
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the options do not fit the model, and [`Gemma4Error::Device`] if the system
@@ -110,7 +110,7 @@ impl Engine {
             .spawn(move || {
                 let outcome = supervise(|| work(of_thread.clone(), &messages));
                 of_thread.end(outcome.clone());
-                // The receiver may be gone, because the server may have ended first.
+                // Ignore a failed send: the receiver is gone if the server has ended first.
                 let _ = ended.send(outcome);
             })
             .map_err(|error| Gemma4Error::Device(format!("cannot start a thread: {error}")))?;
@@ -220,8 +220,8 @@ impl Engine {
         self.shared.is_draining()
     }
 
-    /// Waits for the end of the engine's thread, and returns the error of a request whose events ended before the answer. The
-    /// events end before the thread does, when the reason of a failure is not known yet.
+    /// Waits until the engine's thread ends, and returns the error for a request whose events ended before its answer
+    /// was complete. The wait is necessary because the events end before the thread has reported why it failed.
     pub async fn stopped(&self) -> RequestError {
         self.shared.ended().await;
         self.failure().unwrap_or_else(draining)
@@ -298,7 +298,7 @@ impl Engine {
                     job.events.send(event).expect("the client waits");
                 }
             }
-            // The clients read the end of their events before this thread can report the reason.
+            // End the clients' events first, so that the clients see the end before this thread can report the reason.
             drop(jobs);
             std::thread::sleep(Duration::from_millis(50));
             panic!("{reason}");
@@ -344,7 +344,7 @@ mod tests {
         let limits = Engine::that_panics(1, "").0.shared.limits;
         let (engine, outcome) = Engine::spawn(limits, |_, _| Ok(())).expect("a thread");
         assert_eq!(outcome.await.expect("the thread reports its end"), Ok(()));
-        // The thread has ended before this request, as if the drain had begun within `submit`.
+        // The engine's thread ends before this request is submitted, as if the drain had begun within `submit`.
         let error = engine.submit(request()).expect_err("the engine has ended");
         assert_eq!(error.status(), 503);
         assert_eq!(engine.stopped().await.status(), 503);

@@ -97,7 +97,7 @@ impl Metrics {
     /// Returns all metrics in Prometheus's text format.
     pub fn text(&self) -> String {
         let mut bytes = Vec::new();
-        // The encoder fails only for a metric without a value, and the registry returns no such metric.
+        // The encoder fails only for a metric without a value, and the registry contains no such metric.
         match TextEncoder::new().encode(&self.registry.gather(), &mut bytes) {
             Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) => format!("# error: {error}\n"),

@@ -31,7 +31,7 @@ pub struct AnswerOptions {
     pub presence_penalty: f32,
     /// The number that is subtracted from a token's logit for each occurrence of the token in the answer.
     pub frequency_penalty: f32,
-    /// Token ids, each with a number that is added to the token's logit.
+    /// Pairs of a token id and the number that is added to the token's logit.
     pub logit_bias: Vec<(u32, f32)>,
     /// Tokens that must not be the first token of the answer.
     pub begin_suppress_tokens: Vec<u32>,

@@ -136,7 +136,7 @@ impl<'a> Scheduler<'a> {
         counter.inc_by(count as u64);
     }
 
-    /// Prefills prompts, at most `chunk` tokens in total. Stops earlier if no further request can be admitted.
+    /// Prefills prompts, at most `chunk` tokens in total per call. Stops earlier if no further request can be admitted.
     fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
         let mut budget = self.chunk;
         while budget > 0 {
@@ -145,7 +145,8 @@ impl<'a> Scheduler<'a> {
                 return Ok(());
             };
             let before = prefilling.prefill.remaining();
-            // Do not divide a prompt that the next round can read at once, because whole prompts replay a CUDA graph.
+            // If the prompt exceeds this round's remaining budget but fits into one chunk, leave it for the next round.
+            // A prompt that is prefilled as a whole can replay a CUDA graph.
             if (budget + 1..=self.chunk).contains(&before) && prefilling.prefill.replays() {
                 return Ok(());
             }
@@ -287,8 +288,8 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// True if no sequence is expected to join or leave the batch after the next step. The device may then start the step
-    /// after it early.
+    /// True if no sequence is expected to join or leave the batch after the next step. The device may then start the
+    /// following step before the host has received the tokens of the next step.
     fn goes_on(&self) -> bool {
         let mut running = self.running.iter();
         let joins = self.queue.front().is_some_and(|job| self.has_room(job));

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 use tokio::sync::{mpsc::UnboundedSender, watch};
 
-/// The limits that follow from the options and the model.
+/// The limits of the engine, computed from its options and the model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub context: usize,
@@ -47,7 +47,7 @@ pub(super) enum Message {
 pub(super) struct Shared {
     waiting: AtomicUsize,
     draining: AtomicBool,
-    /// The outcome of the engine's thread, once the thread has ended.
+    /// The outcome of the engine's thread, or `None` while the thread runs.
     outcome: watch::Sender<Option<Result<(), String>>>,
     pub limits: Limits,
     pub metrics: Metrics,
@@ -79,7 +79,7 @@ impl Shared {
         let _ = self.outcome.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// The reason if the engine's thread has failed.
+    /// The reason why the engine's thread failed, or `None` if it has not failed.
     pub fn failure(&self) -> Option<String> {
         match &*self.outcome.borrow() {
             Some(Err(reason)) => Some(reason.clone()),
@@ -97,7 +97,8 @@ impl Shared {
         self.metrics.queued.set((before - count) as i64);
     }
 
-    /// The number of tokens for which the KV cache may allocate memory, in the worst case.
+    /// The largest number of tokens for which the KV cache may allocate memory, for `answers` answers of at most
+    /// `longest` tokens.
     pub fn slots(answers: usize, longest: usize) -> usize {
         Batch::largest_slots(answers, longest)
     }

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-/// A search for stop strings in a stream of text. The search delays text that may be the beginning of a stop string.
+/// A search for stop strings in a stream of text. The search holds back text that may be the beginning of a stop
+/// string.
 #[derive(Debug)]
 pub(super) struct StopText {
     strings: Vec<Arc<str>>,
@@ -43,7 +44,7 @@ impl StopText {
         (std::mem::replace(&mut self.pending, rest), None)
     }
 
-    /// Returns the delayed text, after the last call of `push`.
+    /// Returns the text that is still delayed. The caller calls this function after the last `push`.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.pending)
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// The options of the server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// The name of the model, which requests to the APIs must give.
+    /// The name of the model. Requests to the APIs must give this name.
     pub model: String,
     /// The accepted API keys. If the list is empty, the server accepts requests without a key.
     pub api_keys: Vec<String>,
@@ -19,13 +19,14 @@ pub struct ServerOptions {
     pub max_body: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
-    /// The longest time for the headers of a request to arrive. A silent connection would otherwise hold its place for ever.
+    /// The longest time for the headers of a request to arrive. Without this limit, a silent connection would hold its
+    /// place forever.
     pub header_timeout: Duration,
     /// The longest time for the body of a request to arrive.
     pub body_timeout: Duration,
     /// The interval between the heartbeats of a stream. Heartbeats keep the connection open while no token arrives.
     pub heartbeat: Duration,
-    /// The time limit for running requests after a shutdown has begun. The server then cancels these requests.
+    /// The time that running requests get after a shutdown has begun. After this time, the server cancels them.
     pub drain_timeout: Duration,
 }
 

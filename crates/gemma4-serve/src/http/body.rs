@@ -55,8 +55,8 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
         let reason = error.into_inner();
-        // The path of an error that is not in a field ends with a dot or a question mark. A body that ends early is not the
-        // fault of its last field.
+        // `path` ends with a dot or a question mark if the error is not in a field. If the body ends early, the field
+        // that was read last is not at fault.
         match path.trim_end_matches(['.', '?']) {
             field if !field.is_empty() && !reason.is_eof() => RequestError::field(field, reason),
             _ => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),

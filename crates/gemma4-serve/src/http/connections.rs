@@ -1,4 +1,4 @@
-//! The open connections of a server, and their end.
+//! The open connections of a server, and how they are closed.
 
 use super::listener::LimitedListener;
 use axum::Router;
@@ -11,18 +11,18 @@ use std::convert::Infallible;
 use std::time::Duration;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// The open connections of a server. Dropping them cuts them, which cancels their requests.
+/// The open connections of a server. Dropping this value cuts the connections, which cancels their requests.
 pub(super) struct Connections {
     http: http1::Builder,
     service: TowerToHyperService<Router>,
     tasks: JoinSet<()>,
     open: GracefulShutdown,
-    /// The task that waits for the connections from before the shutdown.
+    /// The task that waits until the connections that were opened before the shutdown are closed.
     closing: Option<JoinHandle<()>>,
 }
 
 impl Connections {
-    /// Creates a set without a connection. A client has `header_timeout` for the headers of each request.
+    /// Creates a set without connections. A client has `header_timeout` to send the headers of each request.
     pub fn new(router: Router, header_timeout: Duration) -> Self {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new())
@@ -47,7 +47,8 @@ impl Connections {
             // Forget the connections that have ended.
             while self.tasks.try_join_next().is_some() {}
             self.tasks.spawn(async move {
-                // An error concerns only this connection: its client has left or sent no HTTP.
+                // An error affects only this connection: its client has disconnected, or has sent something other than
+                // HTTP.
                 if let Err(error) = connection.await {
                     log::debug!("connection: {error}");
                 }

@@ -1,4 +1,4 @@
-//! The events of a request's answers, which the log of requests counts.
+//! The events of a request's answers. Each event is also recorded in the log of requests.
 
 use super::request_log::RequestLog;
 use crate::engine::{Engine, Event};
@@ -21,7 +21,7 @@ impl Events {
         }
     }
 
-    /// Waits for the next event. An end before the answer is a failure.
+    /// Waits for the next event. If the events end before the answer is complete, returns a failure.
     pub async fn next(&mut self) -> Event {
         let event = match self.receiver.recv().await {
             Some(event) => event,

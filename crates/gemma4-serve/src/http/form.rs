@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// The value of the header `Retry-After` in seconds, if the queue is full or the server is shutting down.
 const RETRY_AFTER: &str = "1";
 
-/// The text of the error in a response.
+/// The error message of a response, which is attached to the response for the log of requests.
 #[derive(Clone, Debug)]
 pub(crate) struct ErrorText(pub String);
 
@@ -55,7 +55,7 @@ impl Form {
         }
     }
 
-    /// Returns the response of an error. The response carries the error's text for the log.
+    /// Returns the HTTP response for an error. The error's message is attached to the response for the log of requests.
     pub fn response(self, error: &RequestError) -> Response {
         let status = StatusCode::from_u16(error.status());
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);

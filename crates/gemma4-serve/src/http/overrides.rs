@@ -1,4 +1,4 @@
-//! Applies the options in a request to the checkpoint's default options of an answer.
+//! Overrides the checkpoint's default options of an answer with the options in a request.
 
 use crate::engine::AnswerOptions;
 use crate::error::RequestError;
@@ -7,13 +7,13 @@ use serde_json::{Map, Value};
 /// The largest number of stop strings in a request, and the largest length of a stop string in bytes.
 const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_LENGTH: usize = 1024;
-/// The largest number of most likely tokens that a request can ask for with each token.
+/// The largest number of most likely tokens that a request can ask for at each position of an answer.
 pub(crate) const MAX_TOP_LOGPROBS: usize = 20;
 
 /// The options that a request sets. `None` keeps the checkpoint's option.
 #[derive(Debug, Default)]
 pub(crate) struct Overrides {
-    /// The value, paired with the name of the request field. The name differs between the APIs.
+    /// A pair of the request field's name, which differs between the APIs, and the field's value.
     pub max_tokens: Option<(&'static str, u64)>,
     pub min_tokens: Option<u64>,
     pub temperature: Option<f64>,
@@ -42,8 +42,8 @@ fn in_range(field: &str, value: f64, least: f64, most: f64) -> Result<f32, Reque
 }
 
 impl Overrides {
-    /// Applies the overrides to the checkpoint's options. `left` is the number of tokens that the context has room for after
-    /// the prompt. `usual` is the largest number of tokens of an answer if the request gives no limit.
+    /// Applies the overrides to the checkpoint's options. `left` is the number of tokens that fit into the context
+    /// after the prompt. `usual` is the largest number of tokens of an answer if the request gives no limit.
     pub fn apply(
         self,
         mut options: AnswerOptions,

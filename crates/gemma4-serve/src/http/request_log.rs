@@ -70,7 +70,7 @@ impl RequestLog {
         });
     }
 
-    /// Records the first token of an answer, if no token was recorded before.
+    /// Records the time of the request's first token, unless an earlier token was recorded.
     pub fn has_token(&self) {
         let waited = self.0.started.elapsed();
         self.change(|state| _ = state.first_token.get_or_insert(waited));
@@ -90,7 +90,8 @@ impl RequestLog {
     }
 
     fn change(&self, change: impl FnOnce(&mut Progress)) {
-        // The state is consistent after a panic, because each change is a few assignments.
+        // A poisoned lock is ignored: the state is consistent even after a panic, because each change is a few
+        // assignments.
         change(&mut self.0.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
@@ -129,7 +130,7 @@ impl Drop for Entry {
     }
 }
 
-/// Returns the name of the API of a path, or `None` for the paths that are not logged.
+/// Returns the name of the API that serves a path, or `None` for the paths that are not logged.
 fn api(path: &str) -> Option<&'static str> {
     match path {
         "/v1/chat/completions" => Some("chat"),
@@ -141,7 +142,7 @@ fn api(path: &str) -> Option<&'static str> {
     }
 }
 
-/// Creates the entry of a request to an API, and completes the entry with the response.
+/// Creates the log entry of a request to an API, and adds the response's status and error to the entry.
 pub(crate) async fn log_request(
     State(app): State<Arc<App>>,
     mut request: Request<Body>,

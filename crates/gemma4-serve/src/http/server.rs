@@ -80,8 +80,8 @@ impl Server {
         &self.app.engine
     }
 
-    /// Serves requests until `shutdown` completes or the engine ends. During the shutdown, new requests are refused, and the
-    /// requests in progress have the time of [`ServerOptions::drain_timeout`].
+    /// Serves requests until `shutdown` completes or the engine ends. During the shutdown, new requests are refused,
+    /// and the requests in progress may continue for [`ServerOptions::drain_timeout`].
     ///
     /// # Errors
     /// Returns the reason if the engine fails.
@@ -101,7 +101,7 @@ impl Server {
             () = &mut shutdown => None,
             outcome = &mut outcome => Some(outcome),
         };
-        // The listener stays open, so that new requests learn that the server shuts down.
+        // The listener stays open, so that new requests get an error that says that the server is shutting down.
         engine.drain();
         connections.close_after_answers();
         let deadline = Instant::now() + drain_timeout;
@@ -117,12 +117,13 @@ impl Server {
             },
         };
         drop(listener);
-        // The last part of an answer, or the error, may still be on its way to the client.
+        // The last part of an answer, or the error, may still be on its way to the client, so open connections get some
+        // time.
         let moment = match ended {
             Ok(()) => deadline,
             Err(_) => Instant::now() + LAST_MOMENT,
         };
-        // Connections that are open after the time are cut.
+        // Connections that are still open at `moment` are cut.
         let _ = timeout_at(moment, connections.closed()).await;
         ended
     }

@@ -86,7 +86,8 @@ struct State<W> {
     is_over: bool,
 }
 
-/// Returns the response that streams the events, with heartbeats at the given interval. If the client leaves, the stream is dropped, and with it the receiver.
+/// Returns the response that streams the events, with heartbeats at the given interval. If the client disconnects, the
+/// stream and its events are dropped, which cancels the request.
 pub(crate) fn respond(
     heartbeat: Duration,
     events: Events,

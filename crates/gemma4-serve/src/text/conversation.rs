@@ -15,7 +15,7 @@ pub enum ChatMessage {
         text: String,
         /// The model's reasoning before the answer. A chat template may leave the reasoning out of the prompt.
         thoughts: Option<String>,
-        /// The tool calls, each with an id, the tool's name and the arguments.
+        /// The tool calls. Each call is a tuple of an id, the tool's name, and the arguments.
         calls: Vec<(String, String, Map<String, Value>)>,
     },
     /// The result of a tool call.
@@ -30,7 +30,7 @@ pub enum ChatMessage {
 }
 
 impl ChatMessage {
-    /// Returns the message in the JSON format that the chat templates of transformers expect.
+    /// Returns the message in the JSON format that chat templates of Hugging Face Transformers expect.
     pub fn to_json(&self) -> Value {
         match self {
             Self::System(text) => json!({"role": "system", "content": text}),
@@ -72,7 +72,7 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// Returns the tool in the JSON format that the chat templates of transformers expect.
+    /// Returns the tool in the JSON format that chat templates of Hugging Face Transformers expect.
     pub fn to_json(&self) -> Value {
         let parameters = self.parameters.clone();
         let parameters = parameters.unwrap_or_else(|| json!({"type": "object", "properties": {}}));

@@ -1,4 +1,4 @@
-//! Converts conversations to prompts, and answers to tool calls.
+//! Converts conversations to prompts, and parses the tool calls in answers.
 
 mod conversation;
 mod prompt;

@@ -1,4 +1,4 @@
-//! Converts texts and conversations to prompt tokens, and gives the checkpoint's default options of answers.
+//! Converts texts and conversations to prompt tokens, and holds the checkpoint's default options for answers.
 
 use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
@@ -58,8 +58,8 @@ impl TextModel {
         Some([tokenizer.id("<|channel>")?, tokenizer.id("<channel|>")?])
     }
 
-    /// Returns the largest number of tokens of an answer for a request without a limit. `left` is the number of tokens that
-    /// the context has room for after the prompt.
+    /// Returns the largest number of tokens of an answer for a request without a limit. `left` is the number of tokens
+    /// that fit into the context after the prompt.
     pub fn default_max_tokens(&self, left: usize) -> usize {
         self.max_tokens.unwrap_or(MAX_TOKENS).min(left).max(1)
     }
@@ -150,8 +150,8 @@ impl TextModel {
         Ok(marking.encode(&prompt)?)
     }
 
-    /// Refuses a prompt of at least `fewest` tokens if the context has no place for the prompt and one further token. The
-    /// tokenizer may need seconds for a prompt that is many times too long.
+    /// Refuses a prompt of at least `fewest` tokens if the context has no place for the prompt and one further token.
+    /// The check precedes encoding, because the tokenizer may need seconds for a prompt that is many times too long.
     fn check_length(&self, fewest: usize) -> Result<(), RequestError> {
         match fewest < self.context {
             true => Ok(()),
@@ -200,8 +200,8 @@ fn collect<'a>(value: &'a Value, texts: &mut Vec<&'a str>) {
     }
 }
 
-/// Marks the names of special tokens in all strings of a JSON value, so that the tokenizer encodes these names as plain
-/// text.
+/// Inserts a mark into each special token's name in the strings of a JSON value, so that the tokenizer encodes the name
+/// as plain text.
 fn mark(value: &Value, marking: &Marking<'_>) -> Result<Value, RequestError> {
     Ok(match value {
         Value::String(text) => Value::String(marking.mark(text)?),

@@ -1,5 +1,5 @@
-//! Tests concurrent requests: each answer equals the answer to the same request alone, and cancelled requests leave the
-//! batch.
+//! Tests concurrent requests. Each answer must equal the answer to the same request alone, and the answers of cancelled
+//! requests must leave the batch.
 
 use crate::harness::{Harness, gemma, user, with_model};
 use axum::body::Body;

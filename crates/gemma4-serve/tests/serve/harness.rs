@@ -108,7 +108,7 @@ impl Harness {
         Self::with_tools_and(EngineOptions::default())
     }
 
-    /// A server whose chat template supports tools and thoughts, with other options of the engine.
+    /// Creates a server whose chat template supports tools and thoughts, with other options of the engine.
     pub fn with_tools_and(engine: EngineOptions) -> Self {
         let template = ChatTemplate::from_source(TEMPLATE).expect("the template parses");
         Self::with_template(engine, ServerOptions::default(), Some(template))

@@ -1,4 +1,4 @@
-//! Tests the server in the process of the tests, with the small model that burn-gemma4 embeds.
+//! Tests the server within the test process, with the small model that burn-gemma4 embeds.
 
 mod harness;
 mod socket;

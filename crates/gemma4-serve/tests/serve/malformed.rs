@@ -1,4 +1,4 @@
-//! Tests that malformed requests get a clear error in the form of their API, and change nothing for other requests.
+//! Tests that malformed requests get a clear error in the JSON format of their API, and do not affect other requests.
 
 use crate::harness::{Harness, post, user, with_model};
 use crate::malformed_requests::{chat_requests, completion_requests, message_requests};

@@ -1,5 +1,5 @@
-//! Tests malformed requests that are generated from tables of fields: each gets an error in the form of its API that names the
-//! field.
+//! Tests malformed requests that are generated from tables of fields. Each error must have the JSON format of the
+//! request's API, and must name the field.
 
 use crate::harness::{Answer, Harness};
 use crate::malformed_tables::apis;
@@ -20,7 +20,7 @@ fn post(path: &str, body: Vec<u8>) -> Request<Body> {
     request.body(Body::from(body)).expect("a request")
 }
 
-/// Checks that an error has the form of its API. Returns the message.
+/// Checks that an error has the JSON format of the API at `path`. Returns the error message.
 fn checked(path: &str, answer: &Answer) -> String {
     let json = answer.json();
     let error = &json["error"];
@@ -144,7 +144,7 @@ async fn wrong_methods_media_types_sizes_and_keys_are_refused_on_every_path() {
             ("authorization", "Basic secret"),
             ("authorization", "Bearer secret2"),
         ] {
-            // The key is checked before the body.
+            // The body is malformed too, but the server checks the key before the body.
             let headers = [wrong, json_type];
             check(
                 request(Method::POST, path, &headers, "{".into()),
@@ -176,11 +176,13 @@ async fn prompt_that_is_many_times_too_long_is_refused_without_encoding() {
         let answer = send(&harness, post(api.path, body.into_bytes())).await;
         assert_eq!(answer.status, 400, "{:.300}", answer.text);
         let message = checked(api.path, &answer);
-        // The error of an encoded prompt has the exact number of tokens.
+        // The words "at least" show that the server did not encode the prompt. After encoding, the error would state
+        // the exact number of tokens.
         let bound = "the context has 8192 tokens, but the prompt has at least 485";
         assert!(message.contains(bound), "{message}");
     }
-    // The bound refuses no prompt that fits: a token of this model has up to 8 spaces.
+    // The lower bound must not refuse a prompt that fits. Up to 8 spaces form one token of this model, so these spaces
+    // fit.
     let spaces = " ".repeat(8 * 8100);
     let body = json!({"prompt": spaces, "max_tokens": 1, "temperature": 0});
     harness.complete(body).await.ok();

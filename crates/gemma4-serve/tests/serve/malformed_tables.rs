@@ -20,7 +20,7 @@ enum Type {
 use Type::{Bool, Count, Integer, List, Number, Object, Text, Texts};
 
 impl Type {
-    /// Values that are not of this type.
+    /// Returns values that are not of this type.
     fn wrong(self) -> Vec<Value> {
         let all = [
             json!("x"),
@@ -45,7 +45,8 @@ impl Type {
     }
 }
 
-/// A path with a valid request, the types of its fields, and values outside of the fields' ranges.
+/// An API endpoint: its path, a valid request, the types of the request's fields, and values outside of the fields'
+/// ranges.
 pub struct Api {
     pub path: &'static str,
     pub valid: Value,
@@ -181,7 +182,7 @@ impl Api {
         self.path.starts_with("/v1/messages")
     }
 
-    /// All types of the API's fields.
+    /// Returns the name and the type of each field of the API.
     fn all_types(&self) -> impl Iterator<Item = (&'static str, Type)> {
         let has_sampling = matches!(self.path, "/v1/chat/completions" | "/v1/completions");
         let shared = has_sampling.then_some(SAMPLING).into_iter().flatten();
@@ -194,7 +195,8 @@ impl Api {
         body.to_string()
     }
 
-    /// Returns malformed bodies. The error of a body must name one of the texts beside the body.
+    /// Returns pairs of a malformed request body and a list of texts. The error message for the body must contain one
+    /// of the texts.
     pub fn malformed(&self) -> Vec<(Vec<u8>, Vec<String>)> {
         let mut all = Vec::new();
         let mut add = |body: String, names: &[&str]| {
@@ -253,7 +255,7 @@ impl Api {
             &["surrogate", "escape", "hex", "expected"],
         );
         let open = &valid[..valid.len() - 1];
-        // Closed brackets are valid JSON at any depth, so only a limit of the depth refuses them.
+        // Balanced brackets are valid JSON at any depth, so only a limit on the depth refuses them.
         for depth in [200, 100_000] {
             let (begin, end) = ("[".repeat(depth), "]".repeat(depth));
             add(

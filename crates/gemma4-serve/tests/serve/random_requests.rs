@@ -1,5 +1,5 @@
-//! Tests many random requests at once: each answer equals the answer to the same request alone, also while other clients
-//! leave, and the server is as empty afterwards as before.
+//! Tests many random requests at once. Each answer must equal the answer to the same request alone, even while other
+//! clients disconnect. Afterwards, the server must be as empty as before.
 
 use crate::harness::Harness;
 use crate::socket::{Listening, Response, exchange, post, receive};
@@ -31,19 +31,20 @@ const WORDS: [&str; 12] = [
     "tensor",
 ];
 
-/// A request, and the place at which its client leaves.
+/// A request, and the point at which its client disconnects, if it disconnects early.
 #[derive(Clone, Debug)]
 struct Case {
     path: &'static str,
     body: Value,
-    /// The milliseconds before the request.
+    /// The milliseconds that the client waits before it sends the request.
     delay: u64,
-    /// The bytes of the response after which the client leaves, and the longest wait in milliseconds.
+    /// The number of response bytes after which the client disconnects, and the longest wait for further bytes in
+    /// milliseconds.
     leaves: Option<(usize, u64)>,
 }
 
 fn text(rng: &mut StdRng) -> String {
-    // Some prompts are longer than the window of 128 tokens and than a chunk.
+    // Some prompts are longer than the sliding window of 128 tokens, and longer than a prefill chunk of 50 tokens.
     let count = match rng.random_bool(0.15) {
         true => rng.random_range(60..150),
         false => rng.random_range(1..20),
@@ -177,8 +178,8 @@ fn case(rng: &mut StdRng) -> Case {
     }
 }
 
-/// The parts of a response that do not differ between two runs: the data of a stream, or the body. The answers to one prompt
-/// may take turns in any order, so a stream is divided by the index of the answer.
+/// Returns the parts of a response that do not differ between two runs: the data of a stream, or the body. The events
+/// of several answers to one prompt may interleave in any order, so a stream is grouped by the index of the answer.
 fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>> {
     let mut values = match case.body["stream"] == true {
         true => response.data(),
@@ -209,7 +210,7 @@ fn remove_ids(value: &mut Value) {
     }
 }
 
-/// True if two values are equal, up to the rounding of log-probabilities.
+/// True if two JSON values are equal. Floating-point numbers, which are log-probabilities, may differ by rounding.
 fn equal(first: &Value, second: &Value) -> bool {
     match (first, second) {
         (Value::Object(first), Value::Object(second)) => {
@@ -263,8 +264,8 @@ fn send_together(address: SocketAddr, cases: &[Case]) -> Vec<Response> {
     })
 }
 
-/// Compares the responses with those to the same requests one after the other. Returns the number of compared answers, and
-/// of those that ended early.
+/// Compares the responses with the responses to the same requests, sent one after the other. Returns the number of
+/// complete answers, and the number of answers that ended early because the client disconnected.
 fn check_alone(address: SocketAddr, cases: &[Case], responses: &[Response]) -> (usize, usize) {
     let (mut whole, mut cut) = (0, 0);
     for (index, (case, found)) in cases.iter().zip(responses).enumerate() {
@@ -298,7 +299,7 @@ async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
         max_running: 9,
         max_queue: REQUESTS,
         context: 2048,
-        // Few requests fit together, so that some wait for the KV cache.
+        // Only few requests fit into the KV cache together, so that some must wait.
         kv_tokens: Some(9 * 1024),
         prefill_chunk: Some(50),
         ..EngineOptions::default()

@@ -12,7 +12,7 @@ use std::sync::{Mutex, Once};
 use std::time::Duration;
 use tower::ServiceExt;
 
-/// The lines of all tests of this process.
+/// The log lines of all tests in this process.
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 struct Lines;
@@ -46,7 +46,7 @@ fn id(answer: &Answer) -> String {
     id.expect("an id").to_str().expect("ASCII").to_owned()
 }
 
-/// Waits for the entries of a request, and returns the only one.
+/// Waits until the log has an entry with this request id, and checks that there is only one.
 async fn entry(id: &str) -> Value {
     for _ in 0..1000 {
         let lines = LINES.lock().expect("the lines").clone();
@@ -160,7 +160,8 @@ async fn refused_and_cancelled_requests_have_an_entry() {
         (&json!(200), &json!("cancelled"))
     );
 
-    // A client that leaves before the response has no id. No other test sends a chat of so many tokens.
+    // A client that disconnects before the response gets no request id. The test finds the log entry by the prompt's
+    // length, because no other test sends such a long chat.
     let words = "x ".repeat(2500);
     let waiting =
         harness.chat(json!({"messages": user(&words), "max_tokens": 4000, "ignore_eos": true}));

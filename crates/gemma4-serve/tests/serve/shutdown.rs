@@ -1,4 +1,4 @@
-//! Tests the end of a server and of its connections: drain, limits of connections, and silent clients.
+//! Tests how a server and its connections end: drain, limits of connections, and silent clients.
 
 use crate::harness::{Harness, user};
 use crate::socket::{Listening, exchange, get, post};
@@ -128,7 +128,7 @@ async fn connection_beyond_the_limit_waits() {
     let address = server.address;
     let client = spawn_blocking(move || {
         let first = TcpStream::connect(address).expect("a connection");
-        // The server must have taken the first connection before the second one begins.
+        // The server must accept the first connection before the second one begins.
         std::thread::sleep(Duration::from_millis(100));
         let mut second = TcpStream::connect(address).expect("a connection");
         second
@@ -166,7 +166,7 @@ async fn silent_connections_are_closed_after_the_header_timeout() {
     for sent in [
         "",
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n",
-        // After an answer, the next request on the connection has the same time.
+        // After an answer, the next request on the connection has the same time limit.
         "GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
     ] {
         let closed = spawn_blocking(move || {

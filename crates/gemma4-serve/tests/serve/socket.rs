@@ -1,4 +1,4 @@
-//! A server on a TCP port, and a client that sends raw bytes, so that a test can break off at any byte.
+//! A server on a TCP port, and a client that sends raw bytes, so that a test can disconnect at any byte.
 
 use crate::harness::MODEL;
 use gemma4_serve::Server;
@@ -56,7 +56,7 @@ impl Response {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
     }
 
-    /// Returns the data of a stream's complete messages, as JSON if it is JSON.
+    /// Returns the data of each complete server-sent event. Data that is not JSON is returned as a JSON string.
     pub fn data(&self) -> Vec<Value> {
         let complete = self.body.rsplit_once("\n\n").map_or("", |(text, _)| text);
         let lines = complete
@@ -68,7 +68,7 @@ impl Response {
     }
 }
 
-/// Returns a POST request on a connection of its own, with the model's name in the body.
+/// Returns a POST request that closes its connection after the response. The model's name is added to the body.
 pub fn post(path: &str, body: &Value) -> Vec<u8> {
     let mut body = body.clone();
     body["model"] = json!(MODEL);
@@ -81,7 +81,7 @@ pub fn post(path: &str, body: &Value) -> Vec<u8> {
     .into_bytes()
 }
 
-/// Returns a GET request on a connection of its own.
+/// Returns a GET request that closes its connection after the response.
 pub fn get(path: &str) -> Vec<u8> {
     format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").into_bytes()
 }

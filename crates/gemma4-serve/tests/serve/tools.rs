@@ -30,7 +30,8 @@ fn checked_call(call: &Value) -> String {
         .to_owned()
 }
 
-/// Tries seeds until an answer has a complete tool call. The small test model often writes arguments that never end.
+/// Sends the request with different seeds until an answer has a complete tool call. The small test model often writes
+/// arguments that never end.
 async fn called(harness: &Harness, mut body: Value) -> Value {
     for seed in 0..40 {
         body["seed"] = json!(seed);

@@ -35,8 +35,9 @@ fn named(record: &str, part: usize) -> String {
     }
 }
 
-/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner identifies
-/// a record by its epoch. The folders are named by steps instead, because a stopped run ends its epoch early.
+/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner
+/// identifies a record by the number of its epoch. The folders are named by steps instead, because a stopped run ends
+/// its epoch early.
 pub struct Records {
     folder: PathBuf,
     name: &'static str,
@@ -147,7 +148,7 @@ pub fn last(folder: &Path, optimizer_parts: usize) -> Result<Option<usize>, Erro
 
 /// A record that is restored from a checkpoint. The record of a model may lack the parameters that the run does not train.
 pub trait Restored: Checkpoint {
-    /// Returns the record as a model accepts it: parameters may be missing.
+    /// Returns the record in a form that can be loaded even if the record lacks parameters.
     fn restored(self) -> Self;
 }
 
@@ -186,8 +187,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints. A resumed run may still have
-    /// earlier checkpoints.
+    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints, which a resumed run may
+    /// still have.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());
@@ -215,8 +216,8 @@ impl<R: Restored> Checkpointer<R> for Records {
     }
 }
 
-/// Checks that a process can read the records that it restores: the model, its shard of the optimizer, and the schedule.
-/// Burn's learner would panic on a broken record.
+/// Checks that a process can read the records that it restores: the model, its shard of the optimizer, and the
+/// schedule. Without this check, Burn's learner would panic on a broken record.
 ///
 /// # Errors
 /// The error names the file that is missing or broken.

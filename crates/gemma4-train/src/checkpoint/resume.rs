@@ -113,8 +113,8 @@ fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
         .map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Checks that a run can resume, and returns true if the run is extended to more steps. The settings must be those of the
-/// beginning of the run. The checkpoint must be intact, and Burn's default device must open.
+/// Checks that a run can resume, and returns true if the run is extended to more steps. The settings must equal those
+/// with which the run began. The checkpoint must be intact, and Burn's default device must open.
 ///
 /// # Errors
 /// The error names the setting, the file or the device.

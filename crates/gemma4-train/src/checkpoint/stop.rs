@@ -13,7 +13,8 @@ pub struct Stop {
     is_asked: Arc<AtomicBool>,
     /// The number of the first step that is not run.
     end: Arc<AtomicUsize>,
-    /// True if the run has several processes. Several processes agree on the last step while they sum gradients.
+    /// True if the run has several processes. The processes then agree on the last step while they sum gradients, so a
+    /// stop request alone sets no end.
     is_told: bool,
 }
 
@@ -70,8 +71,8 @@ impl Stop {
     }
 }
 
-/// An early stopping strategy that ends Burn's learner after a stop request. The stop may cut short an interval, the steps
-/// between two checkpoints. The learner still writes the checkpoint of this interval.
+/// An early stopping strategy that ends Burn's learner after a stop request. The request may cut short an interval (the
+/// steps between two checkpoints). The learner still writes the checkpoint of this interval.
 #[derive(Clone)]
 pub struct AfterCheckpoint {
     /// The request to stop.

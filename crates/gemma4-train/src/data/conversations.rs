@@ -3,8 +3,8 @@
 //! A chat template renders the messages of a conversation to one or more examples. An example is a list of pieces. A piece
 //! is either context, or text that the model is trained on.
 //!
-//! The texts of users, systems and tools must not act as special tokens. A mark is therefore inserted into each special
-//! token of these texts before rendering, so that the token is encoded as plain text.
+//! The texts of users, systems and tools must not act as special tokens. A mark, a character that occurs in no text, is
+//! therefore inserted into each special token of these texts before rendering. The token is then encoded as plain text.
 
 use crate::data::packing::Example;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
@@ -42,7 +42,7 @@ const TOOL_RESPONSES: &str = "tool_responses";
 /// refused. Any other field that the template does not render is ignored.
 const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
 
-/// The ignored fields of a file's lines, each with the number of lines that contain the field.
+/// The ignored fields of a file: a map from the name of a field to the number of lines that contain the field.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Ignored(BTreeMap<String, usize>);
 
@@ -142,8 +142,8 @@ pub(super) fn of_line(
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
-            // Add the beginning and end tokens only if the text lacks them. Prompts may contain the beginning token, and
-            // texts from templates may contain the end token.
+            // Add the beginning and end tokens only if the text lacks them. Prompts may already contain the beginning
+            // token, and texts from templates may already contain the end token.
             let mut tokens = gemma
                 .tokens(&Prompt::Text(text), ChatOptions::default())
                 .map_err(said)?
@@ -302,9 +302,9 @@ impl Conversation {
             .collect()
     }
 
-    /// Splits the conversation into examples. The whole conversation is a single example if the text before each turn of the
-    /// model is the same as in generation. A template may drop the beginning of an earlier answer, such as an empty thought.
-    /// Each turn then becomes its own example.
+    /// Splits the conversation into examples. If the text before each turn of the model is the same as in generation,
+    /// the whole conversation is a single example. Otherwise each turn becomes its own example. This happens if a
+    /// template drops the beginning of an earlier answer, such as an empty thought.
     fn pieces(
         &self,
         template: &ChatTemplate,
@@ -411,8 +411,8 @@ impl Conversation {
         }
     }
 
-    /// Refuses messages and `tools` that the template does not render completely. Any other field that is not rendered is
-    /// counted in `ignored`.
+    /// Refuses messages that the template does not render completely, and fields of [`MEANT`] that it does not render.
+    /// Any other field that is not rendered is counted in `ignored`.
     fn refuse_unrendered(
         &self,
         template: &ChatTemplate,
@@ -469,8 +469,8 @@ impl Conversation {
     }
 }
 
-/// True if an answer begins with its own thought, that is, with the tag of `empty_thought`. The tag is, for example,
-/// `<|channel>` or `<think>`. Tool calls and HTML begin with other tags.
+/// True if an answer begins with its own thought, that is, with the opening tag of `empty_thought`. The tag is, for
+/// example, `<|channel>` or `<think>`. Tool calls and HTML begin with other tags.
 fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
     let text = empty_thought.trim_start();
     let end = match text.starts_with('<') {
@@ -497,8 +497,8 @@ fn responses(answer: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// Returns the range of `whole` whose removal leaves `without`, or `None`. Among several ranges, a range that starts at a
-/// `<` is preferred.
+/// Returns the byte range of `whole` whose removal gives `without`, or `None` if there is none. Among several such
+/// ranges, a range that starts at a `<` is preferred.
 fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     let count = whole.len().checked_sub(without.len())?;
     let alike = |(a, b): &(char, char)| a == b;
@@ -507,8 +507,8 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     if whole.get(last + count..) != without.get(last..) {
         return None;
     }
-    // A range of the same length that starts earlier may also leave `without`, if the removed text repeats characters around
-    // it.
+    // A range of the same length that starts earlier may also give `without`, if the removed text repeats characters
+    // around it.
     let is_start = |start: &usize| whole.get(start + count..) == without.get(*start..);
     let starts = (0..=last)
         .rev()
@@ -533,7 +533,8 @@ fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     pieces
 }
 
-/// True if a rendering contains a message's list of content parts, printed as JSON or Python, instead of their texts.
+/// True if a rendering contains the list of a message's content parts, printed as JSON or Python, instead of the parts'
+/// texts.
 fn prints_parts(parts: &Value, rendered: &str) -> bool {
     let parts = parts.as_array().into_iter().flatten();
     let mut kinds = parts.filter_map(|part| part["type"].as_str());

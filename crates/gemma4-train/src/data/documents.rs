@@ -18,7 +18,7 @@ use std::path::Path;
 pub struct Document {
     /// The line number of the document in its file, counted from 1.
     pub line: usize,
-    /// The tokens of each example. A flag marks the tokens to train on.
+    /// The tokens of each example, with a flag for each token. The flag is true for tokens to train on.
     pub examples: Vec<Example>,
 }
 

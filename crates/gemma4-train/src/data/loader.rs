@@ -102,7 +102,7 @@ pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
     device: Device,
-    /// The index of the part of each step's batches that this device processes, and the number of parts.
+    /// The index of this device's part of each step's batches, and the number of parts.
     part: (usize, usize),
     /// The number of the next interval between checkpoints.
     interval: AtomicUsize,
@@ -130,8 +130,8 @@ impl TrainingLoader {
         })
     }
 
-    /// Returns the rows that this device processes in a step. `pass` caches the number of the latest pass over the data, and
-    /// its order of rows.
+    /// Returns the rows that this device processes in a step. `pass` caches the latest pass over the data: its number,
+    /// and its order of rows.
     fn chosen(&self, step: usize, pass: &mut Option<(usize, Vec<usize>)>) -> Chosen {
         let rows = self.data.rows.len();
         let mut row_at = |index: usize| {

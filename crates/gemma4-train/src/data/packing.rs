@@ -16,7 +16,7 @@ pub struct Row {
 /// The target value at positions that the loss does not count.
 const IGNORED: i32 = -1;
 
-/// The tokens of an example. A flag marks each token to train on.
+/// The tokens of an example, with a flag for each token. The flag is true for tokens to train on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Example {
     /// The token ids.

@@ -17,7 +17,7 @@ pub struct Schedule {
     pub accumulation: usize,
     /// The number of devices, including those of other processes.
     pub devices: usize,
-    /// The index of the part of each step's batches that this process computes, and the number of parts.
+    /// The index of this process's part of each step's batches, and the number of parts.
     pub part: (usize, usize),
     /// The seed of the row order.
     pub seed: u64,

@@ -1,4 +1,4 @@
-//! Trains a tokenizer of Gemma's kind on the data, by byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909). Spaces
+//! Trains a tokenizer like Gemma's on the data, by byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909). Spaces
 //! are written as `▁`. Characters without a token are encoded as tokens of their UTF-8 bytes.
 
 use crate::Error;
@@ -30,8 +30,8 @@ const SPECIAL: [&str; 17] = [
     "<|tool_response>",
     "<tool_response|>",
 ];
-/// The largest number of characters that get a token of their own, the most frequent first. All other characters are encoded
-/// as the tokens of their UTF-8 bytes.
+/// The largest number of characters that each get a token. The most frequent characters are chosen first. All other
+/// characters are encoded as the tokens of their UTF-8 bytes.
 const ALPHABET: usize = 512;
 /// The smallest number of occurrences at which a sequence of characters may become a token.
 const MIN_FREQUENCY: u64 = 2;

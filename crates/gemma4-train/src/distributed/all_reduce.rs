@@ -1,13 +1,12 @@
 //! The all-reduce of gradients: among the devices of this process, or among several processes with one device each.
 //!
-//! Burn's data parallelism has one worker per device, and a server that averages gradients during the backward. The server
-//! (`DistributedSyncServer` of Burn 0.22.1) deadlocks if a worker begins its next backward before all workers have ended the
-//! current one. When the last worker ends, the server forgets all announced parameters, including those for the next
-//! backward.
+//! Burn's data parallelism has one worker per device, and a server that averages gradients during the backward pass.
+//! The server (`DistributedSyncServer` of Burn 0.22.1) deadlocks if a worker begins its next backward pass before all
+//! workers have ended the current one. When the last worker ends, the server forgets all parameters that workers have
+//! announced to it, including those for the next backward pass.
 //!
-//! The workers here therefore compute with parameters that Burn's server does not know. After the last backward of a step,
-//! the workers meet at a barrier. All workers then sum the gradients in buckets, in the same order. A round is one use of
-//! the barrier.
+//! The workers here therefore compute with parameters that Burn's server does not know. After the last backward pass of
+//! a step, the workers meet at a barrier. All workers then sum the gradients in buckets, in the same order.
 
 use crate::{
     checkpoint::stop::Stop,

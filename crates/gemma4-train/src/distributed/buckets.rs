@@ -7,7 +7,8 @@ use burn::{
 };
 use std::iter::Peekable;
 
-/// The smallest number of elements per bucket. The last bucket may have fewer.
+/// The smallest number of elements per bucket. A bucket may have fewer if it is the last one, or if the next gradient
+/// has another dtype.
 pub const BUCKET: usize = 1 << 25;
 
 /// Returns `losses`, `[count]`, and the gradients, each summed over all participants. `sum` is called once per bucket. A

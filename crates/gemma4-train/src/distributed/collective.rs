@@ -13,7 +13,7 @@ pub trait Collective: Send + Sync {
     /// Returns an error if a process is gone, or if the dtype is not supported.
     fn sum(&self, numbers: Tensor<1>) -> Result<Tensor<1>, Error>;
 
-    /// Aborts pending sums, from any thread. The process must end afterwards, so a thread that waits for a sum need not
-    /// continue.
+    /// Aborts pending sums. Any thread may call this method. The process must end afterwards, so a thread that waits
+    /// for a sum need not continue.
     fn abort(&self) {}
 }

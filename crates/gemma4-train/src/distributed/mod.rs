@@ -53,7 +53,7 @@ use std::{
 /// The longest time for which a failed process may continue to run before it is killed.
 const LAST: Duration = Duration::from_secs(10);
 
-/// The collective of a group. [`ProcessGroup::connect`] sets it.
+/// The collective, which sums tensors over all processes of a group. [`ProcessGroup::connect`] sets it.
 type SharedCollective = Arc<OnceLock<Box<dyn Collective>>>;
 
 /// True if this process is already ending because of an error. Later errors are not reported.
@@ -234,7 +234,8 @@ impl ProcessGroup {
         if !self.has_others() {
             return Ok(());
         }
-        // Remove autodiff from the device. The collective works on plain tensors, and autodiff hides the device's kind.
+        // Remove autodiff from the device, because the collective works on plain tensors, and because autodiff hides
+        // the device's kind.
         let collective = self.collective_for(&device.clone().without_autodiff())?;
         // Ignore the failure of `set`: if an earlier call has set a collective, that collective stays in use.
         let _ = self.collective.set(collective);
@@ -296,7 +297,8 @@ fn has_nccl(device: &Device) -> bool {
     }
 }
 
-/// Describes the first setting in which a process differs from the first process. Returns `None` if all settings are equal.
+/// Describes the first setting that differs between a process and the first process. Returns `None` if all settings are
+/// equal.
 fn difference(all: &[Value]) -> Option<String> {
     let (first, others) = all.split_first()?;
     let (rank, other) = others

@@ -1,8 +1,8 @@
 //! The all-reduce by NCCL, called through cudarc. Tensors go directly from the memory of one GPU to the memory of another
 //! GPU.
 //!
-//! CubeCL's own collectives connect only the devices of one process. Several processes that join one communicator must share
-//! its identifier, which CubeCL does not expose.
+//! This module does not use CubeCL's own collectives, because they connect only the devices of one process. Several
+//! processes that join one communicator must share its identifier, which CubeCL does not expose.
 
 use crate::{
     Error,
@@ -158,7 +158,7 @@ impl Collective for Nccl {
         };
         let ended = self.stream.synchronize();
         // After an abort, this call parks the thread, so that the invalid sum is not used. An error of the sum is not
-        // reported, because it follows from another process's error.
+        // reported, because another process's error has caused it.
         self.communicator();
         reduced.map_err(named("ncclAllReduce"))?;
         ended?;

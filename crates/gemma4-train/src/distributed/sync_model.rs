@@ -16,9 +16,10 @@ use burn::{
 };
 
 impl ProcessGroup {
-    /// Returns a copy of `model` on `device` with the trained parameters and the parameter identifiers of the first process.
-    /// Random initial values may differ between devices, and the optimizer's records refer to parameters by identifier. The
-    /// group must be [`connect`](Self::connect)ed.
+    /// Returns a copy of `model` on `device` with the trained parameters and the parameter identifiers of the first
+    /// process. Parameters are broadcast because random initial values may differ between devices. Identifiers are
+    /// broadcast because the optimizer's records refer to parameters by identifier. The group must be
+    /// [`connect`](Self::connect)ed.
     ///
     /// # Errors
     /// Returns an error if a process is gone, or if a process has another model.

@@ -1,6 +1,7 @@
 //! Shards the optimizer's state among processes (ZeRO's first stage, Rajbhandari et al. 2020, arXiv:1910.02054). Each
-//! process keeps the optimizer state of some parameters, updates these parameters, and sends them to all other processes.
-//! ZeRO's second stage would save no memory here, because Burn's backward returns all gradients at once.
+//! process keeps the optimizer state of some parameters, updates these parameters, and sends them to all other
+//! processes. ZeRO's second stage would save no memory here, because Burn's backward pass returns all gradients at
+//! once.
 
 use crate::distributed::ProcessGroup;
 use burn::{

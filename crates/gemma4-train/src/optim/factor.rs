@@ -1,7 +1,7 @@
-//! The common factor by which all gradients of a step are multiplied, for clipping and for the loss scale.
+//! The factor that multiplies all gradients of a step. It clips the gradients and divides them by the loss scale.
 //!
 //! A separate multiplication would cost one kernel launch per parameter, so the optimizer multiplies when it reads a
-//! gradient. The factor is a thread-local variable, because Burn's call of an optimizer has no argument for the factor.
+//! gradient. The factor is a thread-local variable, because Burn's `Optimizer::step` has no argument for the factor.
 
 use burn::tensor::{DType, Device, Tensor};
 use std::cell::RefCell;
@@ -10,8 +10,8 @@ thread_local! {
     static FACTOR: RefCell<Option<Tensor<1>>> = const { RefCell::new(None) };
 }
 
-/// A guard that removes [`FACTOR`] when a step returns or panics. Otherwise the next step's gradients would be multiplied by
-/// this step's factor.
+/// A guard that clears [`FACTOR`] when a step returns or panics, so that this step's factor does not multiply the next
+/// step's gradients.
 struct Ended;
 
 impl Drop for Ended {
@@ -20,14 +20,14 @@ impl Drop for Ended {
     }
 }
 
-/// Calls `step` with the factor `factor`, `[1]` in f32. During the call, [`of_this_step`] returns this factor.
+/// Calls `step`. During the call, [`of_this_step`] returns `factor`, which is a tensor `[1]` in f32.
 pub fn during<R>(factor: Tensor<1>, step: impl FnOnce() -> R) -> R {
     FACTOR.set(Some(factor));
     let _ended = Ended;
     step()
 }
 
-/// Returns the factor of the current step, `[1]` in f32, or 1 outside of [`during`].
+/// Returns the factor of the current step, `[1]` in f32. Outside of a call of [`during`], the factor is 1.
 pub fn of_this_step(device: &Device) -> Tensor<1> {
     FACTOR
         .with_borrow(Clone::clone)

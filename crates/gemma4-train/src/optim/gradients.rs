@@ -11,8 +11,8 @@ use std::mem;
 /// A small number that is added to the norm, so that clipping does not divide by 0.
 const SMALLEST_NORM: f32 = 1e-6;
 
-/// Returns `value` as a leaf of the autodiff graph, with the autodiff settings of the parameter `like`. `value` must not be part
-/// of an autodiff graph.
+/// Returns `value` as a leaf of the autodiff graph. The leaf gets the autodiff settings of the parameter `like`.
+/// `value` must not yet be part of an autodiff graph.
 pub fn leaf<const D: usize>(value: Tensor<D>, like: &Tensor<D>) -> Tensor<D> {
     match like.gradient_checkpointing_strategy() {
         Some(strategy) => value

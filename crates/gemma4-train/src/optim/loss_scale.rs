@@ -1,8 +1,8 @@
 //! The loss scale, which keeps gradients in f16 from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
 //!
-//! f16 has no positive values below 6e-8, so the loss is multiplied by a scale. A step with a NaN or infinite gradient is
-//! skipped and halves the scale. After enough steps without an overflow, the scale doubles. bf16 has the range of f32 and
-//! needs no scale.
+//! f16 has no positive values below 6e-8, so smaller gradients would become 0. To enlarge the gradients, the loss is
+//! multiplied by a scale. A step with a NaN or infinite gradient is skipped and halves the scale. After enough steps
+//! without an overflow, the scale doubles. bf16 has the range of f32 and needs no scale.
 
 use burn::{
     module::{Module, Param},

@@ -1,8 +1,9 @@
 //! Master weights in f32 for weights in half precision.
 //!
-//! A weight in bf16 has 8 significant bits, so an update of less than a 512th of the weight is rounded away. Most updates of
-//! fine-tuning are that small. So the optimizer updates weights in f32, and rounds them for the model by [`rounded`]
-//! (Micikevicius et al. 2018, arXiv:1710.03740). The optimizer's moments are in f32, too.
+//! A weight in bf16 has 8 significant bits, so an update of less than a 512th of the weight is rounded away. Most
+//! updates of fine-tuning are that small. So the optimizer updates weights in f32, and rounds copies of them to the
+//! model's dtype with [`rounded`] (Micikevicius et al. 2018, arXiv:1710.03740). The optimizer's moments are in f32,
+//! too.
 
 use crate::{
     args::OptimizerName,
@@ -256,8 +257,8 @@ mod tests {
         gradients
     }
 
-    /// Checks that small updates are not rounded away. A thousand updates by 1/65536 change the weight from 1 to about 1 -
-    /// 1/65. Each single update would be lost in bf16 and in f16.
+    /// Checks that small updates are not rounded away. A thousand updates by 1/65536 change the weight from 1 to about
+    /// 0.985. Without master weights, rounding to bf16 or f16 would discard each single update.
     #[test]
     fn small_updates_in_half_precision_accumulate() {
         for dtype in [DType::BF16, DType::F16] {

@@ -30,9 +30,9 @@ pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
     }
 }
 
-/// Returns the tensor that `made` creates, and allocates it in CubeCL's persistent memory. The tensor must live as long as
-/// the training. Outside of the persistent memory, hundreds of small long-lived tensors would slow down the search for free
-/// memory (`docs/adapters.md` has the times).
+/// Calls `made`, and returns the result, which is allocated in CubeCL's persistent memory. The result must live as long
+/// as the training. Outside of the persistent memory, hundreds of small long-lived tensors would slow down the search
+/// for free memory (`docs/adapters.md` has the times).
 fn kept<const D: usize>(
     tensor: Tensor<D>,
     made: impl Fn(Tensor<D>) -> Tensor<D> + Send,

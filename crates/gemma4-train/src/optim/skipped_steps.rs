@@ -4,8 +4,8 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. Each device has a clone, and every clone counts all skipped steps of the run. All
-/// clones share a second copy of the latest count. The host reads the number from this copy.
+/// The count of skipped steps of a run. Each device has a clone with its own count in device memory, and every clone
+/// counts all skipped steps of the run. The clones also share one copy of the latest count, from which the host reads.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.
@@ -30,7 +30,7 @@ impl SkippedSteps {
         self.count(Tensor::ones([1], (device, DType::F32)));
     }
 
-    /// Returns a clone with the same count for another device.
+    /// Moves the count of this clone to another device. The shared copy stays unchanged.
     pub fn to_device(self, device: &Device) -> Self {
         let own = self.own.map(|own| own.to_device(device));
         Self { own, ..self }

@@ -1,6 +1,6 @@
-//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies. Each
-//! actor owns a clock, which has an entry for every actor. If the entry of actor `a` is the time `t`, all accesses of `a` up
-//! to time `t` happened before the owner's next access. A barrier joins the clocks of its warps.
+//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all TMA loads. Each warp owns
+//! a clock, which has an entry for every actor. If the entry of actor `a` is the time `t`, all accesses of `a` up to
+//! time `t` happened before the owner's next access. A barrier joins the clocks of its warps.
 
 #[derive(Clone, Debug)]
 pub struct Clock {
@@ -9,8 +9,8 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Returns the initial clock of the actor `owner`. The clock has one entry for each of `actors` actors: the warps,
-    /// and one actor for all copies.
+    /// Returns the initial clock of the warp `owner`. The clock has one entry for each of `actors` actors: the warps,
+    /// and one actor for all TMA loads.
     pub fn new(owner: usize, actors: usize) -> Self {
         let mut clock = Self {
             owner,
@@ -43,8 +43,9 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1. An actor that has joined this clock comes after the owner's accesses up to the old
-    /// time. The owner's later accesses stay unordered with that actor.
+    /// Advances the owner's time by 1. If another warp has joined this clock into its own, the other warp's later
+    /// accesses come after the owner's accesses up to the old time. The owner's accesses at the new time are not
+    /// ordered with the other warp.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

@@ -24,7 +24,7 @@ struct Lane {
     groups: usize,
 }
 
-/// The pending copies of a warp, and the mbarrier arrivals that these copies trigger.
+/// The pending copies of a warp, and the mbarrier arrivals that wait for these copies.
 pub struct Copies {
     lanes: [Lane; LANES],
     arrivals: VecDeque<(u64, usize)>,
@@ -48,14 +48,15 @@ impl Copies {
         self.arrivals.clear();
     }
 
-    /// Commits the copies that the lanes in `mask` have started since their last commit, as one group per lane.
+    /// Commits the copies that the lanes in `mask` have started since their last commit. The copies of each lane form
+    /// one group.
     pub fn commit(&mut self, mask: u32) {
         for lane in lanes(mask) {
             self.lanes[lane].groups += 1;
         }
     }
 
-    /// Registers that a lane arrives at an mbarrier once all copies that the lane has started are complete.
+    /// Records that a lane arrives at an mbarrier once all copies that the lane has started are complete.
     pub fn arrive_later(&mut self, barrier: u64, lane: usize) {
         self.arrivals.push_back((barrier, lane));
     }
@@ -101,7 +102,7 @@ impl Cube<'_> {
         Ok(())
     }
 
-    /// Completes the oldest copies of a lane until `left` groups are pending.
+    /// Completes the oldest copies of a lane until at most `left` committed groups are pending.
     pub(super) fn copies_come(&mut self, warp: &mut Warp, lane: usize, left: usize) {
         let queue = &mut warp.copies.lanes[lane];
         while let Some(copy) = queue.copies.front()
@@ -123,8 +124,9 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Completes pending mbarrier arrivals after `cp.async`: at one mbarrier, the oldest arrival of each lane of one warp.
-    /// Completes all copies of these lanes first. Returns false if no warp has a pending arrival.
+    /// Completes mbarrier arrivals that wait for `cp.async` copies, at one mbarrier and for one warp: the oldest
+    /// pending arrival of each lane. All copies of these lanes are completed first. Returns false if no warp has a
+    /// pending arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps
             .iter_mut()

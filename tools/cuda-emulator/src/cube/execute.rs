@@ -11,8 +11,8 @@ pub enum Next {
     GoOn,
     /// The warp waits at a barrier.
     Wait,
-    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction was
-    /// a sleep, or polled an incomplete mbarrier phase.
+    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction
+    /// was a sleep, or it polled an incomplete mbarrier phase.
     AskLater,
 }
 
@@ -117,8 +117,8 @@ impl Cube<'_> {
         Ok(Next::GoOn)
     }
 
-    /// Executes an instruction of one of these kinds: asynchronous copies, asynchronous matrix multiplication (`wgmma`)
-    /// or barriers.
+    /// Executes one of the remaining instructions: asynchronous copies, asynchronous matrix multiplication (`wgmma`),
+    /// `stmatrix`, proxy fences, barriers and sleep.
     fn execute_late(
         &mut self,
         warp: &mut Warp,

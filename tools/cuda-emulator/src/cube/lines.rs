@@ -1,4 +1,4 @@
-//! Reads and writes of contiguous bytes by a whole warp, which the matrix instructions use.
+//! Reads and writes of contiguous bytes by a whole warp. The matrix instructions use these reads and writes.
 
 use super::Cube;
 use super::memory::host_bytes;

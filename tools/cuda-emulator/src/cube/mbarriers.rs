@@ -14,13 +14,13 @@ pub struct Mbarrier {
     bytes: i64,
     /// The number of completed phases.
     phase: u64,
-    /// The joined vector clocks of the threads that arrived in the current phase.
+    /// The joined vector clocks of all warps and TMA loads that have arrived so far, in all phases.
     times: Vec<u32>,
-    /// The joined vector clocks of the threads that arrived in the last completed phase.
+    /// The value of `times` at the end of the last completed phase.
     complete: Vec<u32>,
 }
 
-/// The mbarriers of a thread block, by their address in shared memory.
+/// The mbarriers of a thread block, each with its address in shared memory.
 #[derive(Default)]
 pub struct Mbarriers {
     barriers: Vec<(u64, Mbarrier)>,
@@ -62,8 +62,8 @@ impl Mbarriers {
 }
 
 impl Mbarrier {
-    /// Counts `arrivals` arrivals by an actor (a warp, or the actor for all copies) whose vector clock is `times`. Returns
-    /// the phase in which the arrivals count.
+    /// Counts `arrivals` arrivals by a warp whose vector clock is `times`. Returns the phase in which the arrivals
+    /// count.
     ///
     /// # Errors
     /// Returns an error if `arrivals` is larger than the number of arrivals that the phase still waits for.
@@ -91,7 +91,7 @@ impl Mbarrier {
         self.bytes += i64::from(bytes);
     }
 
-    /// Counts bytes that a copy has written. `actor` is the actor that stands for all copies, and `time` is this
+    /// Counts bytes that a TMA load has written. `actor` is the actor that stands for all TMA loads, and `time` is this
     /// actor's time.
     pub fn bytes_came(&mut self, bytes: usize, actor: usize, time: u32) {
         self.times[actor] = self.times[actor].max(time);
@@ -107,8 +107,9 @@ impl Mbarrier {
         }
     }
 
-    /// Returns true if the requested phase is complete. `state` is the phase's parity if `parity` is true, otherwise the
-    /// phase that an arrival returned. A complete phase joins the clocks of all arrivals into the waiting warp's `clock`.
+    /// Returns true if the phase that `state` identifies is complete. If `parity` is true, `state` is the parity of the
+    /// phase. Otherwise, `state` is the phase that an arrival returned. If the phase is complete, the clocks of all
+    /// arrivals are joined into `clock`, the clock of the waiting warp.
     pub fn is_complete(&self, state: u64, parity: bool, clock: &mut Clock) -> bool {
         let complete = match parity {
             true => self.phase & 1 != state & 1,

@@ -138,7 +138,7 @@ impl Launch<'_> {
     }
 }
 
-/// Calls `run(first_lane, lanes)` for each range of lanes whose accesses are contiguous in memory.
+/// Calls `run(first_lane, lane_count)` for each range of lanes whose accesses are contiguous in memory.
 fn runs(addresses: &DoubleRow, bytes: usize, mask: u32, mut run: impl FnMut(usize, usize)) {
     let mut start = 0;
     while start < LANES {
@@ -250,8 +250,8 @@ impl Cube<'_> {
         Ok(())
     }
 
-    /// Checks that the addresses are aligned and inside their memory space, and makes the addresses relative to the
-    /// start of that space.
+    /// Checks that the addresses are aligned and inside their memory space. Makes the addresses relative to the start
+    /// of that space.
     fn check(
         &self,
         space: Space,
@@ -324,11 +324,11 @@ impl Cube<'_> {
     }
 }
 
-/// Returns the memory space of the first lane in `mask`, and the lanes in the same space. Makes the addresses of these
-/// lanes relative to that space.
+/// Returns the memory space that the first lane in `mask` accesses, and the mask of all lanes that access the same
+/// space. Makes the addresses of these lanes relative to that space.
 fn in_one_space(addresses: &mut DoubleRow, named: Space, mask: u32) -> (Space, u32) {
-    // The address of a kernel argument is an offset, which does not show its memory space. So the instruction must name the
-    // parameter space, unless `cvta` has converted the offset to a generic address.
+    // The address of a kernel argument is an offset, from which its memory space cannot be seen. So the instruction
+    // must name the parameter space, unless `cvta` has converted the offset to a generic address.
     if !matches!(named, Space::Generic | Space::Parameter) {
         return (named, mask);
     }

@@ -34,8 +34,8 @@ use tensor::Arrival;
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::Function;
 
-/// The maximum number of data races that are reported per thread block. A host thread also reports at most this number
-/// for all thread blocks that it runs.
+/// The maximum number of data races that are reported per thread block. The same limit applies to the races that one
+/// host thread reports for all thread blocks that it runs.
 const RACES_TOLD: usize = 20;
 
 /// A range of global memory that kernels may access.
@@ -54,7 +54,7 @@ pub struct Launch<'a> {
     pub cube_size: [u32; 3],
     /// The size of dynamic shared memory in bytes.
     pub dynamic_shared: usize,
-    /// The bytes of all arguments, each at the offset that the kernel expects.
+    /// The bytes of all arguments. Each argument is at the offset that the kernel expects.
     pub arguments: &'a [u8],
     /// The allocations of global memory, sorted by address.
     pub allocations: &'a [Allocation],
@@ -150,12 +150,12 @@ pub struct Cube<'a> {
     pub shared: SharedMemory,
     barriers: Barriers,
     mbarriers: Mbarriers,
-    /// The pending TMA loads, each of one box of a tensor map.
+    /// The pending TMA loads. Each one loads a single box of a tensor.
     arrivals: VecDeque<Arrival>,
-    /// The number of completed TMA loads. This number is the time of the actor that stands for copies, see `clock`.
+    /// The number of completed TMA loads, which is the time of the actor that stands for all TMA loads (see `clock`).
     copy_time: u32,
     warps: usize,
-    /// The number of warp instructions that this `Cube` has executed so far, in all thread blocks that it has run.
+    /// The number of warp instructions executed so far, in all thread blocks that this `Cube` has run.
     steps: u64,
     /// The number of events so far that may let a waiting warp continue, such as an arrival at a barrier.
     pub events: u64,

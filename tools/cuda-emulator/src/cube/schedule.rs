@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of successive rounds in which warps may poll barriers without progress. In a round, each ready warp runs once.
-/// After more such rounds, the emulator reports a deadlock.
+/// The number of successive rounds in which warps may poll barriers without progress. In a round, each ready warp runs
+/// once. After one more round without progress, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.

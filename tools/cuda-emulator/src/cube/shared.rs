@@ -43,7 +43,7 @@ const UNTOUCHED: Word = Word {
 pub struct Race {
     pub what: &'static str,
     pub byte: usize,
-    /// The actor of the earlier access: the index of a warp, or the number of warps for asynchronous copies.
+    /// The actor of the earlier access: the index of a warp, or the number of warps for TMA loads.
     pub other: usize,
 }
 
@@ -54,14 +54,14 @@ pub struct SharedMemory {
     /// `[actor, word]`.
     reads: Vec<u32>,
     actors: usize,
-    /// One time per actor. The actor's writes up to this time are visible to the async proxy (TMA copies and `wgmma`).
+    /// For each actor, the time up to which its writes are visible to the async proxy (TMA copies and `wgmma`).
     fenced: Vec<u32>,
     touched: Vec<bool>,
     pub races: Vec<Race>,
 }
 
 impl SharedMemory {
-    /// Creates the shared memory for `actors` actors: one per warp, and one for all copies.
+    /// Creates the shared memory for `actors` actors: one per warp, and one for all TMA loads.
     pub fn new(bytes: usize, actors: usize) -> Self {
         let words = bytes.div_ceil(WORD);
         Self {
@@ -140,7 +140,8 @@ impl SharedMemory {
         let (owner, now) = (clock.owner(), clock.now());
         let own = owner * self.words.len();
         let reads = &self.reads[own..][words.clone()];
-        // If this warp has already read all of these words since their last write, the check is skipped.
+        // If this warp has already read all of these words at its current time and no write followed, the check is
+        // skipped.
         if reads.iter().all(|read| *read == now) {
             return;
         }
@@ -185,7 +186,7 @@ impl SharedMemory {
         self.check_reads(clock, words);
     }
 
-    /// Checks that the reads of the words by other actors happened before this warp's write.
+    /// Checks that all reads of these words by other actors happened before this warp's write.
     fn check_reads(&mut self, clock: &Clock, words: std::ops::Range<usize>) {
         let owner = clock.owner();
         for (other, known) in clock.times().iter().enumerate() {
@@ -231,8 +232,8 @@ impl SharedMemory {
         }
     }
 
-    /// Records that a warp starts an asynchronous copy to these bytes. The copy may write the bytes at any time from
-    /// now on.
+    /// Records that a warp starts an asynchronous copy to these bytes. Until the copy is completed, it may write the
+    /// bytes at any time.
     pub fn copy_starts(&mut self, clock: &Clock, at: usize, bytes: usize) {
         self.writing(clock, at, bytes);
         self.bytes[at..at + bytes].fill(POISON);

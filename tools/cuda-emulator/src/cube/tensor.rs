@@ -13,7 +13,7 @@ const MAGIC: u64 = 0x7465_6e73_6f72_6d70;
 /// The size of an encoded tensor map in bytes.
 pub const MAP_BYTES: usize = 128;
 
-/// The number of bytes that the swizzle moves as a unit.
+/// The number of bytes in a piece. The swizzle moves each piece as a unit.
 pub const PIECE: usize = 16;
 
 /// The maximum number of dimensions of a tensor map.
@@ -24,8 +24,8 @@ pub const DIMENSIONS: usize = 5;
 pub struct TensorMap {
     pub rank: usize,
     pub element: usize,
-    /// The number of swizzled bits, `n`, from 0 to 3. The lowest `n` bits of the row number are XORed into the position
-    /// of each 16-byte piece.
+    /// The number of swizzled address bits, `n`, from 0 to 3. The lowest `n` bits of the row number are XORed into the
+    /// number of each 16-byte piece in its row.
     pub swizzle: u32,
     pub start: u64,
     pub sizes: [u64; DIMENSIONS],
@@ -140,14 +140,15 @@ pub fn swizzled(address: u64, bits: u32) -> u64 {
     address ^ rows << 4
 }
 
-/// A pending TMA load of a box: the data and the target address of each 16-byte piece, and the mbarrier that counts the
-/// copied bytes.
+/// A pending TMA load of a box. Each 16-byte piece has its target offset in shared memory and its data. `barrier` is
+/// the address of the mbarrier that counts the copied bytes.
 pub struct Arrival {
     pieces: Vec<(usize, [u8; PIECE])>,
     barrier: u64,
 }
 
-/// A pending TMA store of a box: the source, the target and the number of bytes of each 16-byte piece.
+/// A pending TMA store of a box. For each 16-byte piece, it has the source offset in shared memory, the target address
+/// in global memory, and the number of bytes.
 pub struct BoxStore {
     pieces: Vec<(usize, u64, usize)>,
 }
@@ -261,8 +262,8 @@ impl Cube<'_> {
         Ok(())
     }
 
-    /// Writes the oldest committed groups of stores to global memory until `left` groups are pending. Stores that are
-    /// not committed stay pending.
+    /// Writes the oldest committed groups of stores to global memory until at most `left` committed groups are pending.
+    /// Stores that are not committed stay pending.
     pub(super) fn boxes_go(&mut self, warp: &mut Warp, left: usize) {
         while warp.stores.len() > left + 1 {
             let group = warp.stores.pop_front();

@@ -44,7 +44,7 @@ pub enum State {
 pub struct Group {
     pub at: u32,
     pub mask: u32,
-    /// The lowest instruction index above `at` at which other lanes of the warp are.
+    /// The lowest instruction index above `at` among the other lanes of the warp.
     pub others: u32,
 }
 
@@ -55,14 +55,14 @@ pub struct Warp {
     pub live: u32,
     /// The mask of the lanes that wait for other lanes of the same warp.
     pub parked: u32,
-    /// The mask of the lanes that sleep, or that poll an incomplete mbarrier phase. Before such a lane continues, the other
-    /// lanes of the warp run.
+    /// The mask of the lanes that sleep or that poll an incomplete mbarrier phase. The other lanes of the warp run
+    /// before such a lane continues.
     pub spinning: u32,
     place: [u32; LANES],
     pub predicates: Vec<u32>,
     pub words: Vec<WordRow>,
     pub doubles: Vec<DoubleRow>,
-    /// The local memory of all lanes. The memory of each lane is contiguous.
+    /// The local memory of all lanes, lane after lane.
     pub local: Vec<u8>,
     pub clock: Clock,
     pub copies: Copies,
@@ -142,7 +142,7 @@ impl Warp {
         }
     }
 
-    /// Returns the group of lanes at the lowest instruction index, among the lanes that do not wait. Returns `None` if
+    /// Returns the group of lanes at the lowest instruction index among the lanes that do not wait. Returns `None` if
     /// all lanes wait for other lanes.
     pub fn next_group(&mut self) -> Option<Group> {
         let mut ready = self.live & !self.parked & !self.spinning;
@@ -225,8 +225,8 @@ impl Warp {
         }
     }
 
-    /// Returns the value of a register in the first lane of `mask`, for operands that PTX requires to be equal in all
-    /// lanes.
+    /// Returns the value of a register in the first lane of `mask`. PTX requires some operands to be equal in all
+    /// lanes, and this function reads such operands.
     pub fn first_word(&self, row: u32, mask: u32) -> u32 {
         self.words[row as usize][mask.trailing_zeros() as usize % LANES]
     }

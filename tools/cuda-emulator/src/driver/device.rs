@@ -101,14 +101,15 @@ unsafe extern "C" fn cuDeviceGetAttribute(
         // Attributes 5 to 7 are the maximum blocks per grid along each axis.
         5 => c_int::MAX,
         6 | 7 => 65535,
-        // Attributes 8, 10, 12 and 16 are the shared memory per block, the threads per warp, the registers per block,
-        // and the number of multiprocessors.
+        // Attributes 8, 10 and 12 are the shared memory per block without opt-in, the threads per warp, and the
+        // registers per block. Attribute 16 is the number of multiprocessors.
         8 => 48 << 10,
         10 => 32,
         12 => 65536,
         16 => settings.multiprocessors,
         // Attributes 39, 81, 82 and 106 are the threads, shared memory, registers and blocks per multiprocessor.
-        // Attributes 75 and 76 are the compute capability, and attribute 97 is the maximum shared memory per block.
+        // Attributes 75 and 76 are the compute capability. Attribute 97 is the maximum shared memory per block with
+        // opt-in.
         39 => card.multiprocessor_threads,
         81 => card.multiprocessor_memory,
         82 => 65536,

@@ -1,4 +1,4 @@
-//! Device memory, which the emulator allocates in host memory, and the copy functions from, to and within device
+//! Device memory, which the emulator allocates in host memory, and the functions that copy from, to and within device
 //! memory.
 
 use std::alloc::{Layout, alloc, dealloc};
@@ -10,7 +10,7 @@ use crate::card::Settings;
 /// The alignment of allocations in bytes.
 const ALIGNMENT: usize = 512;
 
-/// Allocations of at least this number of bytes are not filled with NaN. Filling a large allocation would touch every page,
+/// The size in bytes from which allocations are not filled with NaN. Filling a large allocation would touch every page,
 /// so the operating system would have to provide all of its memory.
 const POISONED: usize = 64 << 20;
 
@@ -181,8 +181,8 @@ impl End {
         Some(base.wrapping_add(self.y * self.pitch + self.x))
     }
 
-    /// Returns true if all rows are in one allocation of device memory. Rows in host memory are not checked, and give
-    /// true.
+    /// Returns true if all rows are in one allocation of device memory. Returns true without a check if the rows are in
+    /// host memory.
     fn holds(&self, width: usize, height: usize) -> bool {
         let (Some(start), true) = (self.start(), self.memory != 1) else {
             return self.memory == 1;

@@ -32,10 +32,10 @@ const NOT_SUPPORTED: Status = 801;
 /// The state that all driver calls share.
 #[derive(Default)]
 struct State {
-    /// The size in bytes of each allocation, by its address.
+    /// The size in bytes of each allocation, by the allocation's address.
     allocations: BTreeMap<u64, usize>,
     modules: Vec<Arc<Module>>,
-    /// The kernels with their modules, by handle.
+    /// The module and the name of each kernel, by the kernel's handle.
     kernels: HashMap<usize, (Arc<Module>, String)>,
     /// The first fault. As on a GPU, every later call fails with this fault.
     fault: Option<CString>,

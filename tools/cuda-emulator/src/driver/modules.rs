@@ -29,7 +29,7 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut usize, image: *const c_char) 
     unsafe { give(module, state.modules.len()) }
 }
 
-/// Keeps the module loaded, because its variables may still be in use.
+/// Does nothing. The module stays loaded, because its variables may still be in use.
 #[unsafe(no_mangle)]
 extern "C" fn cuModuleUnload(_module: usize) -> Status {
     SUCCESS
@@ -58,8 +58,8 @@ unsafe extern "C" fn cuModuleGetFunction(
     unsafe { give(kernel, handle) }
 }
 
-/// Ignores the attribute. CubeCL uses this function only to set the size of dynamic shared memory, and each launch
-/// passes that size anyway.
+/// Does nothing. CubeCL uses this function only to set the size of dynamic shared memory, and each launch passes that
+/// size anyway.
 #[unsafe(no_mangle)]
 extern "C" fn cuFuncSetAttribute(_kernel: usize, _attribute: c_uint, _value: c_int) -> Status {
     SUCCESS

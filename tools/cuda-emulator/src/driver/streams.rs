@@ -4,7 +4,8 @@ use std::ffi::{c_int, c_uint};
 
 use super::{SUCCESS, Status, give, state};
 
-/// The handle of every stream. No function of the emulator reads the handle of a stream or of an event.
+/// The handle of every stream. The value is arbitrary, because no function of the emulator reads the handle of a stream
+/// or of an event.
 const STREAM: usize = 0x20;
 const EVENT: usize = 0x30;
 
@@ -70,7 +71,7 @@ extern "C" fn cuEventDestroy_v2(_event: usize) -> Status {
     SUCCESS
 }
 
-/// Reports 1 ms for every pair of events, because the emulator's times say nothing about the times on a GPU.
+/// Reports 1 ms for every pair of events, because times in the emulator say nothing about times on a GPU.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventElapsedTime(time: *mut f32, _start: usize, _end: usize) -> Status {
     // SAFETY: the caller's pointer is null or writable.

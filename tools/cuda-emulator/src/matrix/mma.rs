@@ -8,7 +8,7 @@ use crate::fault::Fault;
 use crate::ptx::Mma;
 
 impl Warp {
-    /// Multiplies two matrix fragments and adds the accumulators, for a whole warp.
+    /// Multiplies two matrix fragments of a whole warp, and adds the accumulators to the product.
     ///
     /// # Errors
     /// Returns an error if not all lanes of the warp execute the instruction.

@@ -18,7 +18,7 @@ const ROWS: usize = 16;
 /// The inner dimension (k) of a warp's matrix multiplication.
 const DEPTH: usize = 16;
 
-/// The number of columns in a tile of accumulators. A lane has two of these columns in a register pair.
+/// The number of columns in a tile of accumulators. A pair of registers holds two neighboring columns per lane.
 const COLUMNS: usize = 8;
 
 /// Checks that all lanes of the warp execute the instruction, as matrix instructions require.
@@ -29,8 +29,8 @@ fn check_all(mask: u32) -> Result<(), Fault> {
     }
 }
 
-/// Returns the row and the first column of the two neighboring elements that a lane holds. The elements lie in an 8 × 8
-/// tile.
+/// Returns the position of the two neighboring elements that a lane holds in an 8 × 8 tile: the row and the first
+/// column.
 fn place(lane: usize) -> (usize, usize) {
     (lane / 4, 2 * (lane % 4))
 }
@@ -40,8 +40,9 @@ fn halves(half: Type, word: u32) -> [f32; 2] {
     [word as u16, (word >> 16) as u16].map(|bits| half_to_single(half, bits))
 }
 
-/// Unpacks the left matrix from its registers. The first two registers have the first eight columns: one has the upper eight
-/// rows, and the other has the lower eight rows. The last two registers have the next eight columns in the same order.
+/// Unpacks the left matrix from its registers. The first two registers hold the first eight columns: one register holds
+/// the upper eight rows, and the other holds the lower eight rows. The last two registers hold the next eight columns
+/// in the same order.
 fn left_operand<'a>(
     half: Type,
     registers: impl Iterator<Item = &'a WordRow>,

@@ -11,8 +11,8 @@ const SIZE: usize = 8;
 /// The size of a tile's row in bytes.
 const ROW: usize = 16;
 
-/// Returns the row and the column, in a tile, of element `k` in a lane's register. A register holds two halves (16-bit
-/// floats).
+/// Returns the row and the column of an element in its 8 × 8 tile. The element is half `k` (0 or 1) of the two halves
+/// (16-bit floats) in the lane's register.
 fn element(lane: usize, k: usize, transposed: bool) -> (usize, usize) {
     let (row, column) = place(lane);
     if transposed {

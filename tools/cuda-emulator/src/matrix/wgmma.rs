@@ -1,6 +1,6 @@
 //! The instruction `wgmma`: a matrix multiplication by a warpgroup (four warps) with matrices in shared memory. The
-//! emulator computes the result at once. If a kernel writes to the matrices before the warp waits for its `wgmma`, the
-//! race detection reports the write.
+//! emulator computes the result as soon as the instruction starts. The race detection reports a kernel that writes to
+//! the matrices before the warp has waited for its `wgmma`.
 
 use super::{
     COLUMNS, DEPTH, ROWS, add_product, check_all, halves, left_operand, register_of, sums_of,
@@ -102,7 +102,7 @@ impl Cube<'_> {
         Ok(matrix)
     }
 
-    /// Returns a block of eight columns of the right matrix.
+    /// Returns the eight columns of the right matrix that begin at column `first`.
     fn right(
         &self,
         operand: &Operand,
@@ -154,8 +154,8 @@ impl Cube<'_> {
         Ok(())
     }
 
-    /// Completes the oldest committed groups of `wgmma` until `left` groups are pending. Instructions that are not
-    /// committed stay pending.
+    /// Completes the oldest committed groups of `wgmma` until at most `left` committed groups are pending. Instructions
+    /// that are not committed stay pending.
     pub fn products_end(&mut self, warp: &mut Warp, left: usize) {
         while warp.products.len() > left + 1 {
             let group = warp.products.pop_front();

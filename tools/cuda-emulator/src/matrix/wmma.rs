@@ -1,7 +1,7 @@
-//! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. The layout of a fragment
-//! is opaque to programs, so this module chooses a layout. The tile's elements fill the lanes of the first register in
-//! row-major order, then the lanes of the second register, and so on. If a fragment has more registers than its tile fills,
-//! the tile is repeated.
+//! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. PTX does not specify
+//! the layout of a fragment, so this module chooses one. The tile's elements fill the lanes of the first register in
+//! row-major order, then the lanes of the second register, and so on. If a fragment has more registers than its tile
+//! fills, the tile is repeated.
 
 use super::check_all;
 use crate::cube::{Cube, LANES, Warp, WordRow};
@@ -69,7 +69,7 @@ impl Fragment {
 }
 
 impl Warp {
-    /// Multiplies two fragments and adds the accumulators, for a whole warp.
+    /// Multiplies two fragments of a whole warp, and adds the accumulators to the product.
     ///
     /// # Errors
     /// Returns an error if not all lanes of the warp execute the instruction.
@@ -158,7 +158,7 @@ impl Cube<'_> {
     }
 }
 
-/// Returns the row-major index, in the tile, of element `k` of a line (a row or a column).
+/// Returns the index of element `k` of a line (a row or a column), counted in row-major order in the tile.
 fn place(access: &WmmaAccess, line: usize, k: usize) -> usize {
     let columns = access.fragment.columns;
     match access.by_rows {

@@ -11,8 +11,8 @@ pub struct Conversion {
     pub from: Type,
     /// The rounding direction if the target type is a float that cannot represent the value exactly.
     pub rounding: Rounding,
-    /// The direction in which the value is first rounded to an integer, or `None` without such a rounding. The target
-    /// type may still be a float.
+    /// The direction in which the value is first rounded to an integer, or `None` if the conversion has no such step.
+    /// Even with this step, the target type may be a float.
     pub to_integer: Option<Rounding>,
     pub flush: bool,
     pub saturate: bool,
@@ -37,7 +37,8 @@ pub fn convert(conversion: Conversion, bits: u64) -> u64 {
     }
 }
 
-/// Sign-extends a narrow signed value to 32 bits.
+/// Returns the bits of a value as a register holds them. A signed value of less than 32 bits is sign-extended to 32
+/// bits.
 fn in_register(number: Type, bits: u64) -> u64 {
     if number.is_signed() && number.bits() < 32 {
         truncate(Type::B32, extend(number, bits) as u64)
@@ -106,8 +107,8 @@ fn to_integer(conversion: Conversion, x: f64) -> u64 {
 }
 
 fn integer_to_float(conversion: Conversion, value: i128) -> u64 {
-    // `near` is `value` as f64, which is inexact only for integers of more than 53 bits. `lack` is the difference of `value`
-    // and `near`, which the final rounding needs.
+    // `near` is `value` as f64, which is inexact only for integers of more than 53 bits. `lack` is `value` minus
+    // `near`. The final rounding needs `lack`.
     let near = value as f64;
     let lack = (value - near as i128) as f64;
     match conversion.to {

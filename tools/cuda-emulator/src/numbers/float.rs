@@ -23,7 +23,7 @@ pub fn exponential(x: f32) -> f32 {
     // comparisons are false, so `x` stays NaN.
     let x = if x > 129.0 { 129.0 } else { x };
     let x = if x < -127.0 { -127.0 } else { x };
-    // Adding 1.5 · 2²³ rounds x to an integer, which is then in the lowest bits of the sum.
+    // Adding 1.5 · 2²³ rounds `x` to an integer. The lowest bits of the sum then hold this integer.
     let shifted = x + 12_582_912.0;
     let fraction = x - (shifted - 12_582_912.0);
     // The polynomial approximates 2ᶠ for |f| ≤ ½ with the series of exp(f ln 2).
@@ -40,8 +40,8 @@ pub fn exponential(x: f32) -> f32 {
         sum = sum.mul_add(fraction, coefficient);
     }
     let exponent = shifted.to_bits().wrapping_sub(0x4b40_0000) as i32;
-    // The multiplication by the power of two takes two steps, because the power alone can overflow before the result
-    // does.
+    // The multiplication by the power of two takes two steps. A single factor could overflow although the result does
+    // not.
     let half = exponent >> 1;
     let power = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
     let result = sum * power(half) * power(exponent - half);
@@ -186,7 +186,7 @@ fn directed_sum(x: f64, y: f64, rounding: Rounding) -> f32 {
     directed(sum, lack, rounding)
 }
 
-/// Returns the f64 sum and its rounding error, by Knuth's two-sum.
+/// Returns the f64 sum and its rounding error (the exact sum minus the f64 sum), by Knuth's two-sum.
 fn sum_and_lack(x: f64, y: f64) -> (f64, f64) {
     let sum = x + y;
     let of_y = sum - x;
@@ -278,8 +278,8 @@ mod tests {
             directed_fma(Rounding::TowardZero, -1.0, 1.0, tiny),
             -(1f32.next_down())
         );
-        // The product x · y is about −1, which is less than half a unit in the last place of 2⁶⁰ in f64. If the sum were
-        // first rounded to f64, it would be 2⁶⁰. Rounding 2⁶⁰ down to f32 would change nothing.
+        // The product x · (−x) is about −1, which is less than half a unit in the last place of 2⁶⁰ in f64. If the sum
+        // were first rounded to f64, it would be 2⁶⁰. Rounding 2⁶⁰ down to f32 would change nothing.
         let x = 1f32.next_up();
         assert_eq!(
             directed_fma(Rounding::Down, x, -x, 2f32.powi(60)),

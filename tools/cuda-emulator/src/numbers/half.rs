@@ -15,8 +15,8 @@ pub fn from_brain(bits: u16) -> f32 {
 pub fn from_half(bits: u16) -> f32 {
     let bits = u32::from(bits);
     let (sign, rest) = (bits >> 15 << 31, bits & 0x7fff);
-    // The multiplication by 2¹¹² corrects the exponent, because the exponent bias of f32 (127) exceeds that of f16 (15) by
-    // 112. This multiplication also converts subnormals correctly.
+    // The multiplication by 2¹¹² corrects the exponent, because the exponent bias of f32 (127) exceeds the exponent
+    // bias of f16 (15) by 112. This multiplication also converts subnormals correctly.
     let scaled = f32::from_bits(rest << 13) * f32::from_bits(0x7780_0000);
     let magnitude = if rest >= 0x7c00 {
         0x7f80_0000 | rest << 13
@@ -103,8 +103,8 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// Rounds `x` to a half in the given direction. The result is the nearest half, or the next half in that direction if
-/// the nearest half lies on the wrong side of `x`.
+/// Rounds `x` to a half in the direction `rounding`. The result is the nearest half. If that half lies on the wrong
+/// side of `x`, the result is the next half in the direction `rounding`.
 fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
     let near = double_to_half(number, x, Rounding::Nearest);
     let value = f64::from(half_to_single(number, near));
@@ -127,7 +127,7 @@ fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
     }
 }
 
-/// Computes an operation on one half, or on two packed halves, which are in the low bits of the operands.
+/// Computes an operation on one half, or on two packed halves. The halves are in the low bits of the operands.
 pub fn half(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) -> Option<u64> {
     let part = |shift: u32| {
         let operands = operands.map(|operand| (operand >> shift) as u16);

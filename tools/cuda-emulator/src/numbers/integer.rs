@@ -38,7 +38,7 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
         truncate(number, c),
     );
     let bits = number.bits();
-    // The 128-bit arithmetic cannot overflow, except in bits that the result drops.
+    // The 128-bit arithmetic can overflow only in bits that the result does not contain.
     let exact = match operation {
         Op::Add | Op::Subtract => {
             let sum = if operation == Op::Add { x + y } else { x - y };

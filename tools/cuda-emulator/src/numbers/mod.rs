@@ -66,7 +66,7 @@ pub enum ArithmeticOperation {
     DotBytes,
     /// Rounds an f32 to a mantissa of 10 bits, ties away from 0 (tf32).
     Reduce,
-    /// `IsFinite` and the operations after it test the kind of a float (`testp`).
+    /// This operation and the following ones test the class of a float, such as infinite or subnormal (`testp`).
     IsFinite,
     IsInfinite,
     IsNumber,
@@ -93,8 +93,8 @@ pub struct Flags {
     pub keep_nan: bool,
     /// True if a negative result is replaced by 0.
     pub relu: bool,
-    /// True if a shift uses only the low bits of the shift amount. In a search for the highest bit, true if the result
-    /// counts from the highest bit of the operand down.
+    /// For a shift: true if the shift uses only the low bits of the shift amount. For the search of the highest bit:
+    /// true if the result counts down from the operand's highest bit.
     pub wrap: bool,
     pub rounding: Rounding,
 }
@@ -153,7 +153,7 @@ pub fn extend(number: Type, bits: u64) -> i128 {
     }
 }
 
-/// Returns the low bits of a value, as many bits as the type has.
+/// Returns the low bits of a value. The type `number` determines how many bits.
 pub fn truncate(number: Type, bits: u64) -> u64 {
     let unused = 64 - number.bits();
     bits << unused >> unused

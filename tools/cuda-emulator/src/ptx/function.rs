@@ -33,8 +33,8 @@ pub struct Function {
     pub static_shared: usize,
     /// The size of local memory per thread in bytes.
     pub local_bytes: usize,
-    /// True if the kernel has atomic operations. Its thread blocks may then communicate through memory, so the order of
-    /// the blocks matters.
+    /// True if the kernel has atomic operations. The thread blocks of such a kernel may communicate through memory, so
+    /// the order of the blocks matters.
     pub has_atomics: bool,
 }
 
@@ -68,7 +68,7 @@ struct Body<'a> {
     local: usize,
 }
 
-/// Parses a function from its parameters to its end. The caller has already parsed its name.
+/// Parses a function from its parameters to its end. The caller has already parsed the function's name.
 ///
 /// # Errors
 /// Returns an error with the text that is unknown or not emulated.
@@ -86,7 +86,8 @@ pub fn parse(name: &str, cursor: &mut Cursor, globals: &Globals) -> Result<Funct
     }
     cursor.through('{');
     body.read_statements(cursor)?;
-    // Dynamic shared memory starts after the static part, with the alignment that the dynamic variable requires.
+    // Dynamic shared memory starts after the static shared memory, with the alignment that the dynamic variable
+    // requires.
     for variable in globals.shared.iter().filter(|shared| shared.bytes == 0) {
         body.shared = body.shared.next_multiple_of(variable.alignment);
         body.declare_shared(variable);

@@ -57,7 +57,8 @@ pub enum WordOperation {
     Exponential,
     ToFloat,
     ToFloatSigned,
-    /// Rounds two f32 values to bf16 or f16, and packs them into one word. The second operand goes to the low 16 bits.
+    /// Rounds two f32 values to bf16, and packs them into one word. The second operand goes to the low 16 bits.
+    /// `PairHalf` rounds to f16 instead.
     PairBrain,
     PairHalf,
 }
@@ -126,8 +127,8 @@ pub struct Compare {
     pub number: Type,
     pub from: [Register; 2],
     pub to: u32,
-    /// The predicate that receives the negated comparison, or `None` if the instruction has no second result. If `combined`
-    /// is given, its guard predicate is combined with the comparison and with the negated comparison.
+    /// The predicate that receives the second result, which is the negated comparison. `None` if the instruction has no
+    /// second result. If `combined` is given, both results are combined with the guard by the logical operation.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }
@@ -176,7 +177,7 @@ pub enum ShuffleMode {
 pub struct Shuffle {
     pub mode: ShuffleMode,
     pub to: u32,
-    /// The predicate that becomes true if the source lane lies in the segment of the reading lane. `None` if the program
+    /// The predicate that tells whether the source lane lies in the segment of the reading lane. `None` if the program
     /// ignores this result.
     pub found: Option<u32>,
     pub value: u32,
@@ -204,7 +205,7 @@ pub struct Vote {
 #[derive(Debug)]
 pub struct Match {
     /// True if the instruction tests whether all lanes have the same value. False if each lane gets the mask of the
-    /// lanes with the same value.
+    /// lanes that have the same value as this lane.
     pub all: bool,
     pub to: u32,
     pub agree: Option<u32>,
@@ -296,8 +297,8 @@ pub struct Wgmma {
     pub right: u32,
     /// True if the right matrix is stored transposed.
     pub transposed: bool,
-    /// The condition under which the result is added to the accumulators. If the condition is false, the result
-    /// replaces them.
+    /// The condition under which the product is added to the accumulators. If the condition is false, the product
+    /// replaces the accumulators.
     pub accumulates: Guard,
 }
 
@@ -307,8 +308,8 @@ pub struct CopyAsync {
     pub target: Address,
     pub source: Address,
     pub bytes: usize,
-    /// The register with the number of bytes that are read, or `None` if all bytes are read. The remaining bytes of the
-    /// target are set to 0.
+    /// The register with the number of bytes to read from the source, or `None` if all bytes are read. The remaining
+    /// bytes of the target are set to 0.
     pub read: Option<u32>,
 }
 
@@ -331,7 +332,7 @@ pub struct MbarrierWait {
     pub parity: bool,
 }
 
-/// A TMA copy of one box of a tensor, which a tensor map describes, to or from shared memory.
+/// A TMA copy of one box of a tensor to or from shared memory. A tensor map describes the tensor.
 #[derive(Debug)]
 pub struct TensorCopy {
     pub shared: Address,
@@ -343,7 +344,7 @@ pub struct TensorCopy {
 
 #[derive(Debug)]
 pub enum Operation {
-    /// An instruction without an effect in the emulator, such as advice to the assembler, or some fences.
+    /// An instruction without an effect in the emulator, such as a hint to the assembler or some of the fences.
     Nothing,
     Branch(u32),
     Exit,
@@ -393,8 +394,8 @@ pub enum Operation {
         truth: u32,
         to: u32,
     },
-    /// Compares the halves of two words as 16-bit floats of type `number`. Sets all bits of a half of the result if the
-    /// comparison is true, and otherwise clears all bits of the half.
+    /// Compares two words half by half, as 16-bit floats of type `number`. If a comparison is true, all bits of this
+    /// half of the result are set. Otherwise, they are cleared.
     SetHalves {
         comparison: Comparison,
         number: Type,
@@ -425,8 +426,8 @@ pub enum Operation {
     Load(Box<Access>),
     Store(Box<Access>),
     Atomic(Box<Atomic>),
-    /// Converts an address of a memory space to a generic address by adding `offset`. A negative `offset` converts a
-    /// generic address back.
+    /// Converts an address of a memory space to a generic address by adding `offset`. With a negative `offset`,
+    /// converts a generic address to an address of a memory space.
     ShiftAddress {
         to: u32,
         from: u32,

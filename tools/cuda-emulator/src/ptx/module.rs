@@ -18,7 +18,7 @@ pub struct Variable {
 }
 
 impl Variable {
-    /// Parses a declaration of a variable, and ignores the memory space in the declaration.
+    /// Parses a declaration of a variable. The memory space in the declaration is ignored.
     ///
     /// # Errors
     /// Returns an error if the declaration lacks a type or a name.
@@ -118,8 +118,8 @@ impl Module {
                     .map_err(|fault| fault.at(&format!(", kernel {name}")))?;
                 module.functions.insert(name.to_string(), function);
             } else if head.contains(".func") {
-                // A declaration or definition of a callable function is skipped. If a kernel calls the function, the
-                // decoder refuses the call.
+                // A declaration or definition of a function that is not a kernel is skipped. If a kernel calls the
+                // function, the decoder refuses the call.
                 cursor.until(&['{', ';']);
                 match cursor.peek() {
                     Some('{') => cursor.skip_block(),
@@ -142,8 +142,8 @@ impl Module {
     }
 }
 
-/// Allocates a variable in global memory, and initializes the variable with the values after `=`. Returns the allocated
-/// memory, and the variable's aligned address within that memory.
+/// Allocates a variable in global memory, and initializes it with the values after `=` in its declaration. Returns the
+/// allocated memory, and the variable's aligned address in that memory.
 fn global(variable: &Variable, initial: &str) -> Result<(Box<[u8]>, u64), Fault> {
     let mut memory = vec![0; variable.bytes + variable.alignment].into_boxed_slice();
     let start = memory.as_ptr() as usize;

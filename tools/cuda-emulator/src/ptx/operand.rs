@@ -9,7 +9,7 @@ pub enum Operand {
     Register(Register),
     /// A negated predicate, `!p`.
     Not(Register),
-    /// The text of a constant. The type of the instruction determines how the text becomes bits.
+    /// The text of a constant. How the text becomes bits depends on the type of the instruction.
     Number(String),
     /// The address of a variable.
     Symbol(u64),
@@ -128,7 +128,7 @@ fn address(text: &str, names: &impl Names) -> Result<Operand, Fault> {
     Ok(Operand::Address(None, start.wrapping_add(offset)))
 }
 
-/// Converts the text of a constant to bits. `number_type` is the type of the instruction that has the constant as an
+/// Converts the text of a constant to bits. `number_type` is the type of the instruction in which the constant is an
 /// operand.
 pub fn number(text: &str, number_type: Type) -> Option<u64> {
     let text = text.trim();

@@ -26,7 +26,7 @@ impl Registers {
         register(*count as u32 - 1)
     }
 
-    /// Returns the row in which every lane has `value`. Adds the row if no such row exists.
+    /// Returns the row that has `value` in every lane. Adds the row if it does not exist.
     pub fn constant(&mut self, class: Class, value: u64) -> Register {
         let value = match class {
             Class::Predicate => value & 1,
@@ -41,7 +41,7 @@ impl Registers {
         register
     }
 
-    /// Returns the row with the values of a special register. Adds the row if no such row exists.
+    /// Returns the row with the values of a special register. Adds the row if it does not exist.
     pub fn special(&mut self, class: Class, special: Special) -> Register {
         if let Some(register) = self.specials.get(&(class, special)) {
             return *register;

@@ -63,8 +63,8 @@ impl<'a> Cursor<'a> {
         head
     }
 
-    /// Consumes and returns the statement up to its semicolon. Braces within the statement, such as those around
-    /// vectors, belong to the statement.
+    /// Consumes and returns the statement up to its semicolon. The statement may contain braces, such as the braces
+    /// around vectors.
     pub fn statement(&mut self) -> &'a str {
         self.through(';')
     }

@@ -96,7 +96,7 @@ pub enum Class {
     Double,
 }
 
-/// A register of a warp, given by its row among the rows of the register's class.
+/// A register of a warp, as the index of its row among all rows of the register's class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Register {
     Predicate(u32),
@@ -124,8 +124,8 @@ pub enum Space {
     Parameter,
 }
 
-/// The size of a window. A window is the range of generic addresses of an emulated memory space. All addresses of the
-/// emulator's own process, and therefore of global memory, are below the first window.
+/// The size of a window in bytes. A window is the range of generic addresses of one emulated memory space. All
+/// addresses of the emulator's own process, and therefore of global memory, are below the first window.
 const WINDOW: u64 = 1 << 60;
 
 /// The address at which shared memory starts. This address is above 0, so that address 0 is invalid in shared memory as
@@ -155,7 +155,7 @@ impl Space {
     }
 }
 
-/// The special registers, such as the index of a thread in its block. The axes are numbered 0, 1 and 2.
+/// The special registers, such as the index of a thread in its block. The axes x, y and z are numbered 0, 1 and 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Special {
     Thread(usize),

@@ -1,9 +1,9 @@
 //! Computes the gradient of a bias that is constant over keys, without computing any score.
 //!
 //! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the LSE and no
-//! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients of a
-//! query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of the LSE,
-//! and `Δ = rowsum(do ∘ o) − dlse`.
+//! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients
+//! of a query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of
+//! the LSE, `o` the output, `do` its gradient, and `Δ = rowsum(do ∘ o) − dlse`.
 //!
 //! Schedule: the kernel divides the queries that read one bias element into groups. Each unit adds up the score gradients of
 //! one group. Budget: no shared memory and a few registers. Bound: memory, because the kernel reads up to four f32 values
@@ -13,8 +13,8 @@ use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
 use cubecl::prelude::*;
 
-/// The sizes of a bias, and how often broadcasting repeats the bias along each dimension. The size of a broadcast dimension
-/// is 1. In all other dimensions, the number of repeats is 1.
+/// The sizes of a bias, and the number of times that broadcasting repeats the bias along each dimension. A broadcast
+/// dimension has size 1. All other dimensions have 1 repeat.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Spread {
@@ -31,8 +31,9 @@ pub(crate) struct Spread {
     pub parts: u32,
 }
 
-/// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`.
-/// A unit adds up the score gradients of every `parts`-th query that reads the bias element.
+/// Computes `parts` partial sums of the gradient of each bias element, and writes them to
+/// `gradient [parts, elements of the bias]`. A unit computes one partial sum from every `parts`-th query that reads the
+/// bias element.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn constant_bias_gradient<S: Float>(
     rows: &Tensor<f32>,

@@ -31,7 +31,7 @@ pub(crate) struct Broadcast {
     pub queries: bool,
 }
 
-/// The runtime sizes that the kernel `bias_gradient` needs in addition to its grid and head sizes.
+/// The runtime sizes that the kernel `bias_gradient` needs in addition to its launch grid and head sizes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BiasCounts {
@@ -71,14 +71,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let tiles = comptime!(kind.tiles);
     let row_size = comptime!(tiles.rows as i32);
     let column_size = comptime!(tiles.columns() as i32);
-    // The grid runs over the tiles, heads and sequences of the bias. A broadcast dimension of the bias has size 1 in the
-    // grid.
+    // The launch grid covers the tiles, heads and sequences of the bias. A broadcast dimension of the bias has size 1.
     let work_tile = work_tile(&grid, index, false);
     let own_row_tile = (work_tile.tile / counts.key_tiles) as i32;
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
-    // The number of score tiles to sum: query tiles times query heads times sequences. A factor is 1 if the bias is not
-    // broadcast along the factor's dimension.
+    // The number of score tiles to sum: query tiles times query heads times sequences. Each of these three factors is 1
+    // if the bias is not broadcast along its dimension.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;
@@ -192,13 +191,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    // The partial gradients have the first dimension `splits · bias sequences`: first all sequences of split 0, then of
-    // split 1.
+    // The first dimension of the partial gradients has `splits · bias sequences` entries: all sequences of split 0,
+    // then those of split 1, and so on.
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up the score gradients (dS) of each column: first over the rows of one unit, then over all units with rows of
-        // the column.
+        // Adds up the score gradients (dS) of each column. The first sum runs over the rows of one unit, the second
+        // over all units that hold rows of the column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -1,17 +1,17 @@
-//! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink
-//! acts as one more split whose output is zero.
+//! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. Here
+//! `oₛ` and `lseₛ` are the output and the LSE of split `s`. The sink acts as one more split whose output is zero.
 //!
-//! Inputs and outputs store an LSE as two numbers. The first is the reference score, which the softmax subtracted before
-//! `exp` (about the row maximum). The second is the logarithm of the softmax sum relative to the reference score. If scores
-//! are huge, one f32 for the sum of both numbers would lose the logarithm.
+//! Inputs and outputs store an LSE as two numbers. The first is the reference score, a value near the row maximum that
+//! the softmax subtracted before `exp`. The second is the logarithm of the softmax sum relative to the reference score.
+//! If scores are huge, one f32 for the sum of both numbers would lose the logarithm.
 //!
 //! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8
 //! splits).
 //!
-//! Bound: memory with many rows, because the kernel reads every partial output once. With few rows, as in the decode of one
-//! sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide the splits of 4 output
-//! columns, and one of these units combines the results. A unit issues the loads of its first 4 or 8 splits before it uses
-//! any loaded value.
+//! Bound: memory with many rows, because the kernel reads every partial output once. With few rows, as in the decode of
+//! one sequence, the bound is the latency of a load. With 8 or more splits, several units therefore divide the splits
+//! of 4 output columns, and one of these units combines the results. A unit issues the loads of its first 4 or 8 splits
+//! before it uses any loaded value.
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::{LOWEST, saved_logarithm};
@@ -105,7 +105,7 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
         let mut largest = own.largest;
         let mut sum = own.sum;
         let mut total = own.total;
-        // A query counts as seeing a key if its softmax sum is nonzero or NaN. The sum is NaN if a visible score is NaN.
+        // A query sees a key if its softmax sum is nonzero or NaN. The sum is NaN if a visible score is NaN.
         let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
@@ -162,8 +162,8 @@ fn joined<N: Size>(
     #[unroll]
     for index in 0..held {
         let split = first + comptime!((index * sharing.units) as u32);
-        // If the unit has no split with this index, the unit loads split 0 and ignores the values. A branch around the load
-        // would keep the loads of different splits from overlapping.
+        // If the unit has no split with this index, the unit loads split 0 and ignores the values. A branch around the
+        // load would prevent the loads of different splits from overlapping.
         let split = select(split < end, split, 0u32);
         let at = split as usize * rows + row;
         references[index] = partial_logsumexp[at];

@@ -14,7 +14,7 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// The largest number of units that together combine the splits of one vector of an output row. A launch uses about one unit
+/// The largest number of units that together combine the splits of one vector of an output row. A launch uses one unit
 /// per `PARTS_OF_A_UNIT` splits, rounded up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
@@ -28,7 +28,8 @@ fn sharing(splits: usize) -> Sharing {
         .next_power_of_two()
         .min(MOST_SHARING);
     let parts = splits.div_ceil(units);
-    // Round the number of splits per load up, so that launches with different numbers of splits share one compiled kernel.
+    // Round up the number of splits that a unit loads at once, so that launches with different numbers of splits share
+    // one compiled kernel.
     let held = parts.next_multiple_of(PARTS_OF_A_UNIT).min(MOST_HELD);
     Sharing {
         units,
@@ -40,9 +41,10 @@ fn sharing(splits: usize) -> Sharing {
 /// Combines the partial outputs and logsumexps of `splits` splits.
 ///
 /// # Shapes
-/// `partial_output [splits, batch, q_heads, q_len, value_dim]` and `partial_logsumexp [2, splits, batch, q_heads, q_len]` in
-/// f32. The first half of `partial_logsumexp` holds the reference scores (about the row maxima), the second half the
-/// logarithms of the softmax sums. The results have the problem's shapes.
+/// `partial_output [splits, batch, q_heads, q_len, value_dim]` and
+/// `partial_logsumexp [2, splits, batch, q_heads, q_len]` in f32. The first half of `partial_logsumexp` holds the
+/// reference scores, which are near the row maxima. The second half holds the logarithms of the softmax sums. The
+/// results have the problem's shapes.
 pub(crate) fn combine_splits(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,

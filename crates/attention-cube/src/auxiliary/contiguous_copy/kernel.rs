@@ -6,8 +6,8 @@
 use crate::math::layout::{head_rows, row_offset};
 use cubecl::prelude::*;
 
-/// Writes `vectors` vectors of the contiguous `target`, with `row_vectors` vectors per row. The padding after a row's
-/// `columns` elements is 0.
+/// Writes `vectors` vectors of the contiguous `target`. A row of `target` has `row_vectors` vectors: `columns` elements
+/// of the source row, then zeros as padding.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn align_rows<E: Numeric, N: Size, M: Size>(
     source: &Tensor<Vector<E, N>>,

@@ -32,8 +32,8 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// If `copied`, returns a copy of the tensor in rows that TMA can read. Otherwise returns the tensor without a copy, and
-/// sets only the strides of dimensions of size 1 to 0.
+/// If `copied`, returns a copy of the tensor in rows that TMA can read. Otherwise returns the tensor without a copy,
+/// but with stride 0 in every leading dimension (all except the columns) of size 1.
 ///
 /// `broadcast` is the number of leading dimensions in which TMA accepts a stride of 0. If the tensor has stride 0 in one of
 /// these dimensions, the copy has stride 0 in the same dimension.
@@ -53,8 +53,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
         .into_iter()
         .find(|vector| *vector <= size && is_in_vectors(&source, *vector))
         .unwrap_or(1);
-    // SAFETY: a unit writes the vector of `target` at its own index, and units with an index from `vectors` on stop at once.
-    // The kernel reads `source` only inside its shape.
+    // SAFETY: a unit writes the vector of `target` at its own index, and units whose index is not below `vectors` stop
+    // at once. The kernel reads `source` only inside its shape.
     unsafe {
         align_rows::launch_unchecked(
             &client,
@@ -82,7 +82,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
     target
 }
 
-/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride in such a dimension.
+/// Sets the stride of every leading dimension (all except the columns) of size 1 to 0. Burn allows any stride in such a
+/// dimension.
 ///
 /// Kernels compute addresses with these strides even for rows past the tensor's end. TMA copies nothing from such an
 /// address, but requires that the address is a multiple of 16 bytes.
@@ -111,8 +112,8 @@ mod tests {
         data.try_into_vec().expect("the data was converted to f32")
     }
 
-    /// Makes a tensor of `shape`, and calls `view` to get a view of shape `[2, 3, 5, columns]`. Then compares the view with
-    /// its aligned copy.
+    /// Makes a tensor of `shape`, and calls `view` to get a view of shape `[2, 3, 5, columns]`. Then checks that the
+    /// view and its aligned copy have equal elements.
     fn check(shape: [usize; 4], broadcast: usize, view: impl Fn(CubeTensor) -> CubeTensor) {
         let device = cube_device();
         let numbers_of: Vec<f32> = (1..=shape.iter().product())

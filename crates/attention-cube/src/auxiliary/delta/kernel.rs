@@ -1,4 +1,5 @@
-//! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward pass.
+//! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward pass. Here `o` is
+//! the output, `do` its gradient, and `dlse` the gradient of the LSE.
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
 //! [`MULTIPLE`].
@@ -6,7 +7,7 @@
 //! The *reference score* of a query is the score that the softmax subtracted before `exp`. The reference score is about the
 //! row maximum. A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a head are:
 //!
-//! - row 0: the LSE. With [`LogsumexpForm::Apart`], row 0 is only the reference score. With [`LogsumexpForm::Marked`], a far
+//! - row 0: the LSE, or only the reference score with [`LogsumexpForm::Apart`]. With [`LogsumexpForm::Marked`], a far
 //!   query has a mark instead.
 //! - row 1: Δ
 //! - row 2: the logarithm of the softmax sum relative to the reference score, for each query whose LSE is not in row 0
@@ -17,8 +18,8 @@
 //! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of these rows is 0. A
 //! kernel that streams blocks of queries looks for marks only if a flag of its queries is 1.
 //!
-//! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of
-//! shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its gradient once.
+//! Schedule: eight units share a row of the attention output, and all rows of a cube are rows of one head. Budget: 1 KB
+//! of shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its gradient once.
 
 use crate::math::gradient::RowLseDelta;
 use crate::math::layout::{head_rows, row_offset};
@@ -32,15 +33,16 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// The number of queries (rows of the attention output) per cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
-/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. The element +∞ marks
-/// such a query, and makes the query's probabilities 0.
+/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. In this row, +∞
+/// marks a query without visible keys, and makes the query's probabilities 0.
 #[cube]
 pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
 
-/// The smallest magnitude of a far query's reference score (see the module's documentation). Below this magnitude, the
-/// rounding of the LSE changes each probability by at most 2⁻¹³ (relative), less than the rounding of P to half precision.
+/// A query is far if the magnitude of its reference score is at least this number (see the module's documentation).
+/// Below this magnitude, the rounding of the LSE changes a probability by a relative error of at most 2⁻¹³. This error
+/// is less than that of rounding P to half precision.
 pub(crate) const FAR: f32 = 2048.0;
 
 /// The bits of −0, which row 0 of the LSE/delta tensor holds in place of the LSE of a far query (see the module's
@@ -67,8 +69,8 @@ pub(crate) const FLAGS: usize = NUMBERS;
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
-/// The number of rows of the LSE/delta tensor that kernels read for every query. Kernels read the remaining rows only for
-/// far queries (see the module's documentation), so the elements of all other queries in these rows may hold any value.
+/// The number of rows of the LSE/delta tensor that kernels read for every query. Kernels read the remaining rows only
+/// for far queries (see the module's documentation). For all other queries, these remaining rows may hold any value.
 const fn rows_without_marks(form: LogsumexpForm) -> usize {
     match form {
         LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,
@@ -142,8 +144,8 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
             let g = load_vec4(output_gradient, &gradient_rows, gradient_at, vector * 4u32);
             #[unroll]
             for component in 0..4usize {
-                // A query that sees no key has an output of 0, but its output gradient may be infinite or NaN. The product
-                // of the two would be NaN, so products with an output of 0 are skipped.
+                // A query that sees no key has an output of 0, but its output gradient may be infinite or NaN. The
+                // product of the two would be NaN, so the sum skips products with an output of 0.
                 let output = o.extract(component);
                 sum += select(output == 0.0f32, 0.0f32, output * g.extract(component));
             }

@@ -1,19 +1,20 @@
-//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of every
-//! block of tokens, and the block range of every tile.
+//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of
+//! every block of tokens (such as its smallest and largest segment id), and the block range of every tile.
 //!
-//! The block range of a query tile spans all key blocks that segments and intervals may leave visible to the tile. The block
-//! range of a key tile spans query blocks. Attention kernels thus do not search for visible blocks.
+//! The block range of a query tile spans all key blocks that may be visible to the tile under segments and intervals.
+//! The block range of a key tile spans query blocks. With block ranges, attention kernels need not search for visible
+//! blocks.
 //!
-//! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile. Budget: no
-//! shared memory for copies, at most eight i32 values per unit for bounds and block ranges, and a few registers. Bound: memory,
-//! with one to five values per token.
+//! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile.
+//! Budget: a few registers. Copies use no shared memory, and bounds and block ranges at most eight i32 values per unit.
+//! Bound: memory, with one to five values per token.
 
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
 use cubecl::prelude::*;
 
-/// Copies the lengths or segment ids in `source` to `packed` from index `start` on. In `packed`, consecutive integers are
-/// `record` elements apart.
+/// Copies the lengths or segment ids in `source` to `packed`, starting at index `start`. In `packed`, consecutive
+/// integers are `record` elements apart.
 ///
 /// If `clamps`, the kernel clamps each integer to `0..=largest`. In this case, `largest` must fit the type `I`.
 #[cube(launch_unchecked)]
@@ -46,9 +47,9 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
 
 /// Copies the key intervals of all queries to their records in `packed`, and clamps both ends to `0..=kv_len`.
 ///
-/// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. A type narrower than i32 is
-/// converted before the clamp, because the type may not represent `kv_len`. Wider types are clamped first, because their
-/// values may exceed i32.
+/// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. Integers of a type narrower
+/// than i32 are converted before the clamp, because the type may not represent `kv_len`. Integers of wider types are
+/// clamped first, because their values may exceed i32.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_intervals<I: Int>(
     source: &Tensor<I>,
@@ -80,9 +81,9 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each interval of each block of `block` queries. The first range holds the key
-/// blocks that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See
-/// [`INTERVAL_BOUNDS`].
+/// Computes two ranges of key blocks for each query block (`block` queries) and each index of an interval. The first
+/// range holds the key blocks that may be visible, the second range the fully visible key blocks. A key block has
+/// `keys` keys. See [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
 /// One cube handles one query block.
@@ -134,8 +135,8 @@ pub(crate) fn bound_intervals(
             let last = packed[at + 1];
             largest_first = max(largest_first, first);
             smallest_end = min(smallest_end, last);
-            // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no key
-            // through the interval.
+            // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no
+            // key through this interval.
             if first < last {
                 smallest_first = min(smallest_first, first);
                 largest_end = max(largest_end, last);
@@ -183,8 +184,8 @@ enum Reduction {
     BitwiseOr,
 }
 
-/// Combines the values of all `units` units of the cube, and gives the result to unit 0. All units must call this function,
-/// and `units` must be a power of two.
+/// Combines the values of all `units` units of the cube by `reduction`. Only unit 0 gets the result. All units must
+/// call this function, and `units` must be a power of two.
 #[cube]
 fn reduced(value: i32, #[comptime] reduction: Reduction, #[comptime] units: u32) -> i32 {
     let mut values = Shared::<[i32]>::new_slice(comptime!(units as usize));
@@ -257,8 +258,8 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range spans
-/// the blocks of the opposite side that segments and intervals may leave visible.
+/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range
+/// spans all blocks of the opposite side that may be visible under segments and intervals.
 ///
 /// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
 /// `others`. A range is stored as the index of its first block and the index after its last block. The kernel also sets the

@@ -1,16 +1,16 @@
 //! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer, so that kernels need only one
 //! binding: `[lengths | records of queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
 //!
-//! A sequence has up to two lengths: its number of keys, then its number of queries.
+//! A sequence has up to two lengths: its number of keys, and then its number of queries.
 //!
 //! The record of a query holds its segment id (if any), then the start key and the end key of each interval.
 //!
 //! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
 //! pair of a query block and a key block if the bounds show no common segment.
 //!
-//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. Each block of the
-//! stationary side also has a range of opposite blocks. The range covers all opposite blocks that segments and intervals may
-//! leave visible.
+//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. The buffer
+//! also has one range of opposite blocks for each block of the stationary side. The range covers all opposite blocks
+//! that may be visible under segments and intervals.
 //!
 //! For each interval, the bounds of a query block hold two more ranges of key blocks. The first range covers each key block
 //! with a key that a query of the block sees. The second range covers each key block whose keys are all visible to every
@@ -140,8 +140,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // The kernels that this function launches do not depend on the flags for mask and lengths. Clear the flags, so that
-    // problems that differ only in mask or lengths share compiled kernels.
+    // The kernels that this function launches do not depend on the flags for mask and lengths. Clear these flags, so
+    // that problems that differ only in mask or lengths share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -158,8 +158,8 @@ pub(crate) fn prepare(
         end += values;
         start
     };
-    // Kernels share one set of bounds if their block sizes are equal and their tiles keep the same operand (queries or
-    // keys).
+    // Two kernels share one set of bounds if their block sizes are equal and their tiles keep the same operand (queries
+    // or keys).
     let mut distinct_sizes: Vec<BoundsOffsets> = Vec::with_capacity(blocks.len());
     let offsets = blocks.iter().map(|blocks| {
         if let Some(offsets) = distinct_sizes
@@ -297,8 +297,9 @@ pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) 
     contiguous_integers(lengths, problem.kv_len)
 }
 
-/// Returns integers in the layout that kernels read: i32, with contiguous rows. A conversion from a type that may exceed i32
-/// clamps the integers to `0..=most`. Kernels treat an integer outside of this range like the nearest integer in the range.
+/// Returns integers in the layout that kernels read: i32, with contiguous rows. A conversion from a type that may
+/// exceed i32 clamps the integers to `0..=most`. The clamp changes no result, because kernels treat an integer outside
+/// of this range like the nearest integer in the range.
 pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTensor {
     if is_as_read(integers) {
         return integers.clone();
@@ -316,9 +317,9 @@ pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTen
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers of `source`, with `columns` integers per row, to the packed buffer from offset `start` on. In the
-/// buffer, consecutive integers are `record` elements apart. With `largest`, integers of a type that may exceed i32 are
-/// clamped to `0..=largest`.
+/// Copies `count` integers of `source`, with `columns` integers per row, to the packed buffer, starting at offset
+/// `start`. In the buffer, consecutive integers are `record` elements apart. With `largest`, integers of a type that
+/// may exceed i32 are clamped to `0..=largest`.
 fn pack(
     source: &CubeTensor,
     packed: &CubeTensor,
@@ -334,7 +335,8 @@ fn pack(
     };
     let element = dtype_to_storage_type(source.dtype);
     let fits_i32 = source.dtype == DType::I32 || source.dtype.size() < DType::I32.size();
-    // SAFETY: `count` is the number of elements of `source`, and the callers reserve `count` records from `start` on.
+    // SAFETY: `count` is the number of elements of `source`, and the callers reserve `count` records, starting at
+    // `start`.
     unsafe {
         pack_lengths_and_ids::launch_unchecked(
             &packed.client,
@@ -353,7 +355,8 @@ fn pack(
     }
 }
 
-/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records from offset `start` on.
+/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records, which start at
+/// offset `start`.
 fn pack_records(
     intervals: &CubeTensor,
     packed: &CubeTensor,
@@ -363,7 +366,8 @@ fn pack_records(
 ) {
     let count = problem.batch * problem.q_len * 2 * structure.intervals;
     let element = dtype_to_storage_type(intervals.dtype);
-    // SAFETY: `count` is the number of elements of `intervals`, and the caller reserves a record per query from `start` on.
+    // SAFETY: `count` is the number of elements of `intervals`, and the caller reserves a record per query, starting at
+    // `start`.
     unsafe {
         pack_intervals::launch_unchecked(
             &packed.client,
@@ -382,8 +386,8 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks for each interval of a block of queries: see `bound_intervals`. If `spans`, the function
-/// also writes the range of visible key blocks of each query block, as [`span`] does.
+/// Writes two ranges of key blocks for each query block and each index of an interval: see `bound_intervals`. If
+/// `spans`, the function also writes the range of visible key blocks of each query block, as [`span`] does.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -421,8 +425,8 @@ fn bound_records(
 /// Writes the range of opposite blocks for each block of `side` (queries or keys), and sets the counter of claimed tiles to
 /// 0.
 ///
-/// `bounds` and `blocks` are the offset of the bounds of `side`, and the number of blocks of `side` per sequence. `others`
-/// and `other_blocks` are the same numbers for the opposite side.
+/// `(bounds, blocks)` holds the offset of the bounds of `side`, and the number of blocks of `side` per sequence.
+/// `(others, other_blocks)` holds the same numbers for the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,

@@ -1,5 +1,5 @@
-//! Tests of the block ranges of tiles. A block range holds the blocks of the opposite side (keys for a tile of queries) that
-//! may share a document with the tile.
+//! Tests of the block ranges of tiles. A block range holds the blocks of the opposite side that may share a document
+//! with the tile. The opposite side of a tile of queries is the keys.
 
 use super::*;
 use crate::options::AttentionOptions;
@@ -114,8 +114,8 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     }
 }
 
-/// Checks that the block range of a tile covers only blocks with documents of the tile. The tokens of every document are
-/// contiguous in this test.
+/// Checks that the block range of a tile covers only blocks that contain documents of the tile. The tokens of every
+/// document are contiguous in this test.
 #[test]
 fn prepare_block_range_covers_only_own_documents() {
     let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);

@@ -1,9 +1,9 @@
 //! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets
 //! a summary.
 //!
-//! A thread loads its row of a key block in a few 32-bit words, instead of one byte per score. The summary says how much of
-//! the key block is visible to the query tile, in four grades from [`NOTHING`] to [`EVERYTHING`]. Kernels skip key blocks
-//! that are hidden from the whole tile, and test no key in blocks that are fully visible.
+//! A thread loads the mask of its row for a key block as a few 32-bit words, instead of one byte per score. The summary
+//! says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to [`EVERYTHING`].
+//! Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, they test no single key.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -26,8 +26,8 @@ pub(crate) const SOME_KEYS: u32 = 1;
 pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
-/// The offsets and strides of the packed rows and of the block summaries, which lie in one buffer of 32-bit words. The first
-/// three fields are the strides of the mask's sequences, heads and rows. A broadcast dimension has stride 0.
+/// The offsets and strides of the packed rows and of the block summaries, which share one buffer of 32-bit words. The
+/// first three fields are the strides of the mask along sequences, heads and rows. A broadcast dimension has stride 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskOffsets {
@@ -89,8 +89,8 @@ pub(crate) fn pack_mask_pdl<M: Numeric>(
     }
 }
 
-/// Returns the index of the plane (of 32 units) within the whole launch. The index of the unit may exceed a u32, so the
-/// function does not compute that index.
+/// Returns the index of the plane (of 32 units) within the whole launch. The function does not compute it from the
+/// index of the unit, because that index may exceed a u32.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -198,7 +198,8 @@ pub(crate) fn word_of(
     }
 }
 
-/// Returns a word with one bit for each of the 32 keys from `key` on. A bit is set if its key lies in the range of keys `run`.
+/// Returns a word with one bit for each of 32 keys, starting at `key`. A bit is set if its key lies in the range of
+/// keys `run`.
 #[cube]
 pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
     bits_below(run.end - key) & !bits_below(run.first - key)

@@ -135,8 +135,9 @@ pub(crate) fn pack(
     }
 }
 
-/// Returns the mask as `[sequences, heads, rows, columns]`. The rows are the queries or the keys, as `side` says. The
-/// columns are expanded, and all other broadcast dimensions keep size 1.
+/// Returns the mask as `[sequences, heads, rows, columns]`. If `side` is queries, the rows are queries and the columns
+/// keys. If `side` is keys, the rows are keys and the columns queries. The columns are expanded, and all other
+/// broadcast dimensions keep size 1.
 fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
     let (mask, columns) = match side {
         Side::Queries => (mask.clone(), problem.kv_len),
@@ -158,7 +159,7 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that a mask with broadcast dimensions and its expanded form are packed with the same shape.
+    /// Checks that a mask with broadcast dimensions is packed with the same shape as its expanded form.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -12,8 +12,8 @@ const MOST_WORDS: usize = u32::MAX as usize;
 
 /// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
 ///
-/// The rows are queries and the columns keys, or the rows are keys and the columns queries. All broadcast dimensions except
-/// the columns are stored only once.
+/// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. All broadcast
+/// dimensions except the columns are stored only once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaskWords {
     pub batch: usize,
@@ -96,8 +96,8 @@ impl MaskWords {
     }
 }
 
-/// Refuses a mask that packs to more words than the kernels can index. Each entry of `packed` describes one packed copy of
-/// the mask: whether its rows are queries or keys, the rows per tile, and the columns per block.
+/// Refuses a mask that packs to more words than the kernels can index. Each entry of `packed` describes one packed copy
+/// of the mask. It holds the side of the rows (queries or keys), the rows per tile, and the columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,

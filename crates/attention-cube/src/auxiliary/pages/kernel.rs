@@ -28,8 +28,8 @@ pub(super) struct GatherSizes {
     pub cubes_of_head: u32,
 }
 
-/// Copies rows from pages to the contiguous `target`, if a query of the sequence sees the row by causal mask, window and
-/// length. All other rows of the target stay uninitialized.
+/// Copies each row that a query of the sequence sees from the pages to the contiguous `target`. Causal mask, window and
+/// length decide which rows these are. All other rows of the target stay uninitialized.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gather_pages<E: Numeric, N: Size>(
     pages: &Tensor<Vector<E, N>>,

@@ -15,8 +15,9 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per launch of `gather_pages`. With more heads than this limit, the launch has one cube per
-/// head. The limit exceeds the cubes that a device runs at once, but is small enough that cubes without rows cost little.
+/// The largest number of cubes per launch of `gather_pages`. With more heads than this limit, the launch has one cube
+/// per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes
+/// without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.
@@ -27,8 +28,8 @@ pub(crate) fn page_table_as_read(page_table: &CubeTensor, pages: usize) -> CubeT
     contiguous_integers(page_table, pages.saturating_sub(1))
 }
 
-/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. Rows that no query of the
-/// sequence sees by causal mask, window and `lengths` stay uninitialized, and may be NaN.
+/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. If causal mask, window and
+/// `lengths` hide a row from all queries of the sequence, the row stays uninitialized and may be NaN.
 ///
 /// `page_table` and `lengths` must be in the layout that kernels read.
 pub(crate) fn gathered_where_seen(

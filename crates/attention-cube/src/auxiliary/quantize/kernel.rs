@@ -22,7 +22,7 @@ pub(super) const DEQUANTIZE_UNITS: usize = 256;
 /// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
-/// The f32 bits of +∞. Read as an integer, the bits of a NaN's magnitude are larger than these bits.
+/// The f32 bits of +∞. As an integer, the magnitude bits of a NaN are larger than these bits.
 const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
@@ -72,8 +72,8 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
         + to * scales.stride(2);
     let words_of_row = columns / comptime!(CODES as u32);
 
-    // Compares the f32 bits as integers, because the bits of magnitudes are ordered like the magnitudes. NaN counts as the
-    // largest magnitude.
+    // Compare the f32 bits of the magnitudes as integers, because they have the same order as the magnitudes. NaN
+    // counts as the largest magnitude.
     let mut largest = 0u32;
     let mut word = UNIT_POS;
     while word < words_of_row {
@@ -107,7 +107,7 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
             let values = load_vec4(rows, &of_head, offset, word * comptime!(CODES as u32));
             #[unroll]
             for lane in 0..comptime!(CODES) {
-                // Rounds ties up by `floor(x + 0.5)`, because devices differ in how `round` treats ties.
+                // Round ties up with `floor(x + 0.5)`, because devices differ in how `round` treats ties.
                 let code = (values.extract(lane) / scale + 0.5f32).floor();
                 let code = clamp(code, comptime!(-LARGEST), comptime!(LARGEST));
                 let byte = u32::cast_from(code + 128.0f32) ^ 128u32;
@@ -180,8 +180,8 @@ pub(super) struct DequantizeSizes {
     pub cubes_of_head: u32,
 }
 
-/// Dequantizes all rows, or only the visible range of rows if `is_bounded`. The visible range extends from the first to the
-/// last row that a query of the sequence sees by causal mask, window and length.
+/// Dequantizes all rows, or only the visible range of rows if `is_bounded`. The visible range extends from the first to
+/// the last row that any query of the sequence sees under causal mask, window and length.
 ///
 /// A head has groups of `rows_of_cube` rows. A cube dequantizes every `cubes_of_head`-th group of its head.
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -166,8 +166,8 @@ pub(crate) fn dequantized(
     target
 }
 
-/// Dequantizes the keys or values of a problem, from the first to the last row that any query of the sequence sees. Causal
-/// mask, window and `lengths` limit these rows. All other rows stay uninitialized and may be NaN.
+/// Dequantizes the keys or values of a problem, from the first to the last row that any query of the sequence sees.
+/// Causal mask, window and `lengths` decide what a query sees. All other rows stay uninitialized and may be NaN.
 pub(crate) fn dequantized_where_seen(
     rows: QuantizedTensors<CubeBackend>,
     problem: &AttentionProblem,
@@ -190,7 +190,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
 }
 
 /// The largest number of cubes per launch. With more heads than this limit, the launch has one cube per head. The limit
-/// exceeds the cubes that a device runs at once, but is small enough that cubes without rows cost little.
+/// exceeds the number of cubes that a device runs at once. It is still small enough that cubes without rows cost
+/// little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.

@@ -1,4 +1,4 @@
-//! Tests that `write_numbers`, which dequantizes int8 keys or values, writes the rows that queries see and no other rows.
+//! Tests that `write_numbers`, which dequantizes int8 keys or values, writes exactly the rows that queries see.
 
 use super::*;
 use crate::auxiliary::lengths::lengths_as_read;
@@ -55,8 +55,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks that `write_numbers` writes only the rows that queries see. `lengths` is a pair: the number of valid keys of each
-/// sequence, and a flag that selects i64 (true) or i32 (false) for these numbers.
+/// Checks that `write_numbers` writes only the rows that queries see. If `lengths` is present, its array holds the
+/// number of valid keys of each sequence. Its flag selects the type of these numbers: i64 if true, i32 if false.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;
@@ -119,7 +119,7 @@ fn write_numbers_hidden_rows_stay_unwritten() {
             ..problem([BATCH, HEADS, HEADS, QUERIES, LENGTH, 32])
         };
         for lengths in [None, Some(([37, 333], false)), Some(([0, LENGTH], true))] {
-            // The row sizes of the test are one word, several words, and more words than a cube handles at once.
+            // The test has rows of one word, of several words, and of more words than a cube handles at once.
             for words_of_row in [1, 33, 1100] {
                 check(&problem, words_of_row, lengths);
             }

@@ -4,8 +4,8 @@ use crate::auxiliary::delta::kernel::is_blind;
 use crate::math::rounding::rounded_vector;
 use cubecl::prelude::*;
 
-/// Adds up `count` partial gradients, which lie one after another from element `first` on. Each unit computes one vector of
-/// the sum.
+/// Adds up `count` partial gradients, which lie one after another, starting at element `first`. Each unit computes one
+/// vector of the sum.
 ///
 /// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. With `rows`, the
 /// gradient of a query that sees no key is 0. The partial gradients of such a query may contain NaN from keys that other
@@ -47,8 +47,9 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
 #[cfg(feature = "cuda")]
 pub(crate) const UNITS: usize = 128;
 
-/// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum.
-/// Each of these units adds up every `sharing`-th split, and the first unit adds the results in order.
+/// Adds up the `count` partial sums (splits) of a gradient, which lie one after another. `sharing` units work on one
+/// vector of the sum. Each of these units adds up every `sharing`-th split, and the first unit adds the units' results
+/// in order.
 ///
 /// Budget: 2 KB of shared memory. Bound: memory. For small splits, the bound is latency.
 #[cfg(feature = "cuda")]

@@ -10,8 +10,8 @@ use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Adds up `parts` partial gradients of `input`, from element `first` of `gradients` on. `rows` is the LSE/delta tensor,
-/// present only for the gradient of the queries.
+/// Adds up the `parts` partial gradients of `input`. The first of them starts at element `first` of `gradients`. `rows`
+/// is the LSE/delta tensor, present only for the gradient of the queries.
 pub(crate) fn sum_parts(
     gradients: &CubeTensor,
     first: usize,
@@ -24,8 +24,8 @@ pub(crate) fn sum_parts(
     let gradient = empty(gradients, input.meta.shape().clone(), input.dtype);
     let vectors = gradient.meta.shape().num_elements() / vector;
     let units = 128;
-    // SAFETY: a unit writes the vector of `gradient` at its own index, and units with an index from `vectors` on stop at
-    // once. `gradients` holds `parts` partial gradients of `vectors` vectors each, from `first` on.
+    // SAFETY: a unit writes the vector of `gradient` at its own index, and units whose index is not below `vectors`
+    // stop at once. `gradients` holds `parts` partial gradients of `vectors` vectors each, starting at `first`.
     unsafe {
         kernel::sum_parts::launch_unchecked(
             &client,
@@ -78,8 +78,8 @@ pub(crate) fn sum_splits(written: &CubeTensor, splits: usize, input: &CubeTensor
     gradient
 }
 
-/// The largest number of units that divide the splits of one vector. A launch uses about one unit per `SPLITS_OF_A_UNIT`
-/// splits.
+/// The units that divide the splits of one vector: about one unit per `SPLITS_OF_A_UNIT` splits, and at most
+/// `MOST_SHARING` units.
 #[cfg(feature = "cuda")]
 const SPLITS_OF_A_UNIT: usize = 4;
 #[cfg(feature = "cuda")]

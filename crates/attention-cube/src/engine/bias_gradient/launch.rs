@@ -21,7 +21,8 @@ use cubecl::prelude::CubeDim;
 
 const UNITS: usize = 128;
 
-/// Returns the number of elements per load of the partial sums: 4 if the number of bias elements is a multiple of 4, else 1.
+/// Returns the number of elements per load of partial sums: 4 if the number of bias elements is a multiple of 4, else
+/// 1.
 fn vector_of(bias: &CubeTensor) -> usize {
     match bias.meta.shape().num_elements().is_multiple_of(4) {
         true => 4,
@@ -29,8 +30,8 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient according to its plan. `offsets` gives the positions of sequence lengths and segment bounds in
-/// the tensor that holds them.
+/// Computes the bias gradient according to its plan. `offsets` locates the sequence lengths and segment bounds in the
+/// buffer that packs them.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.
@@ -59,7 +60,7 @@ pub(crate) fn bias_gradient(
     }
 }
 
-/// The launch grid of the kernel that recomputes the scores. The grid covers the tiles of a bias.
+/// The launch grid, over the tiles of a bias, of the kernel that recomputes the scores.
 pub(crate) struct BiasGrid {
     pub key_tiles: usize,
     pub cubes: usize,
@@ -68,7 +69,8 @@ pub(crate) struct BiasGrid {
 }
 
 impl BiasGrid {
-    /// Builds the grid for bias tiles of `rows` queries and `columns` keys. `parts` cubes compute partial sums of each tile.
+    /// Builds the launch grid for bias tiles of `rows` queries and `columns` keys. For each tile, `parts` cubes compute
+    /// partial sums.
     pub(crate) fn new(
         bias: &CubeTensor,
         problem: &AttentionProblem,

@@ -14,7 +14,7 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 /// The plan of a bias gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientPlan {
-    /// The tiles that divide the scores.
+    /// The sizes of the score tiles, and the hardware that computes them.
     pub tiles: BiasTiles,
     /// The method that sums the gradient, with the number of partial sums.
     pub sum: BiasSum,
@@ -46,9 +46,9 @@ impl BiasTiles {
         }
     }
 
-    /// The fewest score tiles that one cube sums, if there are enough tiles. The minimum is 2 on matrix units, because a cube
-    /// copies one tile while it multiplies another. A larger minimum gives fewer partial sums, so a second kernel has less to
-    /// add.
+    /// The fewest score tiles that one cube sums, if there are enough tiles. With tensor cores the minimum is 2,
+    /// because a cube copies one tile while it multiplies another. A larger minimum gives fewer partial sums, so that a
+    /// second kernel has fewer to add.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -56,8 +56,8 @@ impl BiasTiles {
         }
     }
 
-    /// Returns the number of loop iterations of a unit for one tile of scores. `columns` is `head_dim + value_dim`. Software
-    /// drivers limit the iterations, see [`SOFTWARE_ITERATIONS`].
+    /// Returns the number of loop iterations that a unit needs for one score tile. `columns` is `head_dim + value_dim`.
+    /// Software drivers limit the iterations, see [`SOFTWARE_ITERATIONS`].
     fn iterations(&self, columns: usize) -> usize {
         match self {
             // The scores stay in registers. The kernel runs only the GEMMs that compute S and dP.
@@ -98,8 +98,8 @@ impl BiasGradientPlan {
         Ok(Some(Self::with(shape, problem, device, tiles)))
     }
 
-    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. The launch
-    /// first copies operands whose rows have other sizes. The plan uses matrix units if the device has them.
+    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. The
+    /// launch first copies operands whose rows have other sizes. The plan uses tensor cores if the device has them.
     pub(crate) fn on_matrix_units(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -149,7 +149,7 @@ fn summed(problem: &AttentionProblem, rows: usize) -> usize {
 }
 
 /// Chooses how the gradient of a bias is summed over the bias's broadcast dimensions. The bias is
-/// `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension. `tiles` are the tiles of the scores.
+/// `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension. `tiles` divide the scores.
 fn sum(
     [batch, heads, rows, columns]: [usize; 4],
     problem: &AttentionProblem,

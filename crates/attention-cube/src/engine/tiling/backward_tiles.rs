@@ -10,10 +10,11 @@ pub trait BackwardTiles: Copy {
     /// The number of rows in a tile.
     fn rows(&self) -> usize;
 
-    /// The number of keys in a streamed block if the tile holds queries, or of queries if the tile holds keys.
+    /// The number of rows in a streamed block. The rows are keys if the tile holds queries, or queries if the tile
+    /// holds keys.
     fn columns(&self) -> usize;
 
-    /// The gradients that the kernel accumulates: dQ, or dK and dV.
+    /// The gradients that the kernel accumulates: dQ, dK, dV, or both dK and dV.
     fn sums(&self) -> Sums;
 
     /// The number of cubes that a multiprocessor runs at once, if one cube may take at most `shared_memory` bytes.

@@ -22,20 +22,21 @@ pub struct GradientSplits {
     pub key: usize,
     /// The number of splits in the kernel that sums only the values' gradient.
     pub value: usize,
-    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace holds the partial gradients of
-    /// at most two tiles per cube that the device runs at once. For tiles of 128 × 256 elements on 132 multiprocessors with
-    /// one cube each, this is 34 MB.
+    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace holds the partial
+    /// gradients of at most two tiles per cube that the device runs at once. For tiles of 128 × 256 elements on 132
+    /// multiprocessors with one cube each, a workspace takes at most 34 MB.
     pub workspace: usize,
 }
 
-/// The largest number of waves of cubes with split tiles. A wave is the number of cubes that the device runs at once.
+/// The largest number of waves of cubes in a launch with split tiles. A wave is the number of cubes that the device
+/// runs at once.
 pub(crate) const MOST_ROUNDS: usize = 2;
 
 /// The smallest number of blocks per split, if a tile is split at all.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split adds, in units of the time that one block takes. In this time, the first kernel writes the
-/// partial gradient, and the second kernel reads it.
+/// The time that each split adds, in units of the time that one block takes. Each split adds a write of a partial
+/// gradient in the first kernel and a read in the second kernel.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {
@@ -88,8 +89,8 @@ fn splits<T: BackwardTiles>(
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // With packed documents, a tile streams only a few blocks. The plan does not know their number, so it does not split the
-    // tile.
+    // With packed documents, a tile streams only a few blocks. The plan does not know the number of these blocks, so it
+    // does not split the tile.
     if problem.segments {
         return 1;
     }

@@ -16,8 +16,8 @@ pub(crate) struct DropoutArguments {
     pub drops_hits: u32,
     /// The factor that multiplies kept probabilities.
     pub kept: f32,
-    /// The factor of delta, `-1 / kept`, in kernels that multiply the gradients by `kept` only at the end. `kept` is the
-    /// factor of kept probabilities.
+    /// The factor `-1 / kept`, by which kernels multiply delta if they multiply the gradients by `kept` only at the
+    /// end. `kept` is the factor of kept probabilities.
     #[cfg_attr(
         not(feature = "cuda"),
         allow(dead_code, reason = "only kernels for tensor cores read it")
@@ -59,9 +59,9 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 random bits of the cell (eight scores of two queries and four keys) that contains the score of `query` and
-/// `key`. The first word belongs to the first query, and the second word to the second query. The low half of a word belongs
-/// to the even keys, and the high half to the odd keys. In each half, the high byte belongs to the earlier key.
+/// Draws the 64 random bits of the cell (eight scores of two queries and four keys) that contains the score of `query`
+/// and `key`. The first word is for the first query, and the second word for the second query. The low half of a word
+/// is for even keys, and the high half for odd keys. In each half, the high byte is for the earlier key.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;

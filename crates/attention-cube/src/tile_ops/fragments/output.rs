@@ -131,8 +131,9 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies `rows` columns of P by as many rows of B, and adds the product to fragments of O. The columns of P start at
-/// vector `tile_at`. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
+/// Multiplies `rows` columns of P by as many rows of B, and adds the product to fragments of O. The columns of P start
+/// at vector `tile_at`. In each row of fragments, a plane computes `count` of its fragments, starting with number
+/// `first_fragment`.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,

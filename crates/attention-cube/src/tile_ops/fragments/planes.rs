@@ -48,7 +48,8 @@ pub(in crate::tile_ops) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     plane_position(plane_index(tiles), tiles).row * m + lane(tiles) / comptime!(n / 4)
 }
 
-/// Returns the first column vector of S that the unit reads, if every unit reads only scores of its own plane.
+/// Returns the index, in a row of S, of the first vector of 4 scores that the unit reads. Every unit must read only
+/// scores of its own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     let [_, n, _] = comptime!(tiles.fragment_shape());

@@ -31,8 +31,8 @@ pub(super) const TABLES: [&str; 3] = [
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The name suffixes of the tensors that stack the matrices of all experts. Each suffix is paired with the names of one
-/// expert's matrices, in the order of their rows.
+/// The tensors that stack the matrices of all experts. An entry holds the suffix of the tensor's name and the names of
+/// one expert's matrices, in the order of their rows in the tensor.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
@@ -259,8 +259,8 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // Quantize the rows twice: once to write the packed codes, and once to write the scales. The host never holds the
-        // whole quantized matrix.
+        // Quantize the rows twice: once to write the packed codes, and once to write the scales. The host then never
+        // holds the codes and the scales of a matrix at the same time.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
         };

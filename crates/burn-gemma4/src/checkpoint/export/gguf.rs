@@ -125,8 +125,8 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Returns the quantized blocks of the slices `range`. A slice is the part of a parameter at one index of its slowest
-    /// dimension.
+    /// Returns the quantized blocks of the slices `range`. A slice is the part of a parameter at one index of the
+    /// parameter's first dimension.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
@@ -310,7 +310,7 @@ impl Values {
         self.add(&format!("gemma4.{key}"), Written::I32s(numbers.collect()));
     }
 
-    /// Adds the sampling settings that the model's authors recommend, if `do_sample` is true.
+    /// Adds the sampling settings of `generation_config.json` if its `do_sample` is true.
     fn sampling(&mut self, generation: &Value) {
         if generation.get("do_sample").and_then(Value::as_bool) != Some(true) {
             return;

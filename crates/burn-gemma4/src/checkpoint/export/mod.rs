@@ -44,16 +44,17 @@ pub struct QuantizedCheckpoint {
 ///
 /// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
 ///
-/// A GGUF file stores the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) quantizes as
-/// blocks of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. A weight whose rows do not consist
-/// of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file also has the
-/// tokenizer, the chat template and the sampling defaults. Only the text model of a multimodal checkpoint is written.
+/// In a GGUF file, all weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize are
+/// stored in blocks of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. A weight whose rows do
+/// not consist of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file
+/// also has the tokenizer, the chat template and the sampling defaults. Only the text model of a multimodal checkpoint
+/// is written.
 ///
-/// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors.
-/// The scheme is symmetric `pack-quantized` with 8 or 4 bits. Each group of 32 elements shares one scale, which has the
-/// checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head,
-/// routers and everything outside the text model are copied unchanged, because the loaders of other programs do not
-/// support these weights in packed form.
+/// In a folder, the linear layers and the projection of the per-layer embeddings are stored in the format of
+/// compressed-tensors. The scheme is symmetric `pack-quantized` with 8 or 4 bits. Each group of 32 elements shares one
+/// scale, which has the checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them.
+/// Embeddings, the head, routers and everything outside the text model are copied unchanged, because the loaders of
+/// other programs do not support these weights in packed form.
 ///
 /// The output appears under its final name only when it is complete. The host holds about one matrix at a time.
 ///

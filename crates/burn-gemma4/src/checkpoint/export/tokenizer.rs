@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// Special tokens that are stored with the type of ordinary text. llama.cpp removes special tokens from an answer's text,
-/// but its answer parser needs these tokens.
+/// Special tokens that are stored with the type `USER_DEFINED` instead of `CONTROL`. llama.cpp removes control tokens
+/// from an answer's text, but its answer parser needs these tokens.
 const VISIBLE: [&str; 7] = [
     "<|channel>",
     "<channel|>",
@@ -65,7 +65,8 @@ struct Model {
     merges: Vec<Merge>,
 }
 
-/// A merge rule, which joins the texts of two tokens. In the file, a rule is a list of two texts or a text with a space.
+/// A merge rule, which joins the texts of two tokens. In the file, a rule is either a list of the two texts or one text
+/// with a space between them.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Merge {
@@ -78,7 +79,7 @@ pub(super) struct Tokens {
     texts: Vec<String>,
     types: Vec<i32>,
     merges: Vec<String>,
-    /// The ids of tokens with a role. Each id is paired with the role's name in GGUF's keys, such as `bos`.
+    /// The tokens with a role: the role's name in GGUF's keys, such as `bos`, and the token's id.
     named: Vec<(&'static str, usize)>,
 }
 

@@ -35,7 +35,8 @@ pub(super) struct Container {
 #[derive(Debug, PartialEq)]
 pub(super) struct Tensor {
     pub kind: Type,
-    /// The size of each dimension, slowest dimension first. The file stores the sizes in the reverse order.
+    /// The size of each dimension, from the slowest-varying to the fastest-varying one. The file stores the sizes in
+    /// the reverse order.
     pub shape: Vec<usize>,
     /// The range of the tensor's bytes in the file. The range is empty if the tensor type's block size is unknown.
     pub place: Range<usize>,
@@ -99,7 +100,7 @@ fn alignment(values: &BTreeMap<String, Value>) -> Result<u64, String> {
 struct Info {
     name: String,
     kind: u32,
-    /// The size of each dimension, fastest dimension first.
+    /// The size of each dimension, from the fastest-varying to the slowest-varying one.
     dimensions: Vec<u64>,
     offset: u64,
 }
@@ -275,8 +276,8 @@ impl<'a> Reader<'a> {
         match kind {
             // Nested lists are refused. ggml does not support them either.
             Kind::List => return Err(format!("{} is a list of lists", self.within)),
-            // Read a list of texts text by text. A wrong count ends the loop early, because each text takes at least 8
-            // bytes of the file.
+            // Read the texts one by one. Even with a wrong count, the loop ends at the end of the file, because each
+            // text takes at least 8 bytes.
             Kind::Text => {
                 for _ in 0..count {
                     self.text()?;

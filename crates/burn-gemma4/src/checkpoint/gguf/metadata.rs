@@ -71,7 +71,8 @@ impl Kind {
                 let unused = 64 - 8 * bytes.len();
                 Some(Value::Signed((bits << unused) as i64 >> unused))
             }
-            // The f32 is printed as a decimal number and then parsed as an f64. So 1e-6 becomes the same f64 as in a JSON file.
+            // Print the f32 as a decimal number and parse it as an f64, so that 1e-6 becomes the same f64 as in a JSON
+            // file.
             Self::F32 => {
                 let decimals = f32::from_bits(bits as u32).to_string();
                 Some(Value::Float(decimals.parse().ok()?))

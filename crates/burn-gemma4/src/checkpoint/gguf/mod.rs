@@ -127,7 +127,7 @@ impl Gguf {
         &self.container.tensors
     }
 
-    /// Returns the size of a tensor's slowest dimension.
+    /// Returns the size of a tensor's first dimension: the number of rows of a matrix.
     fn rows(&self, name: &str) -> Result<usize, String> {
         match self.tensors().get(name) {
             Some(tensor) => Ok(tensor.shape[0]),
@@ -184,8 +184,8 @@ impl WeightSource for Gguf {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let is_ignored = |name: &str| {
-            // Do not report these tensors as unknown: the rotary divisors, and K and V tensors that no layer uses. The
-            // model has no parameter for them.
+            // Do not report the rotary divisors, and K and V tensors that no layer uses, as unknown. The model has no
+            // parameters for these tensors.
             name == "rope_freqs.weight"
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())

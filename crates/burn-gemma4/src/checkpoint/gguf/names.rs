@@ -1,6 +1,6 @@
 //! llama.cpp's names of the model's parameters.
 
-/// The paths of the parameters outside of layers, with llama.cpp's tensor names.
+/// The two names of each parameter outside of the layers: its path, and llama.cpp's tensor name.
 const OF_MODEL: [(&str, &str); 6] = [
     ("embed_tokens.weight", "token_embd.weight"),
     (
@@ -66,7 +66,8 @@ const GATE_UP: &str = "experts.gate_up_proj";
 /// The names of the two tensors that may store [`GATE_UP`]: the gate's tensor and the up projection's tensor.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
-/// Returns the names of the tensors that store the parameter at `path`. `has` says whether the file contains a tensor.
+/// Returns the names of the tensors that store the parameter at `path`. `has` says whether the file contains a tensor
+/// of a given name.
 pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
     let layer = path
         .strip_prefix("layers.")

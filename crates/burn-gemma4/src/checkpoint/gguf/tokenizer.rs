@@ -155,8 +155,8 @@ fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<u
     }
 }
 
-/// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get
-/// the flag `special`, even if the file gives them the type of ordinary text.
+/// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens
+/// get the flag `special`, even if their type in the file is `USER_DEFINED`.
 fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
     let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
     let tokens = tokens.iter().zip(types).enumerate();
@@ -201,7 +201,7 @@ pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, Str
     Ok(named)
 }
 
-/// Returns the contents of a `generation_config.json`.
+/// Returns the contents of a `generation_config.json` with the file's sampling settings and special tokens.
 pub(super) fn generation_config(metadata: Metadata<'_>) -> Result<Value, String> {
     let tokens = tokens(metadata)?;
     let mut ends = BTreeSet::new();

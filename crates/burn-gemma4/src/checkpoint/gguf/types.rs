@@ -4,7 +4,7 @@ use crate::quant::blocks::BlockFormat;
 use burn::tensor::DType;
 use std::fmt;
 
-/// The type of a tensor's elements, as the id that ggml gives it.
+/// The type of a tensor's elements, represented by ggml's id of the type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Type(pub u32);
 

@@ -26,7 +26,7 @@ pub(in crate::checkpoint) enum Written {
 /// The name, shape and encoding of a tensor to write.
 pub(in crate::checkpoint) struct Planned {
     pub name: String,
-    /// The size of each dimension, slowest dimension first.
+    /// The size of each dimension, from the slowest-varying to the fastest-varying one.
     pub shape: Vec<usize>,
     pub encoding: Encoding,
 }

@@ -19,8 +19,8 @@ impl Ahead {
         Self { tokens, chosen }
     }
 
-    /// Returns the tokens that the queued step chooses, if `tokens` are the input tokens of its first rows. Further rows have
-    /// no sequence. Returns `None` if the tokens differ.
+    /// Returns the tokens that the queued step chooses, if `tokens` equal the input tokens of the step's first rows.
+    /// The step's further rows have no sequence. Returns `None` if the tokens differ.
     pub fn after(self, tokens: &[u32]) -> Option<Reading> {
         let first_rows = self.tokens.iter().take(tokens.len());
         first_rows

@@ -47,7 +47,7 @@ pub struct Prefill {
     model: Gemma4Model,
     cache: Cache,
     tokens: Vec<u32>,
-    /// The graphs of whole prompts, or `None` if every launch is separate.
+    /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
     graphs: Option<CapturedPrompts>,
 }
 
@@ -86,7 +86,8 @@ impl Prefill {
         })
     }
 
-    /// Replays a graph if the whole prompt is read at once. The graphs must be those of this prefill's model.
+    /// Lets the prefill replay one of `graphs` if it processes the whole prompt at once. The graphs must belong to the
+    /// prefill's model.
     pub(crate) fn with_graphs(self, graphs: &CapturedPrompts) -> Self {
         Self {
             graphs: Some(graphs.clone()),
@@ -94,13 +95,13 @@ impl Prefill {
         }
     }
 
-    /// The number of prompt tokens that the model has not read yet.
+    /// The number of prompt tokens that the model has not processed yet.
     pub fn remaining(&self) -> usize {
         self.tokens.len() - self.cache.len()
     }
 
-    /// True if a call of [`advance`](Self::advance) that reads the whole prompt may replay a CUDA graph. Such a prompt should
-    /// not be divided.
+    /// True if a call of [`advance`](Self::advance) that processes the whole prompt may replay a CUDA graph. Such a
+    /// prompt should not be divided into chunks.
     pub fn replays(&self) -> bool {
         let is_new = self.cache.is_empty();
         let graphs = self.graphs.as_ref().filter(|_| is_new);
@@ -111,8 +112,8 @@ impl Prefill {
     /// last token, or `None` if tokens remain.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the whole prompt has been read already. Returns [`Gemma4Error::Device`] if the
-    /// device failed.
+    /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
+    /// [`Gemma4Error::Device`] if the device failed.
     pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
         let start = self.cache.len();
         let end = start.saturating_add(chunk.max(1)).min(self.tokens.len());
@@ -141,9 +142,9 @@ impl Prefill {
     }
 }
 
-/// While the decode step has a captured graph, the batch keeps its buffers if more than one in four buffer rows holds a
-/// sequence. With a limit of one in two, a new capture would be needed whenever the number of sequences passes a power of
-/// two.
+/// While the decode step has a captured graph, the batch keeps its buffers if more than one in `LEAST_SHARE` buffer
+/// rows holds a sequence. With a limit of one in two, a new capture would be needed whenever the number of sequences
+/// passes a power of two.
 #[cfg(feature = "cube")]
 const LEAST_SHARE: usize = 4;
 
@@ -329,8 +330,8 @@ impl Batch {
     /// outside the vocabulary. Returns the same error if a sequence has no position left.
     pub fn step(&mut self, tokens: &[u32]) -> Result<RowLogits<'_>, Gemma4Error> {
         self.prepare(tokens)?;
-        // Give an arbitrary token to the buffer rows that have no sequence. The caller does not receive the logits of these
-        // rows.
+        // Give an arbitrary token to the buffer rows that have no sequence, because the caller does not receive the
+        // logits of these rows.
         let mut tokens = tokens.to_vec();
         tokens.resize(self.cache.batch(), 0);
         let count = self.count;
@@ -349,9 +350,9 @@ impl Batch {
         Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
     }
 
-    /// Runs the model like [`step`](Self::step), and returns the most probable next token of each sequence. If `goes_on` is
-    /// true, the device starts the step over these tokens before the host receives them. That step is lost if a sequence joins
-    /// or leaves before the next call, or if the next call has other tokens.
+    /// Runs the model like [`step`](Self::step), and returns the most probable next token of each sequence. If
+    /// `goes_on` is true, the device starts the next step, over these tokens, before the host receives them. That step
+    /// is discarded if a sequence joins or leaves before the next call, or if the next call has other tokens.
     ///
     /// # Errors
     /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
@@ -370,7 +371,8 @@ impl Batch {
         self.step(tokens)?.choose(&choices)
     }
 
-    /// Checks the sequences' tokens, and reduces the number of buffer rows if the buffers must grow.
+    /// Checks the sequences' tokens. If the buffers must get more slots, first removes the buffer rows that no sequence
+    /// needs.
     fn prepare(&mut self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
@@ -415,7 +417,7 @@ impl Batch {
         true
     }
 
-    /// Sets the lengths of the sequences, and keeps the buffers and the captured graph. A queued step is lost.
+    /// Sets the lengths of the sequences, but keeps the buffers and the captured graph. Discards a queued step.
     #[cfg(feature = "cube")]
     fn keep_graph(&mut self, mut lengths: Vec<usize>) {
         if let Some(graph) = &mut self.graph {

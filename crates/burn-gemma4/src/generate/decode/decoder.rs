@@ -195,7 +195,8 @@ impl<'a> Decoder<'a> {
     }
 
     /// Attaches one sampler per sequence. Each [`step`](Self::step) then draws the next tokens on the device, and
-    /// [`Next::sample`] returns these tokens. Each sampler must have recorded the cached tokens and the next token.
+    /// [`Next::sample`] returns these tokens. Each sampler must already have recorded the tokens in the cache and the
+    /// input token of the next step.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of sequences.

@@ -33,9 +33,9 @@ use std::{
 /// the cache's buffers invalidates the graphs.
 pub(super) struct GraphCapture {
     may_capture: bool,
-    /// The forward passes, indexed by the number of positions per sequence.
+    /// The forward passes. The key is the number of positions per sequence.
     passes: BTreeMap<usize, CapturedGraph<Position>>,
-    /// The runs of the drafter (drafting rounds), indexed by the number of draft tokens per sequence.
+    /// The runs of the drafter (drafting rounds). The key is the number of draft tokens per sequence.
     rounds: BTreeMap<usize, CapturedGraph<Round>>,
     /// The sampler that draws the next tokens on the device. Only forward passes over one token of each sequence use the
     /// sampler.
@@ -57,8 +57,8 @@ impl fmt::Debug for GraphCapture {
 }
 
 impl GraphCapture {
-    /// Creates the state of a decoder without CUDA graphs. Returns `None` if the decode kernels do not support the model
-    /// or the batch size.
+    /// Creates the state of a decoder that has not captured a CUDA graph yet. Returns `None` if the decode kernels do
+    /// not support the model or the batch size.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
         let serves = DecodeOps::serve(model, cache.batch());
         serves.then_some(Self {
@@ -139,8 +139,9 @@ impl GraphCapture {
         self.sampler.is_some()
     }
 
-    /// Runs a decode step over one token of each sequence and returns the next token of each row. A row without a possible
-    /// token has `None`. `tokens` are the tokens of the first rows; further rows have no sequence.
+    /// Runs a decode step over one token of each sequence and returns the next token of each row. The result is `None`
+    /// for a row without a possible token. `tokens` are the input tokens of the first rows. The remaining rows have no
+    /// sequence.
     ///
     /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens. No
     /// step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
@@ -212,8 +213,8 @@ impl GraphCapture {
         streams: &Streams,
         count: usize,
     ) -> Draft {
-        // Make room in the KV cache for only one token of every sequence. The drafter uses the position of this token for all
-        // draft tokens.
+        // Make room in the KV cache for only one token of every sequence, because the drafter uses this token's
+        // position for all draft tokens.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses

@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 pub(crate) struct Streams {
     /// The normalized hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden).
     pub rows: Tensor<2>,
-    /// For each sequence, the index in `rows` of the hidden state of its last token.
+    /// For each sequence, the index of its hidden state in `rows`.
     pub of: Vec<usize>,
 }
 

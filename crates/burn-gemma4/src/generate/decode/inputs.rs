@@ -32,7 +32,8 @@ impl Inputs {
         overwrite_three(self.all(), uploaded.numbers);
     }
 
-    /// Overwrites the inputs with the inputs of the next decode step. `chosen` are the step's tokens, one per sequence.
+    /// Overwrites the inputs with the inputs of the next decode step. `chosen` holds that step's input tokens, one per
+    /// sequence.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
         advance_inputs(self.all(), chosen);
     }
@@ -43,8 +44,9 @@ impl Inputs {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Overwrites the inputs of a forward pass with each sequence's input token of a drafter run, followed by its draft
-    /// tokens. `first` holds the inputs of the drafter run. `guesses` holds the draft tokens, ordered by drafting step.
+    /// Overwrites the inputs of a forward pass that reads, for each sequence, the input token of a drafter run and then
+    /// the draft tokens. `first` holds the inputs of the drafter run. `guesses` holds the draft tokens, ordered by
+    /// drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }

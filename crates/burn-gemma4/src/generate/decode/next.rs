@@ -124,8 +124,8 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// Draws the next token of each row on the device, or `None` for a row without a possible token. Returns `None`
-    /// instead of the list if the device does not support these samplers.
+    /// Draws the next token of each row on the device. The list has `None` for a row without a possible token. The
+    /// function returns `None` instead of the list if the device does not support these samplers.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],
@@ -140,7 +140,7 @@ impl Next<'_> {
             if samplers.len() == rows
                 && let Some(sampler) = DeviceSampler::new(samplers, vocabulary, dtype, &device)
             {
-                // Pass the position of each sequence's last token. The kernel adds 1.
+                // Pass the position of each sequence's last token, because the kernel adds 1.
                 let positions = samplers
                     .iter()
                     .map(|sampler| (sampler.position() as u32).wrapping_sub(1));

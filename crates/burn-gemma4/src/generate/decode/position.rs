@@ -1,4 +1,5 @@
-//! A decode pass: runs the model over one or a few positions of every sequence, from the token ids to the next logits.
+//! A decode pass, which runs the model over one or a few positions of every sequence, from the token ids to the next
+//! logits.
 //!
 //! The host determines only the shapes. The kernels read token ids and positions from device memory, so the launches can be
 //! captured in a CUDA graph and replayed for other tokens.

@@ -12,16 +12,16 @@ pub(crate) struct DeviceSampler {
     draw: Option<sample::Draw>,
     /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
-    /// The set of tokens that each sequence already contains, as a bit mask of 32-bit words, `[batch · words]`, and the
-    /// repetition penalty. `None` if the penalty is 1.
+    /// The tokens that each sequence already contains, and the repetition penalty. The tokens are a bit mask of 32-bit
+    /// words, `[batch · words]`. `None` if the penalty is 1.
     seen: Option<(Tensor<1, Int>, f32)>,
     /// The set of suppressed tokens as a bit mask of 32-bit words, `[words]`, or `None` if no tokens are suppressed.
     suppressed: Option<Tensor<1, Int>>,
 }
 
 impl DeviceSampler {
-    /// Uploads the samplers, one per row of the logits, which have `dtype`. Returns `None` if the kernels do not support
-    /// the vocabulary, the dtype or the samplers' options.
+    /// Uploads the samplers, one per row of logits. `dtype` is the dtype of the logits. Returns `None` if the kernels
+    /// do not support the vocabulary, the dtype or the samplers' options.
     pub fn new(
         samplers: &[&Sampler],
         vocabulary: usize,

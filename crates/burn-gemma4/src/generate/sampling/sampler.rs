@@ -164,8 +164,8 @@ impl Sampler {
         Ok(self.draw().unwrap_or(argmax.token))
     }
 
-    /// Keeps the `top_k` most likely candidates. As in transformers, also keeps candidates whose logit equals the
-    /// smallest kept logit.
+    /// Keeps the `top_k` most likely candidates. As in Hugging Face Transformers, also keeps candidates whose logit
+    /// equals the smallest kept logit.
     fn keep_top_k(&mut self, top_k: usize) {
         if top_k >= self.candidates.len() {
             return;
@@ -235,8 +235,8 @@ impl Candidate {
     }
 
     fn weigh(&mut self, largest: f32, temperature: f32) {
-        // Set the weight of the largest logit to 1 without a subtraction. If the largest logit is ∞, the difference ∞ − ∞
-        // would be NaN.
+        // Set the weight of the largest logit to 1 without a subtraction, because ∞ − ∞ would be NaN if this logit is
+        // ∞.
         self.weight = if self.logit == largest {
             1.0
         } else {
@@ -301,7 +301,7 @@ mod tests {
         probabilities.iter().map(|p| p.ln()).collect()
     }
 
-    /// Returns logits of a vocabulary of Gemma's size, in no order and with many equal values.
+    /// Returns unsorted logits of a vocabulary of Gemma's size, with many equal values.
     fn vocabulary() -> Vec<f32> {
         let scatter = |i: u32| i.wrapping_mul(2_654_435_761) >> 18;
         (0..262_144).map(|i| scatter(i) as f32 / 1000.0).collect()

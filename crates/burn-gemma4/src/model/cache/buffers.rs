@@ -9,8 +9,8 @@ use super::{
     slots::Slots,
 };
 
-/// The buffer of a full-attention layer grows by a multiple of this number of slots. Growing copies the whole buffer once per
-/// 256 tokens, whereas attention reads the whole buffer for every token.
+/// The buffer of a full-attention layer grows by a multiple of this number of slots. The copies cost little: growing
+/// copies the whole buffer once per 256 tokens, whereas attention reads the whole buffer for every token.
 pub(super) const BLOCK: usize = 256;
 
 /// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.

@@ -21,7 +21,7 @@ pub(crate) enum WriteTarget {
 }
 
 impl WriteTarget {
-    /// Checks the streams of the buffers.
+    /// Checks whether the buffers were allocated on the current stream.
     pub(crate) fn check_streams(&self, check: &mut StreamCheck) {
         let of_slots = |slots: &Slots, check: &mut StreamCheck| match slots {
             Slots::Whole(rows) => check.floats(rows.clone()),
@@ -81,7 +81,8 @@ impl Cache {
         self.stores.iter().map(Store::target).collect()
     }
 
-    /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no layer does.
+    /// Returns the buffers of the last layer of type `kind` that computes its own keys and values, or `None` if no
+    /// layer does.
     ///
     /// # Panics
     /// Panics if the cache is empty.

@@ -64,8 +64,9 @@ impl Cache {
     /// Panics if the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // `is_whole` is true if the ring buffers still hold every token of the text, because some slots were never written.
-        // After a restore that lacks the first tokens, `written` is at least the number of slots, so `is_whole` is false.
+        // `is_whole` is true if some slots of the ring buffers were never written. The ring buffers then still hold
+        // every token of the text. After a restore that lacks the first tokens, `written` is at least the number of
+        // slots, so `is_whole` is false.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -102,7 +103,7 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Limit the number of tokens that `forget` may remove. After the removal, the ring buffers must still hold the whole
+        // Limit the number of tokens that `forget` may remove, because the ring buffers must then still hold the whole
         // window of the next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
@@ -112,12 +113,12 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would change later, because kernels
-/// write ring buffers in place. `kept` must be at least 1.
+/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would change later, because
+/// kernels overwrite ring buffers in place. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
-    // Allocate one slot more than needed. If an assignment covers the whole tensor, Burn may return the source instead of a
-    // copy. The source is a view of the ring buffer.
+    // Allocate one slot more than needed, so that no assignment covers the whole tensor. For such an assignment Burn
+    // may return the source instead of a copy, and the source is a view of the ring buffer.
     let copy =
         parts_in_order(ring, past, kept)
             .into_iter()

@@ -40,7 +40,7 @@ impl Cache {
         found
     }
 
-    /// Returns the names and shapes that a session file of `columns` tokens must have. See
+    /// Returns the names and shapes of the tensors that a session file of `columns` tokens must contain: see
     /// [`columns_of_layers`](Self::columns_of_layers).
     pub(crate) fn expected_columns(
         &self,

@@ -10,8 +10,8 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! A Gemma 4 head has 512 channels. RoPE rotates 128 of them. A slot has 640 elements instead of 1024. In half precision the
-//! result differs in rounding.
+//! A Gemma 4 head has 512 channels, and RoPE rotates 128 of them. A slot therefore has 640 elements instead of 1024. In
+//! half precision the attention output differs by rounding from the output with separate keys.
 
 use super::precision::CODES;
 use super::slots::Slots;
@@ -112,7 +112,7 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
-    /// Checks the streams of the tensors.
+    /// Checks whether the tensors were allocated on the current stream.
     #[cfg(feature = "cube")]
     pub fn check_streams(&self, check: &mut StreamCheck) {
         check.floats(self.query_factor.clone());

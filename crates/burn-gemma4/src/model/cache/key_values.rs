@@ -93,8 +93,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read, one field per layer type. They come from the last layer of the type
-/// that is not a shared KV layer.
+/// The keys and values that shared KV layers read, in one field per layer type. Each field comes from the last layer of
+/// its type that computes its own keys and values.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,
@@ -109,8 +109,8 @@ impl SharedKeyValues {
         }
     }
 
-    /// Limits the keys of each sequence to its first `lengths` keys, `[batch]`, for queries at the position of the last of
-    /// them. No launch of a captured graph may write `lengths`.
+    /// Lets the queries of each sequence see only its first `lengths` keys, `[batch]`. The queries must be at the
+    /// position of the last of these keys. No launch of a captured graph may write `lengths`.
     #[cfg(feature = "cube")]
     pub fn limit(&mut self, lengths: &Tensor<1, Int>) {
         for key_values in [&mut self.sliding, &mut self.full].into_iter().flatten() {

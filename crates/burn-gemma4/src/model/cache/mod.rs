@@ -54,7 +54,8 @@ pub struct Cache {
     /// The model's maximum number of positions.
     #[cfg(feature = "cube")]
     positions: usize,
-    /// The number of spare slots in each ring buffer, and the largest number of tokens per sequence that can be forgotten.
+    /// The number of spare slots in each ring buffer. This is also the largest number of tokens per sequence that can
+    /// be forgotten.
     spare: usize,
     /// The current number of columns (tokens of every sequence), including padding and without the forgotten columns.
     columns: usize,
@@ -322,8 +323,8 @@ impl Cache {
                     *store = Some(buffers);
                     return read;
                 }
-                // Concatenate the ring buffer with the new keys and values. The windows of all queries together can contain
-                // more tokens than the ring buffer holds.
+                // Concatenate the ring buffer with the new keys and values, because all queries' windows together can
+                // contain more tokens than the ring buffer holds.
                 let read = KeyValues::new(
                     in_order(&buffers.key, &key, call.past, kept),
                     in_order(&buffers.value, &value, call.past, kept),
@@ -384,8 +385,8 @@ impl Cache {
         let stores = self.stores.iter().rev();
         let mut found = stores.filter_map(|store| match (kind, store) {
             (LayerType::Sliding, Store::Ring(Some(buffers))) => {
-                // Read one token less than the window, because the window also counts the query's own position. Read at least
-                // one token.
+                // Read one token less than the window, because the window also counts the query's own position. Read at
+                // least one token, because `parts_in_order` requires one.
                 let kept = self.kept().max(1);
                 let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
                 let visible = Visible {
@@ -433,7 +434,8 @@ impl Cache {
         self.window + self.spare
     }
 
-    /// Returns the ring buffer's size and the window. The decode kernels compute from them which slots a query sees.
+    /// Returns the ring buffer's size and the window. From these two numbers the decode kernels compute which slots a
+    /// query sees.
     #[cfg(feature = "cube")]
     pub(crate) fn ring(&self) -> Ring {
         Ring::new(self.ring_slots(), self.window)
@@ -461,7 +463,8 @@ impl Cache {
         columns: impl ExactSizeIterator<Item = usize> + Clone,
         device: &Device,
     ) -> Option<Tensor<4, Bool>> {
-        // Return early for batches without padding. A decode step must not iterate over all tokens of the cache.
+        // Return early for batches without padding, because a decode step must not iterate over all tokens of the
+        // cache.
         let most = self.most_padding();
         let padded = most > 0 && columns.clone().any(|column| column < most);
         padded.then(|| {
@@ -477,9 +480,9 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the keys and values of this call's tokens if the cache was empty before the call. In an int8 cache, `own`
-    /// returns quantized keys and values. Later calls also attend to quantized keys and values, so the result does not depend
-    /// on how a text is divided into calls.
+    /// Returns the keys and values of this call's tokens, which `own` creates, if the cache was empty before the call.
+    /// In an int8 cache, `own` returns quantized keys and values. Later calls also attend to quantized keys and values,
+    /// so the result does not depend on how a text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
         (self.past == 0).then(own)
     }

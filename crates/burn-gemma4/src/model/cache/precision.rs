@@ -1,6 +1,6 @@
-//! The storage format of keys and values.
+//! The number format of keys and values in the KV cache.
 
-/// The storage format of keys and values.
+/// The number format of keys and values in the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvPrecision {

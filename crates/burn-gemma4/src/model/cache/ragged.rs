@@ -337,8 +337,8 @@ impl DeviceRows {
     }
 }
 
-/// Returns the number of a full-attention layer's slots that attention receives, or `None` for all slots. On CubeCL devices
-/// attention receives the whole buffer without a copy, and its kernels stop at each sequence's length.
+/// Returns how many slots of a full-attention layer's buffer attention receives, or `None` for all slots. On CubeCL
+/// devices attention receives the whole buffer without a copy, and its kernels stop at each sequence's length.
 fn capacity_on(new: &RaggedRows, columns: usize) -> Option<usize> {
     const STEP: usize = 64;
     let on_host = new.on_device.is_none();
@@ -403,13 +403,13 @@ fn with_rows(like: &Slots, rows: usize, slots: usize) -> Slots {
 fn copied_row(buffer: &Slots, row: usize) -> Slots {
     let slots = buffer.dims()[2];
     let row = buffer.narrow(0, row, 1);
-    // Allocate one slot more than needed. An assignment over the whole tensor would return a view of `buffer` instead of a
-    // copy.
+    // Allocate one slot more than needed, so that the assignment does not cover the whole tensor. Otherwise it would
+    // return a view of `buffer` instead of a copy.
     let copy = row.empty(slots + 1).assign(0..1, 0..slots, row);
     copy.narrow(2, 0, slots)
 }
 
-/// Replaces a buffer without keeping a second handle to its memory.
+/// Replaces a buffer by the result of `write`. `write` receives the only handle to the buffer's memory.
 fn replace(buffer: &mut Slots, write: impl FnOnce(Slots) -> Slots) {
     let placeholder = buffer.narrow(0, 0, 1).empty(1);
     let owned = std::mem::replace(buffer, placeholder);

@@ -1,4 +1,4 @@
-//! The attention of one layer. It calls `fused_attention`, or `quantized_attention` if the KV cache is int8.
+//! The attention of one layer, which calls `fused_attention`, or `quantized_attention` if the KV cache is int8.
 
 use super::{Linear, RmsNorm};
 use crate::config::{Gemma4Config, LayerType};

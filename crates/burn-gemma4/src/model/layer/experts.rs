@@ -48,7 +48,7 @@ pub struct Routing {
     pub probabilities: Tensor<2>,
     /// The indices of the chosen experts, `[rows, top_k]`, the most probable first.
     pub experts: Tensor<2, Int>,
-    /// The weights of the chosen experts in f32, `[rows, top_k]`.
+    /// The weights of the chosen experts in the weighted sum of their outputs, in f32, `[rows, top_k]`.
     pub weights: Tensor<2>,
 }
 
@@ -74,7 +74,8 @@ impl Router {
     /// `input` is `[rows, hidden]`.
     pub fn forward(&self, input: Tensor<2>) -> Routing {
         let [rows, hidden] = input.dims();
-        // Compute in f32. In lower precision, rounding errors would decide between experts of similar probability.
+        // Compute in f32, because rounding errors of a lower precision would decide between experts of similar
+        // probability.
         let scale = self.scale.val().cast(DType::F32).unsqueeze::<2>();
         let scaled =
             normalize(input.cast(DType::F32), self.epsilon) * scale * (hidden as f64).powf(-0.5);
@@ -83,8 +84,8 @@ impl Router {
 
         let experts = self.most_probable(&probabilities);
         let weights = probabilities.clone().gather(1, experts.clone());
-        // Expand the scales to all rows before the gather. In the backward, the gradient of a gather from a single vector
-        // would run on a single thread.
+        // Expand the scales to all rows before the gather, because the gradient of a gather from a single vector would
+        // run on a single thread.
         let scales = self.per_expert_scale.val().cast(DType::F32);
         let [count] = scales.dims();
         let scales = scales.unsqueeze::<2>().expand([rows, count]);

@@ -52,7 +52,8 @@ impl Linear {
         }
     }
 
-    /// Returns the base weight and its adapter, or `None` if the weight has no adapter or is trained.
+    /// Returns the base weight and its adapter, or `None` if the weight has no adapter or if the base weight is
+    /// trained.
     #[cfg(feature = "cube")]
     pub(super) fn adapted(&self) -> Option<(Matrix, &LoraAdapter)> {
         let adapter = self.weight.adapter()?;
@@ -85,7 +86,8 @@ mod tests {
         tensor::Distribution,
     };
 
-    /// A mapper that fills both LoRA matrices with random values, because one matrix is initialized with zeros.
+    /// A mapper that fills both LoRA matrices with random values. Otherwise the adapter's output would be 0, because
+    /// one matrix is initialized with zeros.
     struct Drawn;
 
     impl ModuleMapper for Drawn {

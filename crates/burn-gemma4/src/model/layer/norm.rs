@@ -7,7 +7,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// The RMS norm `x / √(mean(x²) + ε) · weight` over the last dimension. It computes in f32 and rounds once.
+/// The RMS norm `x / √(mean(x²) + ε) · weight` over the last dimension. The norm computes in f32 and rounds once.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
     /// The weight, `[columns]`. It multiplies the normalized input directly, without the `1 +` of earlier Gemma models.

@@ -181,8 +181,8 @@ pub(crate) struct OwnColumns {
 /// The residual stream between the blocks of a layer.
 #[derive(Clone)]
 pub(crate) enum ResidualStream {
-    /// The residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm, if it is already
-    /// computed.
+    /// The first tensor is the residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm,
+    /// if it is already computed.
     Ready(Box<(Tensor<2>, Option<Tensor<2>>)>),
     /// A pending addition to the residual stream, which the kernel of the next GEMV may compute together with the GEMV.
     #[cfg(feature = "cube")]
@@ -195,7 +195,8 @@ impl ResidualStream {
         Self::of((rows, None))
     }
 
-    /// Creates a residual stream. The second tensor is the stream after the next norm, if that is already computed.
+    /// Creates a residual stream from two tensors. The first is the stream, `[rows, hidden]`. The second is the stream
+    /// after the next norm, if it is already computed.
     pub fn of(parts: (Tensor<2>, Option<Tensor<2>>)) -> Self {
         Self::Ready(Box::new(parts))
     }

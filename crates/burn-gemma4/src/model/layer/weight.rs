@@ -69,8 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion. Only single matrices have
-    /// adapters, and their dequantized size is small enough for one device buffer.
+    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion, because only single
+    /// matrices have adapters. A dequantized matrix is small enough for one device buffer.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -138,7 +138,8 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// Returns the matrix that multiplies activations, dequantized and with the adapter's contribution added.
+    /// Returns the matrix that multiplies activations, with the adapter's contribution added. A quantized matrix is
+    /// dequantized only if it has an adapter.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
             Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
@@ -241,8 +242,8 @@ impl QuantizedNumbers {
     }
 }
 
-/// Divides rows into portions. A portion has at most 2²⁴ elements, but at least one row. A whole dequantized table may not
-/// fit into a device buffer.
+/// Divides rows into portions, because a whole dequantized table may not fit into a device buffer. A portion has at
+/// most 2²⁴ elements, but at least one row.
 fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
     const NUMBERS: usize = 1 << 24;
     let at_once = (NUMBERS / columns.max(1)).max(1);
@@ -262,8 +263,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
     fn dequantize(&mut self) {
         if let Self::Quantized(_) = self {
             let dtype = self.dtype();
-            // Detach the sum of weight and adapter from the autodiff graph. The new parameter must not depend on the
-            // adapter's parameters.
+            // Detach the sum of weight and adapter from the autodiff graph, because the new parameter must not depend
+            // on the adapter's parameters.
             *self = Self::Whole(Param::from_tensor(self.val().detach().cast(dtype)));
         }
     }
@@ -308,8 +309,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let Ok(shape) = <[usize; 2]>::try_from(weight.shape.to_vec()) else {
             return;
         };
-        // Use an expanded zero tensor as the parameter. Burn reads only the parameter's shape when it initializes the
-        // LoRA matrices.
+        // Use an expanded zero tensor as the parameter, because Burn reads only the parameter's shape when it
+        // initializes the LoRA matrices.
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));

@@ -5,7 +5,7 @@
 pub struct AdamW {
     /// The decay rates β₁ and β₂ of the running means of gradients and of squared gradients.
     pub betas: [f32; 2],
-    /// The constant ε that is added to the root of the running mean of squared gradients.
+    /// The constant ε that is added to the square root of the running mean of squared gradients.
     pub epsilon: f32,
     /// The weight decay λ. A step reduces each weight by λ times the learning rate times the weight.
     pub decay: f32,

@@ -277,7 +277,8 @@ pub struct SquaredGradients<B: Backend> {
     pub sixth: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. An operator overwrites the state's buffers if no other handle shares them.
+/// The backend operators that run the kernels. An operator overwrites the state's buffers if no other handle shares
+/// them.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait UpdateBackend: Backend {
@@ -375,7 +376,7 @@ mod tests {
         }
     }
 
-    /// AdamW in f64 with the hyperparameters of [`BY`].
+    /// A reference implementation of AdamW in f64, with the hyperparameters [`BY`].
     struct Reference {
         weight: Vec<f64>,
         mean: Vec<f64>,

@@ -1,8 +1,8 @@
 //! Rounding of f32 master weights to the model's bf16 weights.
 //!
-//! A bf16 weight is one of the two bf16 neighbors of its master weight. Let many master weights lie at the fraction `x` of
-//! the distance from one bf16 value to the next. Then about the fraction `x` of their bf16 weights are the next value. On
-//! average, the bf16 weights therefore follow the master weights.
+//! A bf16 weight is one of the two bf16 neighbors of its master weight. Suppose that many master weights lie between
+//! the same two bf16 values, at the fraction `x` of the distance from the first to the second. About the fraction `x`
+//! of these weights round to the second value. On average, the bf16 weights therefore follow the master weights.
 //!
 //! With rounding to nearest, a bf16 weight would change only after its master weight has moved half of the distance to the
 //! next bf16 value. At the learning rate of fine-tuning, such a move takes most of the run's steps.

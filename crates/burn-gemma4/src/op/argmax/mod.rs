@@ -35,7 +35,7 @@ pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
 #[cfg(feature = "cube")]
 const NUMBERS: DType = DType::I32;
 
-/// The kernels as an operator of a backend.
+/// The backend operator that runs the kernels.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ArgmaxBackend: Backend {

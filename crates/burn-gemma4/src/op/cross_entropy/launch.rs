@@ -36,7 +36,7 @@ impl CrossEntropyBackend for CubeBackend {
     }
 }
 
-/// Computes the losses of contiguous logits. If `with_gradient`, the gradient overwrites the logits.
+/// Computes the losses of contiguous logits. If `with_gradient` is true, the gradient overwrites the logits.
 fn launch(
     logits: &CubeTensor,
     targets: CubeTensor,

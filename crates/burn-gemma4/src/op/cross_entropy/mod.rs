@@ -21,8 +21,9 @@ use burn::{
     tensor::Shape,
 };
 
-/// Computes the cross entropy of `targets` under `logits`. If `with_gradient`, also computes the gradient. If there is a
-/// `cap`, the logits are first soft-capped to `cap · tanh(logit / cap)`. Autodiff does not track the results.
+/// Computes the cross entropy of `targets` under `logits`. If `with_gradient` is true, also computes the gradient. If
+/// there is a `cap`, the logits are first soft-capped to `cap · tanh(logit / cap)`. Autodiff does not track the
+/// results.
 ///
 /// # Shapes
 /// - `logits`: `[rows, words]`, where `words` is the size of the vocabulary.
@@ -101,7 +102,7 @@ pub struct CrossEntropy<B: Backend> {
     pub gradient: FloatTensor<B>,
 }
 
-/// The kernel as operators of a backend.
+/// The backend operators that run the kernel.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait CrossEntropyBackend: Backend {

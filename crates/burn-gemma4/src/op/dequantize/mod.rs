@@ -27,7 +27,7 @@ pub(crate) fn dequantize(words: Tensor<2, Int>, layout: Layout, dtype: DType) ->
     Tensor::from_dispatch(Dispatch::dequantize(words.into_dispatch(), layout, dtype))
 }
 
-/// Dequantization as an operator of a backend.
+/// The backend operator that dequantizes packed rows.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),

@@ -1,8 +1,8 @@
 //! The clustered LM head of a drafter. The first kernel chooses the `top_k` groups of tokens with the largest scores. The
 //! second kernel finds the most likely token among the tokens of these groups.
 //!
-//! Algorithm: a group's rank is the number of groups before the group in descending order of scores. Many cubes count the
-//! ranks in parallel, which is faster than a sort in one cube.
+//! Algorithm: a group's rank is the number of groups that precede it in descending order of scores. Many cubes count
+//! the ranks in parallel, which is faster than a sort in one cube.
 //!
 //! Budget: at most 12 KB of shared memory. Registers hold a score and its rank in the first kernel, and [`AT_ONCE`] sums
 //! and tokens in the second.
@@ -158,8 +158,8 @@ pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
         let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
             * comptime!(teams as u32)
             + of_cube;
-        // If no candidate token is left, process the row's last candidate again. A repeated candidate does not change the
-        // maximum.
+        // If no candidate token is left, process the row's last candidate again, because a repeated candidate does not
+        // change the maximum.
         let candidate = min(candidate, last);
         let rank = candidate / candidates.of_group;
         let group = u32::cast_from(chosen[(row * candidates.groups + rank) as usize]);

@@ -31,8 +31,8 @@ pub(super) struct Joined {
 
 /// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams`.
 ///
-/// If `by_tokens`, the kernel looks up the embeddings in `table`, and multiplies them by a scale that is rounded to the
-/// table's dtype. Otherwise row `i` of `table` is the embedding of output row `i`.
+/// If `by_tokens` is true, the kernel looks up the embeddings in `table`, and multiplies them by a scale that is
+/// rounded to the table's dtype. Otherwise row `i` of `table` is the embedding of output row `i`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     table: &Tensor<Vector<E, N>>,

@@ -135,8 +135,8 @@ pub struct GroupOptions {
     pub top_k: usize,
 }
 
-/// The kernels as operators of a backend. Draft tokens are written in place, so every handle of the tensor sees the
-/// writes.
+/// The backend operators that run the kernels. Draft tokens are written in place, so every handle of the tensor sees
+/// the writes.
 #[backend_extension(Cube, Fusion)]
 pub trait GuessBackend: Backend {
     #[fusion(meta = |table, _tokens, streams, _options| {

@@ -17,7 +17,7 @@ use burn::{
 };
 
 /// Rows of an embedding table, selected by tokens. The kernel may read the tokens before the previous kernel launch has
-/// ended. No kernel of a CUDA graph that contains this kernel may therefore write the tokens.
+/// ended. Therefore no other kernel in the same CUDA graph may write the tokens.
 pub(crate) struct TokenRows {
     /// The embedding table, `[tokens, columns]`.
     pub table: Tensor<2>,
@@ -161,7 +161,7 @@ pub struct Embedded<B: Backend> {
     pub normed: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. For each operator, see the function of this module that calls it.
+/// The backend operators that run the kernels. For each operator, see the function of the same name in this module.
 #[backend_extension(Cube, Fusion)]
 pub trait EmbedBackend: Backend {
     #[fusion(meta = |tokens, table, _weight, _options| metadata(tokens, table))]

@@ -31,7 +31,8 @@ fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
         .tanh()
 }
 
-/// Multiplies elements in f32 and rounds once. Devices without arithmetic in the elements' dtype can also run this function.
+/// Multiplies elements in f32 and rounds once, so that devices without arithmetic in the elements' dtype can run this
+/// function too.
 #[cube]
 fn product<E: Float, N: Size>(lhs: Vector<E, N>, rhs: Vector<E, N>) -> Vector<E, N> {
     Vector::cast_from(Vector::<f32, N>::cast_from(lhs) * Vector::<f32, N>::cast_from(rhs))
@@ -78,7 +79,8 @@ pub(super) fn gate_gradients<E: Float, N: Size>(
         let half = Vector::<f32, N>::cast_from(0.5f32);
         let t = bent(x);
         let open = x * (t + one) * half;
-        // Clamp x to ±16, because squares of large x may overflow. Beyond ±16 the factor 1 - t² is 0.
+        // Clamp x to ±16, because squares of large x may overflow. The clamp does not change the gradient, because the
+        // factor 1 - t² is 0 beyond ±16.
         let near = x.clamp(Vector::cast_from(-16.0f32), Vector::cast_from(16.0f32));
         let inner = (one + near * near * Vector::cast_from(3.0f32 * CUBIC))
             * Vector::cast_from(SQRT_2_OVER_PI);

@@ -77,7 +77,7 @@ pub struct GateGradients<B: Backend> {
     pub through: FloatTensor<B>,
 }
 
-/// GeGLU as an operator of a backend, forward and backward.
+/// The backend operators for GeGLU and its gradients.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait GateBackend: Backend {
@@ -97,7 +97,7 @@ pub trait GateBackend: Backend {
     ) -> GateGradients<Self>;
 }
 
-/// GeGLU of column ranges as an operator of a backend.
+/// The backend operator for GeGLU of column ranges.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait GateColumnsBackend: Backend {

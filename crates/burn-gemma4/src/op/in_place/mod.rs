@@ -149,7 +149,7 @@ pub struct ThreeFloats<B: Backend> {
     pub third: FloatTensor<B>,
 }
 
-/// The in-place kernels as operators of a backend.
+/// The backend operators that run the in-place kernels.
 #[backend_extension(Cube, Fusion)]
 pub trait OverwriteBackend: Backend {
     /// See [`overwrite_three`].

@@ -31,7 +31,7 @@ pub(crate) fn overwrite_integer_row(target: &Tensor<4, Int>, row: usize, source:
     let _ = Dispatch::overwrite_integer_row(target, source.into_dispatch(), row);
 }
 
-/// The kernel as operators of a backend.
+/// The backend operators that run the kernel.
 #[backend_extension(Cube, Fusion)]
 pub trait OverwriteRowBackend: Backend {
     /// See [`overwrite_row`].
@@ -127,8 +127,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind, Distribution};
 
-    /// Copies the first `count` of 7 slots to row 2 of 4 rows of 9 slots. Returns the expected target, the target, and the
-    /// target of a copy of integers.
+    /// Copies the first `count` of 7 slots to row 2 of a target with 4 rows of 9 slots. Returns the expected target,
+    /// the target of the float copy, and the target of the integer copy.
     fn copied(width: usize, count: usize) -> [Vec<f32>; 3] {
         let device = Device::wgpu(DeviceKind::DefaultDevice);
         let distribution = Distribution::Uniform(-99.0, 99.0);

@@ -37,7 +37,8 @@ pub(crate) fn side_by_side(input: &Tensor<2>, weights: Vec<Tensor<2>>) -> Option
     Some(Tensor::from_dispatch(product))
 }
 
-/// The GEMMs as operators of a backend. Each operator multiplies `[rows, inner]` by several matrices `[inner, columns]`.
+/// The backend operators that compute the GEMMs. Each operator multiplies `[rows, inner]` by several matrices `[inner,
+/// columns]`.
 #[backend_extension(Cube, Fusion)]
 pub trait SidesBackend: Backend {
     #[fusion(meta = |lhs, first, second| metadata(lhs, &[first, second]))]

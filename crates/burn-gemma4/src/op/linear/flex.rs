@@ -1,8 +1,8 @@
-//! GEMMs on the CPU, over weights as they are stored.
+//! GEMMs on the CPU that read the weights in the form in which the model stores them.
 //!
-//! Burn's matmul converts all weights to f32 for every product, and a quantized matrix would be dequantized before it. A
-//! product of few rows takes the time in which the memory delivers the weights, so [`cpu_gemv`] converts in registers. A
-//! product of more rows converts a few rows of the weights at a time, which stay in the cache.
+//! Burn's matmul would convert all weights to f32 for every GEMM, and a quantized matrix would have to be dequantized
+//! first. A GEMM of few rows is bound by memory bandwidth, so [`cpu_gemv`] converts the weights in registers. A GEMM of
+//! more rows converts a few rows of the weights at a time, which stay in the CPU cache.
 
 use super::QuantizedMatrix;
 use crate::quant::layout::Layout;
@@ -17,7 +17,7 @@ use burn::{
 use cpu_gemv::{MAX_ROWS, Rows, Weights, multiply, parallel};
 use std::{borrow::Cow, cell::RefCell};
 
-/// The number of weights in f32 that a thread multiplies at once: 512 KB, half of a core's second cache.
+/// The number of f32 weights that a thread multiplies at once: 512 KB, half of a core's L2 cache.
 const BLOCK: usize = 1 << 17;
 
 /// True if [`rows_of_words`] multiplies the input: the tensor is on the CPU in f32, f16 or bf16, and autodiff does not track it.
@@ -51,7 +51,7 @@ pub(crate) fn rows_of_words(input: Tensor<2>, weight: &QuantizedMatrix) -> Tenso
     ))
 }
 
-/// The GEMMs as operators of a backend.
+/// The backend operators that compute the GEMMs.
 #[backend_extension(Flex)]
 pub trait StoredProductBackend: Backend {
     /// See [`rows_of_floats`].
@@ -190,11 +190,11 @@ fn multiply_blocks(input: &[f32], columns: usize, weights: Weights, output: &mut
 /// The output of a product, whose columns several threads write.
 struct Output(*mut f32);
 
-// SAFETY: each thread writes other columns.
+// SAFETY: no two threads write the same column.
 unsafe impl Sync for Output {}
 
 impl Output {
-    /// Returns the first row's element at `column`, which is within the row.
+    /// Returns a pointer to the first row's element at `column`, which must be within the row.
     fn at(&self, column: usize) -> *mut f32 {
         // SAFETY: the column is within the first row.
         unsafe { self.0.add(column) }

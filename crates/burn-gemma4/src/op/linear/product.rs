@@ -59,7 +59,7 @@ pub(crate) fn operator(matrix: &Tensor<2>) -> Option<fn(Tensor<2>, Tensor<2>) ->
     }
 }
 
-/// The GEMMs as operators of a backend.
+/// The backend operators that compute the GEMMs.
 #[backend_extension(
     Cube: cfg(feature = "cuda"),
     Flex: cfg(feature = "flex"),
@@ -153,8 +153,8 @@ impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
             ops.node,
             gradients,
             |gradient| (self.product)(gradient, B::float_transpose(rhs.expect(saved))),
-            // Compute the transpose of the gradient, and transpose it back. The gradient then has the memory layout of
-            // the weight.
+            // Compute the transpose of the gradient and transpose it back, so that the gradient has the memory layout
+            // of the weight.
             |gradient| {
                 let of_weight = (self.product)(B::float_transpose(gradient), lhs.expect(saved));
                 B::float_transpose(of_weight)

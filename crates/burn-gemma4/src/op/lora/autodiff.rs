@@ -132,8 +132,8 @@ impl<B: AdaptedBackend, C: CheckpointStrategy> AdaptedBackend for Autodiff<B, C>
     ) -> AdaptedRows<Self> {
         let base = match &matrix.base {
             Base::Whole(base) => base.node(),
-            // Use the node of the input instead of the base matrix's node. Quantized words have no gradient, but autodiff
-            // needs a node for every parent.
+            // Use the node of the input instead of the base matrix's node, because quantized words have no gradient.
+            // Autodiff needs a node for every parent.
             Base::Quantized(_) => input.node(),
         };
         let nodes = [

@@ -1,5 +1,5 @@
-//! Casts both matrices of a LoRA adapter, or both gradients, to another dtype in one launch. A model has hundreds of small
-//! adapters, so launch overhead would take most of the time.
+//! Casts both matrices of a LoRA adapter, or both gradients, to another dtype in one launch. With separate launches,
+//! launch overhead would take most of the time, because a model has hundreds of small adapters.
 //!
 //! Budget: one element per unit in registers. Bound: launch latency.
 

@@ -108,7 +108,7 @@ pub struct AdaptedGradients<B: Backend> {
     pub base: OfBase<B>,
 }
 
-/// The GEMM with an adapted matrix as an operator of a backend.
+/// The backend operators for a GEMM with an adapted matrix and for its gradients.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),

@@ -24,7 +24,7 @@ pub(crate) fn rows_of_heads(heads: Tensor<4>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::rows_of_heads(heads.into_dispatch()))
 }
 
-/// The kernel as an operator of a backend.
+/// The backend operator that runs the kernel.
 #[backend_extension(Cube, Fusion)]
 pub trait RowsOfHeadsBackend: Backend {
     /// See [`rows_of_heads`].

@@ -50,7 +50,7 @@ pub struct MlpOptions {
     pub recompute: bool,
 }
 
-/// The MLP as an operator of a backend.
+/// The backend operator that computes the MLP.
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait AdaptedMlpBackend: AdaptedBackend + GateBackend {
     /// See [`adapted_mlp`].

@@ -323,8 +323,8 @@ fn load_words(
             column = first + in_row as u32;
             is_there = row < end_inner && column < end;
         }
-        // For elements outside the expert's matrix, load the first word of `words`. The load stays in bounds, and zeros
-        // replace the loaded values.
+        // For elements outside the expert's matrix, load the first word of `words`, so that the load stays in bounds.
+        // Zeros replace the loaded values.
         let row = select(is_there, first_of_matrix + row, 0u32);
         let column = select(is_there, column, 0u32);
         let start = row as usize * parts.stride as usize;

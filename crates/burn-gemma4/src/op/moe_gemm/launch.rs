@@ -27,8 +27,9 @@ impl GroupBackend for CubeBackend {
         let places = chosen.meta.num_elements();
         let order = empty(&chosen, [places], NUMBERS);
         let starts = empty(&chosen, [experts + 1], NUMBERS);
-        // SAFETY: cube `e` reads all `places` elements of `chosen`. The cube writes `starts[e]` and its own range of
-        // `order`. All ranges together have `places` elements, the length of `order`.
+        // SAFETY: cube `e` groups the pairs of expert `e`. The cube reads all `places` elements of `chosen`. It writes
+        // `starts[e]`, and its own range of `order`. The last cube also writes the last element of `starts`. All ranges
+        // together have `places` elements, the length of `order`.
         unsafe {
             group_places::launch_unchecked(
                 &client,
@@ -176,8 +177,8 @@ impl Product {
             Form::Rows => self.columns_out,
             Form::Columns | Form::Weight => self.columns_in,
         };
-        // Use twice as many cubes per expert as an expert has row tiles on average. If an expert has more row tiles than
-        // cubes, its cubes compute several tiles each.
+        // Launch twice as many cubes per expert as an expert has row tiles on average, because the experts get
+        // different numbers of rows. If an expert has more row tiles than cubes, its cubes compute several tiles each.
         let of_rows = match self.form {
             Form::Rows | Form::Columns => {
                 (2 * places.div_ceil(experts * TILE)).clamp(1, MOST_OF_ROWS)

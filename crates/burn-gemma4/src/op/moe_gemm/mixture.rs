@@ -1,5 +1,6 @@
-//! The whole mixture of experts on Hopper's tensor cores, for inference. Between the two GEMMs the rows stay in tiles of one
-//! expert each, so that only the input is copied to tiles, and only the sums are copied back.
+//! The whole mixture of experts on Hopper's tensor cores, for inference. Each tile holds rows of one expert, and the
+//! rows stay in tiles between the two GEMMs. Therefore only the input is copied to tiles, and only the weighted sums
+//! are copied back.
 
 use super::padded::{has_legal_sizes, rows_in_order, serves, with_legal_strides};
 use super::tiles::ExpertTiles;
@@ -16,12 +17,13 @@ use burn::{
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::hopper::gemm::grouped_rows;
 
-/// Runs each row's chosen experts, and adds up their outputs, weighted by `weights`. Returns `None` if tensor cores do not
-/// serve the device, the dtype or the sizes, or if the device tracks gradients.
+/// Runs each row's chosen experts, and adds up their outputs, weighted by `weights`. Returns `None` if the tensor core
+/// kernels do not support the device, the dtype or the sizes, or if the device tracks gradients.
 ///
 /// # Shapes
 /// - `input` and the result: `[rows, hidden]`, with at least one row.
-/// - `gate_up`: `[experts, 2 · inner, hidden]`, the gate first, and `down`: `[experts, hidden, inner]`.
+/// - `gate_up`: `[experts, 2 · inner, hidden]`, with the rows of the gate first.
+/// - `down`: `[experts, hidden, inner]`.
 /// - `chosen` and `weights`: `[rows, top_k]`. The weights are in f32.
 pub(crate) fn mixture(
     input: &Tensor<2>,
@@ -53,7 +55,7 @@ pub(crate) fn mixture(
 /// The mixture of experts as an operator of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait MixtureBackend: Backend {
-    /// See [`mixture()`]. `order` and `starts` are those of [`Groups`].
+    /// See [`mixture()`]. `order` and `starts` are the fields of [`Groups`].
     #[fusion(meta = |input, _gate_up, _down, _order, _starts, _weights| input.clone())]
     fn mixture(
         input: FloatTensor<Self>,

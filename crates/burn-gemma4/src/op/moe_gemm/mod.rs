@@ -34,15 +34,15 @@ use burn::{
     tensor::{DType, Device, Int, Shape, Tensor},
 };
 
-/// True if the kernels of this module should multiply the rows of `input`. On NVIDIA's tensor cores before Hopper, inference
-/// uses one GEMM per expert instead, which is faster. Training uses the kernels of this module. With separate GEMMs, each
-/// GEMM's gradient of the weights would have the size of all experts' weights.
+/// True if the kernels of this module should multiply the rows of `input`. On NVIDIA's tensor cores before Hopper,
+/// inference uses one GEMM per expert instead, which is faster. Training uses the kernels of this module, because the
+/// weight gradient of each separate GEMM would have the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let (device, dtype) = (input.device(), input.dtype());
     crate::op::runs(&device, dtype) && (device.is_autodiff() || infers_on_device(&device, dtype))
 }
 
-/// True if an inference in `dtype` uses the kernels of this module, which need nothing from the host.
+/// True if inference in `dtype` uses the kernels of this module. The host then need not wait for the router's choice.
 pub(crate) fn infers_on_device(device: &Device, dtype: DType) -> bool {
     #[cfg(feature = "cuda")]
     if super::linear::on_tensor_cores(device, dtype) {
@@ -130,7 +130,7 @@ fn metadata(input: &TensorSpec, order: &TensorSpec, columns: usize) -> TensorSpe
     TensorSpec::new(Shape::new([order.shape[0], columns]), input.dtype)
 }
 
-/// The grouping as an operator of a backend.
+/// The grouping of (row, chosen expert) pairs by expert, as an operator of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait GroupBackend: Backend {
     /// See [`groups`].

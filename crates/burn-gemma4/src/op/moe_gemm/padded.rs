@@ -1,8 +1,8 @@
 //! MoE GEMMs on Hopper's tensor cores. The rows of each expert are copied to tiles of their own, which a grouped GEMM
 //! multiplies.
 //!
-//! Nothing waits for the host: the padded matrix has room for the worst choice, in which each expert has one tile that is
-//! not full.
+//! The host does not wait for the router's choice, because the padded matrix has room for the worst choice. In the
+//! worst choice, each expert has one tile that is not full.
 
 use super::kernel::Form;
 use super::launch::{Product, Right};
@@ -15,8 +15,8 @@ use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
 
-/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. Widths that are not multiples
-/// of 8 run on ordinary units; no published model has such widths.
+/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. Matrices whose widths
+/// are not multiples of 8 are multiplied on ordinary units. No published model has such widths.
 pub(super) fn serves(device: &Device, dtype: DType) -> bool {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
@@ -29,7 +29,8 @@ fn has_kernels(client: &Client, dtype: DType) -> bool {
     is_hopper(client) && matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Computes an MoE GEMM with tensor cores, or returns `None` if they do not serve the device, the dtype or the sizes.
+/// Computes an MoE GEMM with tensor cores, or returns `None` if the kernels do not support the device, the dtype or the
+/// sizes.
 pub(super) fn product(
     product: &Product,
     order: &CubeTensor,
@@ -60,7 +61,8 @@ pub(super) fn product(
         (Form::Weight, Right::Words(..)) => None,
         (Form::Rows | Form::Columns, right) => {
             let matrices = right.matrices(left.dtype, tiles.experts, *columns_in);
-            // The matrices are `[experts, columns_out, columns_in]`. The first dimension of a right operand is the inner one.
+            // The matrices are `[experts, columns_out, columns_in]`. The right operand of a GEMM needs the inner
+            // dimension first.
             let matrices = match form {
                 Form::Rows => CubeBackend::float_swap_dims(matrices, 1, 2),
                 Form::Columns | Form::Weight => matrices,
@@ -72,12 +74,12 @@ pub(super) fn product(
     }
 }
 
-/// True if TMA can read and write rows of these sizes.
+/// True if TMA can read and write rows with these numbers of columns.
 pub(super) fn has_legal_sizes(columns: &[usize]) -> bool {
     columns.iter().all(|columns| columns.is_multiple_of(8))
 }
 
-/// Returns the matrix with contiguous rows, which may be apart in memory.
+/// Returns the matrix such that each row is contiguous. There may be gaps between the rows.
 pub(super) fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
     match matrix.meta.strides()[1] == 1 && !matrix.meta.is_tiled() {
         true => matrix.clone(),

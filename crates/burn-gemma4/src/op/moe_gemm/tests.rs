@@ -120,7 +120,8 @@ fn random(shape: [usize; 2], dtype: DType, device: &Device) -> Tensor<2> {
     (numbers - 0.5).cast(dtype)
 }
 
-/// Checks the GEMM of random rows and its gradients. The errors are at most `tolerance` times the largest magnitude.
+/// Checks the GEMM of random rows and its gradients. The errors are at most `tolerance` times the largest expected
+/// magnitude.
 fn check_rows_and_gradients(
     case: &Case,
     [columns_out, columns_in]: [usize; 2],
@@ -167,8 +168,8 @@ fn rows_and_gradients_match_reference() {
     }
 }
 
-/// Checks half precision, for which tensor cores multiply if the device has them. The sizes are legal for TMA, but not
-/// multiples of tiles. Some experts have several tiles of rows, and others have none.
+/// Checks half precision, which runs on tensor cores if the device has them. The sizes are legal for TMA, but they are
+/// not multiples of the tile sizes. Some experts have several tiles of rows, and others have none.
 #[test]
 fn rows_and_gradients_in_half_precision_match_reference() {
     let device = Device::default();
@@ -181,7 +182,8 @@ fn rows_and_gradients_in_half_precision_match_reference() {
             .map(|pair| [0, 3, 8, 3][pair * pair % 11 % 4])
             .collect(),
     };
-    // The rounding of an output is half of epsilon. Sums of gradients over the pairs of a row are rounded again.
+    // The relative rounding error of an output is half of `epsilon`. The sum of the gradients over a row's pairs is
+    // rounded once more.
     for (dtype, epsilon) in [(DType::F16, 1.0 / 1024.0), (DType::BF16, 1.0 / 128.0)] {
         if !device.supports_dtype(dtype) {
             continue;
@@ -260,7 +262,8 @@ fn rows_with_quantized_weight_match_dequantized_weight() {
     }
 }
 
-/// Checks a whole mixture of experts on tensor cores, for sizes that are legal for TMA. Devices without them have no result.
+/// Checks a whole mixture of experts on tensor cores, for sizes that are legal for TMA. On devices without such tensor
+/// cores, `mixture` returns `None`.
 #[cfg(feature = "cuda")]
 #[test]
 fn mixture_matches_reference() {
@@ -293,7 +296,7 @@ fn mixture_matches_reference() {
             let gated = gated(&inner_rows, inner);
             let outputs = product(case, &gated, &down, inner, 1);
             let expected = mixed_of(case, &outputs, &values(shares));
-            // The rows between the GEMMs are rounded twice, and each output once.
+            // Allow for three roundings: the rows between the GEMMs are rounded twice, and each output once.
             check_to(
                 3.0 * epsilon,
                 &values(found),

@@ -13,7 +13,7 @@ use cube_kit::hopper::gemm::plan::MatrixTiles;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The pairs sorted by expert, and the tiles of the experts.
+/// The (row, chosen expert) pairs sorted by expert, and the tiles of the experts.
 pub(super) struct ExpertTiles<'a> {
     order: &'a CubeTensor,
     starts: &'a CubeTensor,
@@ -28,7 +28,8 @@ impl<'a> ExpertTiles<'a> {
     pub fn new(order: &'a CubeTensor, starts: &'a CubeTensor) -> Self {
         let experts = starts.meta.shape()[0] - 1;
         let pairs = order.meta.shape()[0];
-        // Every expert has at most one tile that is not full, and an expert without pairs has no tile.
+        // Compute the largest possible number of tiles. Every expert has at most one tile that is not full, and an
+        // expert without pairs has no tile.
         let tiles = pairs / MatrixTiles::ROWS + experts.min(pairs);
         let table = empty(starts, [experts + 1 + tiles], NUMBERS);
         // SAFETY: the kernel reads the `experts + 1` elements of `starts`. It writes the first `experts + 1` elements of
@@ -53,7 +54,8 @@ impl<'a> ExpertTiles<'a> {
         }
     }
 
-    /// Copies the rows of the pairs to slots. Every `of_row` consecutive pairs share a row of `rows`.
+    /// Copies the rows of the pairs to slots, which are the rows of the padded matrix. Every `of_row` consecutive pairs
+    /// share a row of `rows`.
     pub fn to_slots(&self, rows: &CubeTensor, of_row: usize) -> CubeTensor {
         let columns = rows.meta.shape()[1];
         let slots = empty(rows, [self.slots, columns], rows.dtype);
@@ -61,7 +63,7 @@ impl<'a> ExpertTiles<'a> {
         slots
     }
 
-    /// Copies slots to the rows of the pairs.
+    /// Copies the slots (rows of the padded matrix) back to one row per pair.
     pub fn to_pairs(&self, slots: &CubeTensor) -> CubeTensor {
         let columns = slots.meta.shape()[1];
         let pairs = self.order.meta.shape()[0];
@@ -70,7 +72,8 @@ impl<'a> ExpertTiles<'a> {
         rows
     }
 
-    /// Adds up the slots of each row's pairs, weighted by `weights`, `[rows, top_k]` in f32. Returns `[rows, columns]`.
+    /// Adds up the slots (rows of the padded matrix) of each row's pairs, weighted by `weights`, `[rows, top_k]` in
+    /// f32. Returns `[rows, columns]`.
     pub fn weighted_sums(&self, slots: &CubeTensor, weights: CubeTensor) -> CubeTensor {
         let client = &slots.client;
         let weights = into_contiguous(weights);
@@ -95,8 +98,8 @@ impl<'a> ExpertTiles<'a> {
             source_stride,
             target_stride,
         );
-        // SAFETY: the first kernel writes one element of `of_pairs` for each slot with a pair of `order`, which has each pair
-        // once. The second kernel reads slots of pairs, and writes rows below `rows`.
+        // SAFETY: the first kernel writes one element of `of_pairs` for each slot that holds a pair. `order` lists each
+        // pair once. The second kernel reads slots of pairs, and writes rows below `rows`.
         unsafe {
             slots_of_pairs::launch_unchecked(
                 client,
@@ -149,8 +152,8 @@ impl<'a> ExpertTiles<'a> {
             target_stride,
             of_row as u32,
         );
-        // SAFETY: a unit copies one row between a slot and a pair. The slot is below `slots`, and `order` lists only existing
-        // pairs. Units of unused tiles end at once.
+        // SAFETY: a group of units copies one row between a slot and a pair. The slot is below `slots`, and `order`
+        // lists only existing pairs. Units of unused tiles terminate at once.
         unsafe {
             move_rows::launch_unchecked(
                 client,
@@ -187,8 +190,8 @@ mod tests {
         data.iter::<f32>().collect()
     }
 
-    /// Checks the tiles of 300 pairs: three experts have more than one tile, one has one pair, and two have none. The slots
-    /// hold the rows of their experts in order, and zeros behind them. Moving the slots back gives the rows of the pairs.
+    /// Checks the tiles of 300 pairs: three experts share 299 pairs, one expert has one pair, and three have none. The
+    /// slots of an expert hold its rows in order, and then zeros. Copying the slots back gives the rows of the pairs.
     #[test]
     fn to_slots_groups_rows_and_to_pairs_undoes_it() {
         let device = CubeDevice::default();

@@ -1,4 +1,5 @@
-//! Moves the rows of (row, chosen expert) pairs to tiles of one expert each, and back, or adds them up by rows.
+//! Copies the rows of (row, chosen expert) pairs to tiles of one expert each, and back. Another kernel adds up the
+//! weighted outputs of each row's chosen experts.
 //!
 //! A slot is a row of the padded matrix. The slots of an expert begin at a multiple of a tile's rows.
 //!
@@ -13,7 +14,7 @@ pub(super) const ROWS: usize = 8;
 /// The number of units that move a row.
 pub(super) const UNITS_OF_ROW: usize = 32;
 
-/// The direction of a move.
+/// The direction of a copy between the rows of pairs and the slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Direction {
     /// From the rows of pairs to slots. Slots without a pair become zero.
@@ -22,8 +23,9 @@ pub(super) enum Direction {
     ToPairs,
 }
 
-/// Writes the table of tiles: the first tile of each expert and the number of all tiles, then the expert of each tile.
-/// `starts` are the offsets of the experts' pairs.
+/// Writes the table of tiles. In this order, `table` holds the index of each expert's first tile, the number of all
+/// tiles, and the expert of each tile. `starts[e]` is the index of expert `e`'s first pair in the list that is sorted
+/// by expert.
 #[cube(launch_unchecked)]
 pub(super) fn tile_table(
     starts: &Tensor<i32>,
@@ -60,7 +62,7 @@ fn tiles_of(starts: &Tensor<i32>, expert: u32, #[comptime] tile_rows: u32) -> u3
     pairs.div_ceil(tile_rows)
 }
 
-/// The place of a slot's pair among all pairs.
+/// The position of a slot's pair in the list of pairs that is sorted by expert.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct PlaceInOrder {
@@ -70,7 +72,7 @@ struct PlaceInOrder {
     has_pair: bool,
 }
 
-/// Returns the place of a slot's pair. The slot belongs to a used tile.
+/// Returns the position of a slot's pair in the list that is sorted by expert. The slot must be in a used tile.
 #[cube]
 fn place_in_order(
     starts: &Tensor<i32>,
@@ -88,21 +90,22 @@ fn place_in_order(
     }
 }
 
-/// The sizes of a move.
+/// The sizes of a copy by [`move_rows()`].
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MoveSizes {
     pub experts: u32,
     /// The number of vectors in a row.
     pub vectors: u32,
-    /// The distance of consecutive rows in vectors.
+    /// The distance between consecutive rows of the source, in vectors.
     pub source_stride: u32,
     pub target_stride: u32,
-    /// The number of pairs that share a row outside the slots.
+    /// The number of consecutive pairs that share one row outside the padded matrix.
     pub of_row: u32,
 }
 
-/// Moves the rows of all used tiles. `order` lists the pairs sorted by expert, and `table` is that of [`tile_table()`].
+/// Copies the rows of all used tiles. `order` lists the pairs sorted by expert, and `table` is the result of
+/// [`tile_table()`].
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn move_rows<E: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -147,7 +150,7 @@ pub(super) fn move_rows<E: Float, N: Size>(
     }
 }
 
-/// Writes the slot of each pair. `order`, `starts` and `table` are those of [`move_rows()`].
+/// Writes the slot of each pair. `order`, `starts` and `table` are the same as in [`move_rows()`].
 #[cube(launch_unchecked)]
 pub(super) fn slots_of_pairs(
     order: &Tensor<i32>,
@@ -168,21 +171,22 @@ pub(super) fn slots_of_pairs(
     }
 }
 
-/// The sizes of a weighted sum.
+/// The sizes of the sums of [`weighted_sums()`].
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct SumSizes {
     pub rows: u32,
-    /// The number of pairs of a row.
+    /// The number of pairs, or chosen experts, of a row.
     pub top_k: u32,
     /// The number of vectors in a row.
     pub vectors: u32,
-    /// The distance of consecutive rows in vectors.
+    /// The distance between consecutive rows of the source, in vectors.
     pub source_stride: u32,
     pub target_stride: u32,
 }
 
-/// Adds up the slots of each row's pairs, weighted by `weights`, `[rows, top_k]`. Sums in f32, and rounds once.
+/// Adds up the slots (rows of the padded matrix) of each row's pairs, weighted by `weights`, `[rows, top_k]`. Sums in
+/// f32, and rounds once.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn weighted_sums<E: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

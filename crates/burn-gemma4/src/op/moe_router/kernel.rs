@@ -4,12 +4,12 @@
 //! Algorithm: each group of units computes the logits of several experts at a time. The rank of an expert is the number of
 //! experts before it in descending order of probability. The experts with a rank below k are the top-k.
 //!
-//! Budget: less than 30 KB of shared memory. Registers hold a vector of each row of the cube, `at_once` sums for each row, and
-//! a vector of the router's matrix.
+//! Budget: less than 30 KB of shared memory. Registers hold a vector of each row of the cube, [`RoutePlan::at_once`]
+//! sums for each row, and a vector of the router's matrix.
 //!
-//! Schedule: one cube per row in decoding, and per [`RoutePlan::rows`] rows in prompts. The router's matrix has some hundred
-//! KB, which all cubes after the first read from the L2 cache. Bound: latency in decoding; in prompts the L2 cache and the
-//! units' arithmetic.
+//! Schedule: a cube processes one row in decoding, and [`RoutePlan::rows`] rows in prompts. The router's matrix has a
+//! few hundred KB. The first cube reads the matrix from memory, and all other cubes read it from the L2 cache. Bound:
+//! latency in decoding; in prompts the L2 cache and the units' arithmetic.
 
 use crate::op::sums::{Team, cube_sum, part_of_sum, sum_of_squares};
 use cubecl::prelude::*;
@@ -24,7 +24,7 @@ pub(super) struct RoutePlan {
     pub teams: usize,
     /// The number of experts whose logits a team of units computes at the same time.
     pub at_once: usize,
-    /// The number of rows of a cube, which share each read of the router's matrix.
+    /// The number of rows per cube. The rows share each read of the router's matrix.
     pub rows: usize,
 }
 
@@ -180,8 +180,8 @@ pub(super) fn route<E: Float, N: Size>(
     }
 }
 
-/// Replaces the logits in `numbers` by their probabilities, and writes the keys by which probabilities compare. Synchronizes
-/// the cube before and after.
+/// Replaces the logits in `numbers` by their softmax probabilities. Writes integer `keys` that compare as the
+/// probabilities do. Synchronizes the cube before and after.
 #[cube]
 fn softmax_in_place(
     numbers: &mut Shared<[f32]>,

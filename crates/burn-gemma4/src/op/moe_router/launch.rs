@@ -23,11 +23,13 @@ use cubecl::{client::Client, prelude::CubeDim};
 const UNITS: usize = 64;
 /// The number of experts whose logits a team of units computes at the same time.
 const AT_ONCE: usize = 4;
-/// The number of rows that a cube routes if there are more than [`FEW_ROWS`]. The rows share each read of the router's matrix.
+/// The number of rows that a cube routes if there are more than [`FEW_ROWS`] rows. The rows of a cube share each read
+/// of the router's matrix.
 const ROWS: usize = 4;
-/// The largest number of rows that get a cube each.
+/// The largest number of rows for which each row has its own cube.
 const FEW_ROWS: usize = 64;
-/// The largest number of units in a cube with several rows, whose sums take more registers.
+/// The largest number of units in a cube that routes several rows. This limit is lower than the device's limit, because
+/// the sums of several rows take more registers.
 const UNITS_OF_ROWS: usize = 512;
 /// The number of units in a team on devices without plane operations. A team computes logits together.
 const TEAM: usize = 8;

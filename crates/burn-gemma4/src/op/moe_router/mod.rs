@@ -58,7 +58,8 @@ pub(crate) struct RouterWeights {
     pub per_expert_scale: Tensor<1>,
 }
 
-/// Routes a few rows, `[rows, hidden]`, in one launch. All tensors must have the same dtype. The kernel computes in f32.
+/// Routes the rows of `input`, `[rows, hidden]`, in one launch. All tensors must have the same dtype. The kernel
+/// computes in f32.
 pub(crate) fn route(
     input: Tensor<2>,
     weights: RouterWeights,
@@ -98,7 +99,8 @@ fn metadata(input: &TensorSpec, top_k: usize) -> RoutedMetadata {
     }
 }
 
-/// The router kernels as operators of a backend. For each operator, see the function of this module that calls it.
+/// The router kernels as operators of a backend. Each operator is documented at the function of this module that calls
+/// the operator.
 #[backend_extension(Cube, Fusion)]
 pub trait RouteBackend: Backend {
     #[fusion(meta = |probabilities, top_k| {

@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(in crate::op) struct NormScalars {
     pub rows: u32,
-    /// The number of vectors per row. The norm averages over all elements of a row.
+    /// The number of vectors per row.
     pub vectors: u32,
     /// The number of columns per row. The norm divides the sum of squares by this number.
     pub columns: f32,

@@ -31,8 +31,8 @@ use burn::{
 };
 use std::ops::Range;
 
-/// The largest number of weights in a slice. A slice then takes 64 MB in f16 or bf16. In models with up to 5 billion
-/// parameters each matrix of a layer is one slice.
+/// The largest number of weights in a slice. A slice of this size takes 64 MB in f16 or bf16. In models with up to 5
+/// billion parameters each matrix of a layer is one slice.
 const SLICE_NUMBERS: usize = 1 << 25;
 /// The number of matrix rows in a GEMM tile. Every slice except the last has a multiple of this number of rows.
 const TILE: usize = 256;
@@ -73,7 +73,8 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     in_slices(input, weight, SLICE_NUMBERS)
 }
 
-/// Computes [`rows`] in slices of the matrix. A slice has at most `numbers` weights, but at least the rows of one GEMM tile.
+/// Computes [`rows`] in slices of the matrix. A slice has at most `numbers` weights, but never fewer rows than one GEMM
+/// tile.
 fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
     let [outputs, _] = weight.words.dims();
     let product = |slice: Range<usize>| {
@@ -89,8 +90,8 @@ fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tens
     }
 }
 
-/// Divides the matrix's `outputs` rows into slices. A slice has at most `numbers` weights, but at least the rows of one GEMM
-/// tile.
+/// Divides the matrix's `outputs` rows into slices. A slice has at most `numbers` weights, but never fewer rows than
+/// one GEMM tile.
 fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
     let starts = (0..outputs).step_by(at_once);
@@ -201,8 +202,8 @@ pub(super) fn columns_in_slices<B: DequantizeBackend>(
     columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
-/// Computes [`columns`] with the given matmul function, in slices of the matrix. A slice has at most `numbers` weights, but
-/// at least the rows of one GEMM tile. The results of the slices are added in f32.
+/// Computes [`columns`] with the given matmul function, in slices of the matrix. A slice has at most `numbers` weights,
+/// but never fewer rows than one GEMM tile. The results of the slices are added in f32.
 fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,

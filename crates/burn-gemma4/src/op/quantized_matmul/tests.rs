@@ -124,8 +124,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
     }
 }
 
-/// Returns the test cases: numbers of input rows, each with the dtype of the rows. Half precision is tested only for GGUF
-/// blocks, if the device supports half precision.
+/// Returns the test cases. Each case is the number of input rows, and the dtype of the rows. Half precision is tested
+/// only for GGUF blocks, if the device supports half precision.
 fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
     let halves = [DType::F16, DType::BF16].into_iter();
@@ -136,9 +136,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up projection have equal or
-/// different formats, or one of them is a float matrix. The last case has no up projection: the gate multiplies a tensor's
-/// columns from column 130 on.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up projection have equal
+/// or different formats, or one of them is a float matrix. The last case has no up projection: the gate multiplies the
+/// columns of a tensor, starting at column 130.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

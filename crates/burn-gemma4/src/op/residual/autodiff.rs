@@ -1,5 +1,5 @@
-//! The backward of the residual addition. The gradient of the stream is the sum's gradient times the optional scalar. The
-//! norm's backward then gives the gradient of the block's output.
+//! The backward of the residual addition `(stream + norm(added)) · scalar`. The gradient of the stream is the sum's
+//! gradient times the optional scalar. The norm's backward then gives the gradient of `added`, the block's output.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

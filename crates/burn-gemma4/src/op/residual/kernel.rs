@@ -1,8 +1,9 @@
-//! The residual addition and the next norm: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
+//! The residual addition and the next norm: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`. `added` is
+//! the output of a block.
 //!
-//! Budget: shared memory holds one partial sum per plane for each of the two norms. Registers hold a unit's vectors of each
-//! input, one to three vectors for the supported models. Without plane operations, shared memory holds one partial sum per
-//! unit, and a unit has up to twenty vectors.
+//! Budget: shared memory holds one partial sum per plane for each of the two norms. Registers hold a unit's vectors of
+//! each input, one to three vectors for the supported models. Without plane operations, shared memory holds one partial
+//! sum per unit, and a unit holds up to twenty vectors of each input.
 //!
 //! Schedule: one cube per row, with one barrier per norm. The kernel rounds intermediate results to the stream's dtype
 //! wherever the model rounded them in training.

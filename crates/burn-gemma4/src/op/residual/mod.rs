@@ -179,7 +179,8 @@ fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     }
 }
 
-/// The residual kernel as operators of a backend. For each operator, see the function of this module that calls it.
+/// The residual kernel as operators of a backend. Each operator is documented at the function of this module that calls
+/// the operator.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ResidualBackend: Backend {

@@ -9,8 +9,8 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest key
-/// belongs to the last query. Otherwise the newest key belongs to the token before the last query.
+/// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest
+/// key is the key of the last query's token. Otherwise the newest key is the key of the token before.
 #[cube(launch_unchecked)]
 pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
     positions: &Tensor<I>,
@@ -37,7 +37,7 @@ pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
             last -= 1i32;
         }
         let slots = i32::cast_from(slots);
-        // The number of slots from this slot forward to the slot of the newest key, modulo the ring buffer's size.
+        // The number of positions by which the key in this slot is older than the newest key.
         let behind = (last + slots - slot) % slots;
         let column = last - behind;
         let before = position - column;

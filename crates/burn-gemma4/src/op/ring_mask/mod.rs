@@ -29,8 +29,8 @@ pub struct RingMask {
     pub slots: usize,
     /// The number of keys that a query sees, including the key at its own position.
     pub window: usize,
-    /// True if the last query's own key is already written. Otherwise the newest key belongs to the token before the last
-    /// query.
+    /// True if the last query's own key is already written. Otherwise the newest key is the key of the token before the
+    /// last query.
     pub last_is_written: bool,
 }
 
@@ -54,10 +54,10 @@ pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<
     ))
 }
 
-/// The kernel as an operator of a backend.
+/// The mask kernel as an operator of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait RingBackend: Backend {
-    /// Overwrites `mask`, a flat tensor: see [`ring_mask`].
+    /// Overwrites `mask`, a tensor with one dimension: see [`ring_mask`].
     #[fusion(meta = |mask, _positions, options| {
         TensorSpec::new(Shape::new(options.shape()), mask.dtype)
     })]

@@ -215,7 +215,8 @@ pub struct LayerHeads<B: Backend> {
     pub values: FloatTensor<B>,
 }
 
-/// The heads kernel as operators of a backend. For each operator, see the function of this module that calls it.
+/// The heads kernel as operators of a backend. Each operator is documented at the function of this module that calls
+/// the operator.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
     #[fusion(meta = |projected, _weight, cos, _sin, _positions, options| {

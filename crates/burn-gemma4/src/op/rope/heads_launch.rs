@@ -90,14 +90,14 @@ pub(super) struct OwnHeads {
 pub(super) struct HeadsLaunch {
     pub projected: CubeTensor,
     pub weights: Option<HeadWeights>,
-    /// The position of each row. Without positions, row `r` uses row `r % n` of the rotation tables, which have `n` rows.
-    /// Each sequence then fills its slots from slot 0 on.
+    /// The position of each row. Without positions, row `r` uses row `r % n` of the rotation tables, which have `n`
+    /// rows. Each sequence then fills its slots in order, starting at slot 0.
     pub positions: Option<CubeTensor>,
     pub target: RopeTarget,
     pub own: Option<OwnHeads>,
     pub columns: RopeColumns,
-    /// The number of rotated channel pairs per head if the KV cache stores the unrotated channels once for key and value.
-    /// The number is 0 for other KV caches.
+    /// The number of rotated channel pairs per head if the KV cache stores only the rotated channels of keys. The
+    /// number is 0 for other KV caches.
     pub rotated: usize,
     pub epsilon: f64,
     /// True if the kernel may read the weights, tables and positions before the previous launch has ended. No launch may

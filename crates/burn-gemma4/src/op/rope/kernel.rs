@@ -23,13 +23,14 @@ use cubecl::prelude::*;
 pub(super) enum RopeColumns {
     /// The order of the channels in the projection's output.
     Channels,
-    /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come first. The
-    /// other channels then lie next to the key's rotated channels.
+    /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come
+    /// first, so that the other channels lie next to the key's rotated channels, which follow the value.
     CompactValues,
     /// The order of keys in a KV cache that stores only the rotated channels of keys. The rotated channels are written after
     /// the value.
     CompactKeys,
-    /// The order of queries for a KV cache that stores only the rotated channels of keys. The rotated channels come last.
+    /// The order of queries for a KV cache that stores only the rotated channels of keys. The rotated channels come
+    /// last, as in a key.
     CompactQueries,
 }
 

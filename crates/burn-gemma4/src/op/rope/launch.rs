@@ -1,5 +1,5 @@
-//! The operators on heads for the CubeCL backend. All operators launch the same kernel, usually once. `layer_heads` launches
-//! the kernel three times on a device that binds few buffers per launch.
+//! The operators that compute a projection's heads, for the CubeCL backend. All operators launch the same kernel,
+//! usually once. `layer_heads` launches the kernel three times on a device that binds few buffers per launch.
 
 use super::{
     heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors, OwnShape},
@@ -189,7 +189,8 @@ impl HeadsBackend for CubeBackend {
     }
 }
 
-/// Allocates `[rows, heads, 1, head_dim]` for heads with `columns` columns in all. The rotation table gives `head_dim`.
+/// Allocates `[rows, heads, 1, head_dim]` for heads with `columns` columns in all. `head_dim` is twice the number of
+/// columns of the rotation table.
 fn empty_heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> CubeTensor {
     let head_dim = 2 * cos.meta.shape()[1];
     let rows = projected.meta.shape()[0];

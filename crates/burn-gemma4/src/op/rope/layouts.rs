@@ -42,7 +42,7 @@ pub(super) const VALUES: u32 = 2;
 pub(super) struct CubeHead {
     /// The kind of the head: [`FIRST`], [`KEYS`] or [`VALUES`].
     pub kind: u32,
-    /// The index of the head among the heads of its kind.
+    /// The index of the head among the heads of the same kind (queries, keys or values).
     pub index: u32,
     pub start: u32,
     pub slots: u32,
@@ -52,7 +52,8 @@ pub(super) struct CubeHead {
     pub to_slot: u32,
 }
 
-/// Finds the kind of a head, its index among the heads of that kind, and its layout. `head` is the index among all heads.
+/// Finds the kind of a head (query, key or value), its index among the heads of that kind, and its layout. `head` is
+/// the index among all heads.
 #[cube]
 pub(super) fn find_head(head: u32, layouts: QkvLayouts, #[comptime] of_layer: bool) -> CubeHead {
     let QkvLayouts {

@@ -25,7 +25,7 @@ use burn::tensor::Tensor;
 /// The cosines and sines of RoPE at the token positions of one call of the model, for one layer type.
 #[derive(Clone, Debug)]
 pub(crate) struct Rotation {
-    /// The cosines, `[batch or 1, 1, positions, head_dim / 2]`.
+    /// The cosines, `[batch, 1, positions, head_dim / 2]`, where `batch` is 1 if all sequences have the same positions.
     cos: Tensor<4>,
     sin: Tensor<4>,
 }

@@ -115,7 +115,8 @@ struct Tables {
 #[derive(Clone, Debug)]
 struct Table {
     device: Device,
-    /// The stream that allocated the table. Other streams have their own, because a CUDA graph needs tables of its stream.
+    /// The stream that allocated the table. Each stream has its own table, because a CUDA graph is captured only if its
+    /// tensors were allocated on the capturing stream.
     #[cfg(feature = "cube")]
     stream: StreamId,
     dtype: DType,
@@ -124,7 +125,8 @@ struct Table {
     sin: Tensor<2>,
 }
 
-/// The largest number of tables. The oldest is dropped, so that threads that have ended leave few tables behind.
+/// The largest number of cached tables. If the cache is full, the oldest table is dropped, so that ended threads leave
+/// few tables behind.
 const MOST_TABLES: usize = 8;
 
 impl Table {

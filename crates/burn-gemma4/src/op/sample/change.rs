@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// True if the bit of `token` is set in `word`, which is the word of the bit set that holds this bit.
+/// True if the bit of `token` is set. `word` is the 32-bit word of the bit set that holds this bit.
 #[cube]
 fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32

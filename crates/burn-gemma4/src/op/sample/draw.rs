@@ -1,4 +1,5 @@
-//! The draw of a token, in two kernels. A section is a consecutive range of a row's columns.
+//! The draw of a token, in two kernels. A row holds the logits of one text, with one column per token. A section is a
+//! consecutive range of a row's columns.
 //!
 //! The first kernel sums the weights of the kept tokens in each section. Top-k, top-p and min-p decide which tokens are
 //! kept. The second kernel draws the first token, in token order, at which the running sum of weights exceeds a random
@@ -24,7 +25,7 @@ use cubecl::prelude::*;
 /// - words 0 and 1: the summed weight of the tokens with a sort key above the threshold
 /// - word 2: the number of tokens whose sort key equals the threshold
 /// - word 3: the threshold
-/// - words 4 and 5: the least summed weight that top-p keeps of the tokens whose sort key equals the threshold
+/// - words 4 and 5: the summed weight that top-p still needs from the tokens whose sort key equals the threshold
 pub(super) const SUMMARY: usize = 6;
 /// The number of bits of a column index.
 pub(super) const COLUMN_BITS: u32 = 22;
@@ -265,7 +266,8 @@ pub(super) fn draw_pdl<E: Float>(
         low: u32::reinterpret(seeds[2 * row as usize]),
         high: u32::reinterpret(seeds[2 * row as usize + 1]),
     };
-    // Use the position of the drawn token, which follows the last position of the text, as the counter of the random number.
+    // Use the position of the drawn token, which follows the last position of the text, as the counter of the random
+    // number generator.
     let random = bits(seed, u32::reinterpret(positions[row as usize]) + 1u32);
     let drawn = Wide { low, high }.share(random);
 

@@ -65,7 +65,7 @@ mod device {
     ///
     /// # Shapes
     /// - `logits`: `[rows, vocabulary]`.
-    /// - `seeds`: `[2 · rows]`, the lower and the upper word of each row's seed.
+    /// - `seeds`: `[2 · rows]`, the lower and then the upper 32 bits of each row's seed.
     /// - `positions`: `[rows]`, the position of the last token in the text.
     /// - output: `[rows]`, with −1 for a row without a possible token.
     pub(crate) fn draw(
@@ -106,7 +106,8 @@ mod device {
         Tensor::from_dispatch(Dispatch::mark(seen.into_dispatch(), tokens.into_dispatch()))
     }
 
-    /// The sampling kernels as operators of a backend. For each operator, see the function of this module that calls it.
+    /// The sampling kernels as operators of a backend. Each operator is documented at the function of this module that
+    /// calls the operator.
     #[backend_extension(Cube, Fusion)]
     pub trait SampleBackend: Backend {
         #[fusion(meta = |logits, _seeds, _positions, _options| {

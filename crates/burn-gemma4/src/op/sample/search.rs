@@ -35,8 +35,8 @@ pub(super) struct Found {
     pub floor: u32,
     /// The upper bits of the smallest kept sort key. Earlier launches have determined these bits.
     pub prefix: u32,
-    /// The number of tokens, or the summed weight, that is still missing to reach the target. Tokens whose sort keys have the
-    /// upper bits `prefix` must contribute it.
+    /// The number of tokens, or the summed weight, that is still missing to reach the target. The tokens whose sort
+    /// keys have the upper bits `prefix` must contribute this amount.
     pub need: Wide,
 }
 

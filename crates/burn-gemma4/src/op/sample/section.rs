@@ -25,7 +25,7 @@ pub(super) struct LogitsSizes {
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stretch {
     pub row: u32,
-    /// The first column of the section, and the column after its last column.
+    /// The first column of the section. `end` is the column after the last one.
     pub start: u32,
     pub end: u32,
 }

@@ -7,10 +7,10 @@
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer that −∞ has in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The function
-/// `key` returns 0 for −∞ and for every NaN.
+/// The integer to which −∞ maps in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The
+/// function `key` returns 0 for −∞ and for every NaN.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The sort key of ∞. Larger integers belong to NaN.
+/// The sort key of ∞. Larger integers would stand for NaN.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
 /// The sort key of a logit of 0. The sort key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;

@@ -14,7 +14,8 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The weight of a forward pass in the running counts falls to 1/e after this number of further passes.
+/// The number of further forward passes after which the weight of a forward pass in the running counts has fallen to
+/// 1/e.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of `FIRST_DRAFTS`
 /// draft tokens.
@@ -29,8 +30,9 @@ const ROWS: usize = 8;
 #[derive(Clone, Debug)]
 pub(super) struct DraftLength {
     fixed: Option<usize>,
-    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens of a forward pass are
-    /// divided equally among the sequences. Each sequence uses one row for the last token of its text.
+    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens of a forward pass
+    /// are divided equally among the sequences. One of a sequence's tokens is the last token of its text, and the
+    /// others are draft tokens.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older forward passes have

@@ -250,8 +250,8 @@ pub(crate) fn decode(
             guessers.streams.rows = hidden;
         }
         let chosen = Chosen::of(next, sequences, options)?;
-        // `of_sequences` does not wait for the device here. `Chosen::of` has waited for the model's choices, which the
-        // device copies after the draft tokens.
+        // `of_sequences` does not wait for the device here, because `Chosen::of` has already waited for the model's
+        // choices. The device copies these choices after the draft tokens.
         let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {

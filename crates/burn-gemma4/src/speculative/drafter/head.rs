@@ -1,5 +1,5 @@
-//! The drafter's head, which chooses the most likely token for a hidden state. It considers the whole vocabulary, or a few
-//! groups of tokens.
+//! The drafter's head, which chooses the most likely token for a hidden state. The head considers the whole vocabulary,
+//! or only the tokens of the best groups.
 
 #[cfg(feature = "cube")]
 use crate::op;
@@ -81,8 +81,8 @@ impl MaskedEmbedding {
         drafter_head::looks_at(table, &self.token_ordering)
     }
 
-    /// Computes the tokens of [`token`](Self::token) with kernels. Writes them to the tensor of all draft tokens of one run
-    /// of the drafter. `places` holds this tensor, and the index at which the first token is written.
+    /// Computes the same tokens as [`token`](Self::token), with kernels. Writes them to the tensor that holds all draft
+    /// tokens of one run of the drafter. `places` holds this tensor, and the index at which the first token is written.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,
@@ -128,8 +128,8 @@ fn numbers(count: usize, device: &Device) -> Tensor<1, Int> {
 /// Returns the indices of the `count` largest scores, the largest first. Equal scores are ordered by index. `scores` is
 /// `[all]`, and `places` are the integers `0..all`.
 ///
-/// This function compares all pairs of scores on the device. Burn's sort runs on the host, so every draft token would wait
-/// for the host.
+/// This function compares all pairs of scores on the device. With Burn's sort, which runs on the host, every draft
+/// token would wait for the host.
 fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1, Int> {
     let [all] = scores.dims();
     let [rows, columns] = [

@@ -1,4 +1,4 @@
-//! Writes JSON like Python's `json.dumps`, with the arguments that transformers passes to `tojson`.
+//! Writes JSON like Python's `json.dumps`, with the arguments of the filter `tojson` in Hugging Face Transformers.
 
 use super::limits::{Limited, elements, keep, too_much};
 use super::python;
@@ -12,8 +12,8 @@ const MOST_INDENT: usize = 100;
 /// The maximum length in bytes of the argument `separators`: the item separator and the key separator together.
 const LONGEST_SEPARATOR: usize = 100;
 
-/// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like transformers' filter, and
-/// unlike minijinja's, this filter does not escape HTML characters.
+/// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like the filter of Hugging
+/// Face Transformers, and unlike minijinja's, this filter does not escape HTML characters.
 pub(super) fn tojson(
     state: &State<'_, '_>,
     value: &Value,
@@ -192,7 +192,8 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// Returns the text that indents by one level, or `None` without an indent. `indent` is a number of spaces, or this text.
+/// Returns the text that indents by one level, or `None` without an indent. The argument `indent` is a number of
+/// spaces, or the text itself.
 fn indentation(indent: &Value) -> Result<Option<String>, Error> {
     if indent.is_none() {
         return Ok(None);

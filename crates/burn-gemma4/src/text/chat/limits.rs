@@ -20,8 +20,8 @@ const MOST_INSTRUCTIONS: u64 = 100_000_000;
 /// message about ten times, and the longest prompts have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// The assumed sizes of lists, for the limit on created bytes. A list or a namespace counts as `LIST` bytes, plus `ELEMENT`
-/// bytes for each of its elements and of the elements of nested lists.
+/// The assumed sizes of lists in bytes, for the limit on created bytes. A list or a namespace counts as `LIST` bytes,
+/// plus `ELEMENT` bytes for each element, including the elements of nested lists.
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
@@ -122,8 +122,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// Counts the bytes of a value that an instruction has created. Converts a lazy sequence to a list, because its elements
-/// would be computed at each access.
+/// Counts the bytes of a value that an instruction has created. Converts a lazy sequence to a list, because a lazy
+/// sequence recomputes its elements at each access.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
@@ -170,7 +170,7 @@ pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     Ok(count)
 }
 
-/// Calls `visit` for each element of a list and of all lists nested in it, to the nesting depth `depth`.
+/// Calls `visit` for each element of a list and of all lists nested in it, down to the nesting depth `depth`.
 pub(super) fn look_through(
     value: &Value,
     depth: usize,
@@ -253,7 +253,7 @@ pub(super) fn too_much() -> Error {
     Error::new(ErrorKind::InvalidOperation, TOO_MUCH)
 }
 
-/// Returns the error's text. If a limit was exceeded, the text also names the limit.
+/// Returns the error's text. If the limit on instructions was exceeded, the text also states this limit.
 pub(super) fn explain(error: &Error) -> String {
     match error.kind() {
         ErrorKind::OutOfFuel => {

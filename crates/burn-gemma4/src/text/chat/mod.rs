@@ -87,7 +87,8 @@ impl Default for ChatOptions {
     }
 }
 
-/// A checkpoint's chat template. The Jinja template is rendered like in transformers' `apply_chat_template`.
+/// A checkpoint's chat template. The Jinja template is rendered as by `apply_chat_template` of Hugging Face
+/// Transformers.
 ///
 /// # Examples
 /// ```
@@ -123,16 +124,16 @@ impl ChatTemplate {
         parse(source, SpecialTokens::default()).map_err(|error| malformed(path.into(), error))
     }
 
-    /// Reads the chat template from a checkpoint's folder: the first template that one of these sources has, as in
-    /// transformers:
+    /// Reads the chat template from a checkpoint's folder. As in Hugging Face Transformers, the first of these sources
+    /// that has a template is used:
     ///
     /// - `chat_template` in `processor_config.json`, then in `chat_template.json`
     /// - `chat_template.jinja`
     /// - `chat_template` in `tokenizer_config.json`
     /// - [`gemma4`](Self::gemma4), if no file has a template
     ///
-    /// A `chat_template` field holds one template, or a list of named templates, from which `default` is used. Template
-    /// variables such as `bos_token` come from `tokenizer_config.json`.
+    /// A `chat_template` field holds one template, or a list of named templates. In a list, the template called
+    /// `default` is used. Template variables such as `bos_token` come from `tokenizer_config.json`.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If a
@@ -183,8 +184,8 @@ impl ChatTemplate {
         self.render_until(messages, options, None)
     }
 
-    /// Renders messages like [`render`](Self::render). If `cancellation` is cancelled meanwhile, returns an error as soon as
-    /// possible.
+    /// Renders messages like [`render`](Self::render). If `cancellation` is cancelled during the rendering, returns an
+    /// error as soon as possible.
     pub(crate) fn render_until(
         &self,
         messages: &[Message],
@@ -266,7 +267,7 @@ fn refused(error: minijinja::Error) -> Gemma4Error {
     Gemma4Error::ChatTemplate(limits::explain(&error))
 }
 
-/// Parses a template, and creates an environment with the same functions and settings as in transformers.
+/// Parses a template, and creates an environment with the same functions and settings as in Hugging Face Transformers.
 fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -282,8 +283,8 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
     python::set(&mut environment);
     syntax::check(&source)?;
     let source = syntax::without_generation(&source).into_owned();
-    // `template_from_named_str` does not add the template to the environment. A template in the environment could include
-    // itself, and the included template would run without the sandbox.
+    // Parse the template with `template_from_named_str`, which does not add the template to the environment. A template
+    // in the environment could include itself, and the included template would run without the sandbox.
     environment.template_from_named_str(NAME, &source)?;
     Ok(ChatTemplate {
         environment,

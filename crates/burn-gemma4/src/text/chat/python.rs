@@ -95,8 +95,8 @@ pub(super) fn number(value: &Value) -> String {
     }
 }
 
-/// Formats a float like Python's `repr`, with the fewest digits that parse to the same float. Values below 1e-4 and from
-/// 1e16 on get an exponent.
+/// Formats a float like Python's `repr`, with the fewest digits that parse to the same float. Magnitudes below 1e-4,
+/// and magnitudes of at least 1e16, get an exponent.
 pub(super) fn float(value: f64) -> String {
     if value.is_nan() {
         return "nan".into();
@@ -161,7 +161,8 @@ fn is_printable(char: char) -> bool {
     }
 }
 
-/// Adds tests such as `is iterable` that behave as in jinja2. minijinja's tests of the same names behave differently.
+/// Adds template tests, such as `is iterable`, that behave as in jinja2. minijinja's tests of the same names behave
+/// differently.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
     // An undefined value is iterable, because Python iterates over it as over an empty list. None is not iterable.

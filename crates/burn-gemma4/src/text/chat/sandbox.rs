@@ -1,5 +1,5 @@
-//! The sandbox of chat templates. It replaces minijinja instructions that create texts or lists by calls of functions. These
-//! functions count the created bytes and enforce a limit.
+//! The sandbox of chat templates. The sandbox replaces each minijinja instruction that creates texts or lists by a
+//! function call. The called functions count the created bytes and enforce a limit.
 //!
 //! A limit on the number of instructions does not bound the memory. A template needs few instructions to double a text forty
 //! times.
@@ -41,12 +41,12 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
     })
 }
 
-/// The name of the function that checks the time limit. It is called before each instruction that may read long texts, and
-/// in each iteration of a loop.
+/// The name of the function that checks the time limit. The function is called before each instruction that may read
+/// long texts, and in each iteration of a loop.
 const LOOK: &str = "in time";
 
-/// The name of the function that converts a text to a list of its characters. It is called before loops and unpacking.
-/// minijinja cannot unpack a text, and its loop over a text has no defined length.
+/// The name of the function that converts a text to a list of its characters. The function is called before loops and
+/// unpacking, because minijinja cannot unpack a text, and its loop over a text has no defined length.
 const ITERATED: &str = "iterated text";
 
 /// True if an instruction may read long texts. The time limit is then checked before the instruction.
@@ -208,7 +208,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         environment.add_filter(
             name,
             move |state: &State<'_, '_>, arguments: Rest<Value>| {
-                // Check the time in each call. A single `map` instruction may call a filter for thousands of elements.
+                // Check the time in each call, because a single `map` instruction may call a filter for thousands of
+                // elements.
                 assert_in_time(state)?;
                 check(name, &arguments)?;
                 let arguments = printed(name, arguments.0)?;
@@ -220,8 +221,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         environment.add_test(
             name,
             move |state: &State<'_, '_>, arguments: Rest<Value>| {
-                // Check the time limit whenever a template test runs. One `select` filter may run a test on thousands of
-                // elements, while the engine counts only one instruction.
+                // Check the time limit whenever a template test runs. One `select` filter may run a test on thousands
+                // of elements, while minijinja counts only one instruction.
                 assert_in_time(state)?;
                 Ok::<_, Error>(test.call(state, &arguments)?.is_true())
             },

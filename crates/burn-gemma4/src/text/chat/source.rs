@@ -15,7 +15,7 @@ pub const GEMMA4: &str = include_str!("gemma4.jinja");
 const DEFAULT: &str = "default";
 
 /// The template variables for special tokens if `tokenizer_config.json` does not define them. The names are those of
-/// transformers, and the tokens are those of Gemma 4.
+/// Hugging Face Transformers, and the tokens are those of Gemma 4.
 pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("bos_token", "<bos>"),
     ("eos_token", "<eos>"),
@@ -79,7 +79,7 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns a folder's template and special tokens. Without a template in a file, the template is that of Gemma 4. Like
+/// Returns a folder's template and special tokens. If no file has a template, returns the template of Gemma 4. Like
 /// [`own`], also returns the path for error messages.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
@@ -117,8 +117,8 @@ fn own(
     })
 }
 
-/// The files of a multimodal processor. transformers reads the files in this order, and prefers their templates to all other
-/// templates.
+/// The files of a multimodal processor. Hugging Face Transformers reads the files in this order, and prefers their
+/// templates to all other templates.
 const PROCESSOR: [&str; 2] = ["processor_config.json", "chat_template.json"];
 const TOKENIZER: &str = "tokenizer_config.json";
 

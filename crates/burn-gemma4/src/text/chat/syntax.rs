@@ -84,7 +84,7 @@ fn check_operators(tokens: &[Token<'_>]) -> Result<(), Error> {
 }
 
 fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
-    // `open` has the number of `elif` branches so far in each open `if`, and `total` is the sum of these numbers.
+    // `open` holds the number of `elif` branches so far in each open `if`, and `total` is the sum of these numbers.
     let mut open: Vec<usize> = Vec::new();
     let mut total = 0;
     for pair in tokens.windows(2) {
@@ -111,8 +111,8 @@ fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Replaces transformers' `{% generation %}` blocks by `{% with %}` blocks. A `generation` block marks the assistant's text
-/// for training. In a rendering, both kinds of blocks only open a scope of variables.
+/// Replaces the `{% generation %}` blocks of Hugging Face Transformers by `{% with %}` blocks. A `generation` block
+/// marks the assistant's text for training. In a rendering, both kinds of blocks only open a scope of variables.
 pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return Cow::Borrowed(source);

@@ -29,8 +29,8 @@ struct Model {
     end_of_word_suffix: Option<String>,
 }
 
-/// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. `parts` is the JSON
-/// field that lists the components of a sequence.
+/// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. `parts` is the
+/// name of the JSON field that lists the components of a sequence.
 struct Part {
     name: &'static str,
     kinds: &'static [&'static str],

@@ -1,5 +1,5 @@
-//! The largest number of characters that one token can stand for. The number bounds a text's tokens from below, so that a
-//! text that is much too long is refused without the time to encode it.
+//! The largest number of characters that one token can stand for. This number gives a lower bound of the number of
+//! tokens in a text. A text that is much too long can therefore be refused without being encoded.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -49,7 +49,7 @@ pub(super) fn longest_token(bytes: &[u8], inner: &tokenizers::Tokenizer) -> Opti
     longest.filter(|_| keeps_length).and_then(NonZeroUsize::new)
 }
 
-/// True if a normalizer gives no text with fewer characters.
+/// True if a normalizer never reduces the number of characters in a text.
 fn keeps_length(normalizer: &Value) -> bool {
     let chars = |value: &Value| value.as_str().map(|text| text.chars().count());
     match normalizer["type"].as_str() {
@@ -89,7 +89,7 @@ impl Added {
 }
 
 impl Model {
-    /// True if each character without a token of its own becomes at least one token.
+    /// True if each character that is not a token of the vocabulary still becomes at least one token.
     fn has_no_joined_unknown(&self, inner: &tokenizers::Tokenizer) -> bool {
         let mut bytes = (0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>"));
         let has_bytes = self.byte_fallback && bytes.all(|byte| inner.token_to_id(&byte).is_some());
@@ -126,7 +126,7 @@ mod tests {
             let fewest = tokenizer.fewest_tokens(&text);
             assert!(0 < fewest && fewest <= tokens, "{text}: {fewest}, {tokens}");
         }
-        // The longest token of the vocabulary is the name of a byte, which has 6 characters.
+        // The longest token of the vocabulary is a byte token such as `<0xE2>`, which has 6 characters.
         assert_eq!(tokenizer.fewest_tokens(&"h".repeat(61)), 11);
         assert_eq!(tokenizer.fewest_tokens(""), 0);
     }

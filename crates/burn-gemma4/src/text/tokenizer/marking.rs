@@ -1,4 +1,5 @@
-//! A marking lets a chat template render the text of a message so that no part of the text becomes a special token.
+//! Marks are characters that split the special tokens in the text of a message. A chat template can then render the
+//! message, and no part of its text becomes a special token.
 
 use super::Tokenizer;
 use crate::error::Gemma4Error;
@@ -9,8 +10,8 @@ use tokenizers::{AddedToken, OffsetReferential, OffsetType};
 /// The characters of the last two planes of Unicode, which are reserved for private use.
 const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
 
-/// A marking, which distinguishes special tokens in messages from special tokens of the chat template. Before the rendering,
-/// [`mark`](Self::mark) inserts a mark character into each special token in a message. After the rendering,
+/// The mark character that distinguishes special tokens in messages from special tokens of the chat template. Before
+/// the rendering, [`mark`](Self::mark) inserts the mark into each special token in a message. After the rendering,
 /// [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
 #[derive(Clone, Copy, Debug)]
 pub struct Marking<'a> {
@@ -19,7 +20,8 @@ pub struct Marking<'a> {
 }
 
 impl Tokenizer {
-    /// Creates a marking for `texts`, which must contain every text that is rendered with this marking.
+    /// Chooses a mark character for `texts`, which must contain every text that is rendered with the returned
+    /// [`Marking`].
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is a
@@ -92,8 +94,8 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // A normalizer could create a special token that the text does not contain literally, if special tokens are sought
-        // in the normalized text.
+        // If the tokenizer searches the normalized text for special tokens, the normalizer could create a special token
+        // that the text does not contain literally.
         let is_sought = |token: &AddedToken| token.special && token.normalized;
         if !added.values().any(is_sought) {
             return Ok(text);
@@ -119,7 +121,7 @@ impl Marking<'_> {
             .find_map(|token| self.tokenizer.special(token.id))
     }
 
-    /// Returns a number of tokens that [`encode`](Self::encode) of the rendered text exceeds or equals. See
+    /// Returns a lower bound of the number of tokens that [`encode`](Self::encode) gives for the rendered text. See
     /// [`Tokenizer::fewest_tokens`].
     pub fn fewest_tokens(&self, rendered: &str) -> usize {
         let chars = rendered.chars().filter(|char| *char != self.mark);

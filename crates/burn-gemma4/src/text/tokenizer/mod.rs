@@ -29,7 +29,7 @@ use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTo
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The added tokens of `inner`, set so that special tokens in a text are encoded as plain text.
+    /// The added tokens of `inner`, configured so that special tokens in a text are encoded as plain text.
     spelled: AddedVocabulary,
     /// The largest number of characters that one token can stand for, or `None` if no such number is known.
     longest: Option<NonZeroUsize>,
@@ -67,8 +67,8 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Returns a number of tokens that the encoded text exceeds or equals, without encoding the text. The number is 0 if the
-    /// tokenizer can shorten a text without bound.
+    /// Returns a lower bound of the number of tokens in the encoded text, without encoding the text. The bound is 0 if
+    /// the tokenizer can shorten a text without bound.
     pub fn fewest_tokens(&self, text: &str) -> usize {
         self.fewest_tokens_of(text.chars().count())
     }
@@ -84,7 +84,7 @@ impl Tokenizer {
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a special
     /// token.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
-        // Run the same steps as `encode`, but with the added tokens in `spelled`.
+        // Run the same steps as `encode`, but with `spelled`, so that special tokens are encoded as plain text.
         let mut pieces = self
             .spelled
             .extract_and_normalize(self.inner.get_normalizer(), text);

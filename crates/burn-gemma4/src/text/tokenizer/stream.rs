@@ -51,7 +51,7 @@ impl TextStream<'_> {
     }
 }
 
-/// The kind of a token, by which a [`TextStream`] decodes it.
+/// The kind of a token, which decides how a [`TextStream`] decodes the token.
 enum Kind {
     /// A special or unknown token, which has no text and does not end a run of byte tokens.
     Silent,

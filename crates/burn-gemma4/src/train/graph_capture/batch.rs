@@ -16,8 +16,8 @@ pub struct TrainBatch<'a> {
     pub tokens: Tensor<2, Int>,
     /// The documents in each row, or `None` if each row is one document.
     pub packing: Option<&'a Packing>,
-    /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal `positions`.
-    /// Negative targets do not count.
+    /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal
+    /// `positions`. Positions with negative targets do not count in the loss.
     pub targets: Tensor<2, Int>,
 }
 

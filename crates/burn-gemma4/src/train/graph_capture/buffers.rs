@@ -9,7 +9,8 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-/// The tensors that a training step reads, without autodiff. All steps of a graph have equally many tensors, of equal sizes.
+/// The tensors that a training step reads, without autodiff. All steps that a graph runs read the same number of
+/// tensors, with the same sizes.
 #[derive(Default)]
 pub(super) struct Sources {
     floats: Vec<FloatTensor<Dispatch>>,

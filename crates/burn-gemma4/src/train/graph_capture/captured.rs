@@ -25,7 +25,7 @@ const CAPTURE_MAX_ROWS: usize = 4096;
 /// parameters of models with a few hundred million parameters.
 const MOST_COPIED: usize = 1 << 30;
 
-/// A captured step, which serves all batches of one shape.
+/// A captured training step, which can run every batch that has the shape of the captured batch.
 pub(super) struct Captured {
     step: CapturedGraph<Step>,
     shape: Shape,
@@ -218,8 +218,8 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// Captures the first step immediately, because no other thread may use the device during a capture. Later the trainer
-    /// has threads that read losses and write checkpoints.
+    /// Captures the first step immediately, because no other thread may use the device during a capture. In later
+    /// steps, other threads of the trainer read losses and write checkpoints.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 

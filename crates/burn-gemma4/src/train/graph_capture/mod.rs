@@ -20,13 +20,13 @@ use std::{fmt, marker::PhantomData};
 
 /// Computes the gradients of training steps. Captures the launches of a step in a graph if the device supports graphs.
 ///
-/// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. Later batches of
-/// the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape, or a change of
-/// the set of trained parameters, drops the graph permanently.
+/// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. Later
+/// batches of the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape,
+/// or a change of the set of trained parameters, drops the graph permanently, and no other graph is captured.
 ///
-/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On
-/// NVIDIA GPUs before Hopper, half-precision experts with [`by_layer`](Self::by_layer) also need data on the host. The gradients do not depend on
-/// whether a graph is used.
+/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On NVIDIA
+/// GPUs before Hopper, half-precision experts with [`by_layer`](Self::by_layer) also need such data. The gradients do
+/// not depend on whether a graph is used.
 ///
 /// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
 /// allocate device memory. Programs whose threads share a CUDA device should use

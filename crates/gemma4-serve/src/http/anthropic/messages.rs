@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// The prefix of the ids of tool calls.
 pub(super) const CALL_PREFIX: &str = "toolu_";
 
-/// Handles a request.
+/// Handles a request to `/v1/messages`.
 pub(crate) async fn handle(
     State(app): State<Arc<App>>,
     Extension(log): Extension<RequestLog>,

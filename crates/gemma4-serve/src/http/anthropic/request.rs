@@ -93,7 +93,8 @@ enum OutputFormat {
     JsonSchema { schema: Value },
 }
 
-/// The tokens of a prompt, the tools, and the largest number of tokens of a thought.
+/// The parts of a request's conversation: the prompt's tokens, the tools, and the largest number of tokens of a
+/// thought.
 struct Prepared {
     tokens: Vec<u32>,
     tools: SelectedTools,

@@ -21,7 +21,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Handles a request.
+/// Handles a request to `/v1/completions`.
 pub(crate) async fn handle(
     State(app): State<Arc<App>>,
     Extension(log): Extension<RequestLog>,
@@ -69,7 +69,8 @@ struct CompletionWriter {
     prompt_tokens: usize,
     tokens: usize,
     ended: usize,
-    /// The number of characters in each answer so far. Log-probabilities give each token's offset in characters.
+    /// The number of characters in each answer so far. The field `logprobs` of a response gives each token's offset in
+    /// characters.
     offsets: Vec<usize>,
 }
 

@@ -42,8 +42,8 @@ pub(crate) fn of_chat(tokenizer: &Tokenizer, tokens: &[TokenProbability]) -> Val
     json!({"content": content.collect::<Value>(), "refusal": null})
 }
 
-/// Returns the field `logprobs` of a text completion. `offset` is the number of characters before the first token, and
-/// advances past the tokens.
+/// Returns the field `logprobs` of a text completion. `offset` is the number of characters before the first token. The
+/// function advances `offset` past the last token.
 pub(crate) fn of_text(
     tokenizer: &Tokenizer,
     tokens: &[TokenProbability],

@@ -18,7 +18,7 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// Handles a request.
+/// Handles a request to `/v1/responses`.
 pub(crate) async fn handle(
     State(app): State<Arc<App>>,
     Extension(log): Extension<RequestLog>,

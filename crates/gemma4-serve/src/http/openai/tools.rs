@@ -69,7 +69,8 @@ impl SelectedTools {
         })
     }
 
-    /// Changes an answer's options: forbids tool calls, limits the answer to one call, or ends the answer after its calls.
+    /// Changes an answer's options: forbids tool calls, limits the answer to one call, or makes the answer end after
+    /// its calls.
     pub fn apply(&self, tokenizer: &Tokenizer, options: &mut AnswerOptions) {
         if self.choice == ToolChoice::None
             && let Some(call) = tokenizer.id(CALL)

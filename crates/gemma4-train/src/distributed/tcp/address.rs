@@ -127,8 +127,9 @@ fn reach_once(name: &impl ToSocketAddrs) -> io::Result<TcpStream> {
     outcome
 }
 
-/// Refuses a TCP connection of a socket with itself. If no process listens on the target port, the system may choose this
-/// port as the connection's local port. The connection would occupy the port, so that the first process could not listen.
+/// Refuses a TCP connection of a socket with itself. If no process listens on the target port, the system may choose
+/// this port as the connection's local port. The connection would then occupy the port, and the first process could not
+/// listen on it.
 fn refuse_itself(stream: TcpStream) -> io::Result<TcpStream> {
     match stream.local_addr()? == stream.peer_addr()? {
         true => Err(ErrorKind::ConnectionRefused.into()),

@@ -26,7 +26,7 @@ pub struct Hello {
     greeting: String,
     pub rank: usize,
     pub size: usize,
-    /// The id of the run and of its attempt, from the launcher's variables.
+    /// The id of the run, with the number of its restarts, from the launcher's variables.
     pub run: String,
 }
 

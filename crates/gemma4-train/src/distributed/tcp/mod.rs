@@ -347,7 +347,7 @@ mod tests {
         }
     }
 
-    /// Returns a callback that sends the errors of other processes to a channel, and the channel's receiver.
+    /// Returns a callback that sends the errors of other processes to a channel, and the receiver of that channel.
     fn ear() -> (OnFailure, Receiver<String>) {
         let (sender, receiver) = channel();
         let sender = Mutex::new(sender);

@@ -4,9 +4,9 @@ use super::{Kernel, output};
 use crate::cube::TensorMap;
 use crate::fault::Fault;
 
-/// Returns a kernel in which each thread copies its 32-bit word to shared memory with `cp.async` and then reads the copy.
-/// The instructions `before_reading` are between the copy and the read. `read` ends the copy's operand list, and is empty or
-/// the number of bytes to read.
+/// Returns a kernel in which each thread copies its 32-bit word to shared memory with `cp.async` and then reads the
+/// copy. The instructions `before_reading` are between the copy and the read. `read` is appended to the copy's
+/// operands. It is empty, or a comma and the number of bytes to read.
 fn copied(before_reading: &str, read: &str) -> String {
     format!(
         ".shared .align 16 .b8 tile[128];

@@ -156,9 +156,9 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
     }
 }
 
-/// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both matrices are in shared memory,
-/// in swizzled rows of 128 bytes. The instructions `fence` run after the copies to shared memory. The instructions `wait`
-/// run after the commit of the multiplication.
+/// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both matrices are in shared
+/// memory, in swizzled rows of 128 bytes. The instructions `fence` run after the copies of the matrices to shared
+/// memory. The instructions `wait` run after the `wgmma` group is committed.
 fn wgmma(fence: &str, wait: &str) -> String {
     format!(
         ".reg .b64 %in, %word, %to, %a, %b; .reg .b32 %at, %x, %y, %row, %v<4>; .reg .f32 %d<4>; .reg .pred %p;

@@ -71,7 +71,7 @@ fn rounding(modifier: &str) -> Option<Rounding> {
     })
 }
 
-/// Returns the type of each half of a packed type.
+/// Returns the type of each half of the packed type `modifier`, or `None` if `modifier` is not a packed type.
 fn halves(modifier: &str) -> Option<Type> {
     Some(match modifier {
         "f16x2" => Type::F16,
@@ -108,8 +108,8 @@ impl Decoder<'_> {
     }
 
     fn flags(&mut self) -> Flags {
-        // The modifiers `.approx` and `.full`, which allow approximate results, have no effect: the emulator always computes
-        // accurate results.
+        // The modifiers `.approx` and `.full` allow approximate results. They have no effect here, because the emulator
+        // always computes accurate results.
         self.ignores(&["approx", "full"]);
         Flags {
             flush: self.takes("ftz"),
@@ -263,7 +263,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Returns the type of each part if a value of type `number` consists of `parts` packed parts.
+    /// Returns the type of one part of a value that consists of `parts` packed parts. `number` is the type of the whole
+    /// value.
     fn part(&self, number: Type, parts: usize) -> Result<Type> {
         match number.bits() as usize / parts.max(1) {
             8 => Ok(Type::B8),
@@ -317,8 +318,8 @@ impl Decoder<'_> {
         })))
     }
 
-    /// Returns the type of a comparison's operands. Comparisons with `ftz` are not supported, because flushing
-    /// subnormals would change their result.
+    /// Returns the type of a comparison's operands. The function does not consume the modifier `ftz`, so that the
+    /// decoder refuses comparisons with it. Flushing subnormals would change the result of such a comparison.
     fn compared(&mut self) -> Result<Type> {
         let number = self.take_type()?;
         match number {

@@ -5,8 +5,8 @@ use crate::numbers::{Arithmetic, ArithmeticOperation as Op, Comparison, Flags};
 use crate::ptx::instruction::{DoubleOperation, Logic, Operation, WordComparison, WordOperation};
 use crate::ptx::types::{Register, Type};
 
-/// Converts arithmetic of any kind to an operation that runs in a special loop over all lanes. Returns `None` if the
-/// operation has no such loop.
+/// Converts an arithmetic operation to an operation that runs in a special loop over all lanes. Returns `None` if there
+/// is no such loop for the operation.
 pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option<Operation> {
     let Arithmetic {
         operation,

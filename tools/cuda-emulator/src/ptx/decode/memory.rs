@@ -164,7 +164,8 @@ impl Decoder<'_> {
         })))
     }
 
-    /// Decodes `cvta`, which converts an address of a memory space to a generic address, or a generic address back.
+    /// Decodes `cvta`, which converts an address of a memory space to a generic address, or a generic address to an
+    /// address of a memory space.
     fn shift_address(&mut self) -> Result<Operation> {
         let back = self.takes("to");
         let window = self.take_space().window();

@@ -1,5 +1,5 @@
-//! Decodes the text of an instruction to an operation. The decoder refuses the module if a modifier or an operand is left
-//! over, because the emulator would ignore that part.
+//! Decodes the text of an instruction to an operation. The decoder refuses the module if a modifier or an operand is
+//! left over, because the emulator would not apply this modifier or operand.
 
 mod arithmetic;
 mod asynchronous;
@@ -173,7 +173,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// Returns the register row of a source operand like [`source`](Self::source), but also accepts a register that is
-    /// wider than the type.
+    /// wider than the type `number`.
     fn any_source(&mut self, at: usize, number: Type) -> Result<Register> {
         match self.operand(at)? {
             Operand::Register(register) => Ok(register),
@@ -231,7 +231,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Decodes the result `d|p`, a register with a predicate, or `d` alone.
+    /// Decodes a result that is a register with a predicate, `d|p`, or a register alone, `d`.
     fn target_and_predicate(&mut self, at: usize, class: Class) -> Result<(Register, Option<u32>)> {
         match self.operand(at)? {
             Operand::Pair(first, second) => {

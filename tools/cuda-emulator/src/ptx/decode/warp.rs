@@ -29,8 +29,8 @@ impl Decoder<'_> {
                     _ => Err(self.unsupported("the results")),
                 }
             }
-            // All other instructions set a warp's register count (`setmaxnreg`) or start a dependent kernel
-            // (`griddepcontrol`). The emulator ignores these instructions, because they do not affect results.
+            // All other instructions set a warp's register count (`setmaxnreg`) or control the start of dependent
+            // kernels (`griddepcontrol`). The emulator ignores these instructions, because they do not affect results.
             _ => Ok(self.nothing()),
         }
     }

@@ -119,7 +119,7 @@ impl Decoder<'_> {
         self.ignores(&["row", "col"]);
         let to = self.take_element()?;
         let of_halves = !self.modifiers.contains(&"tf32") && self.modifiers.len() == 1;
-        // The modifiers of a multiplication in f16 do not name the type of the two multiplied matrices.
+        // The modifiers of a multiplication in f16 do not name the type of the two multiplied matrices, which is f16.
         let (left, right) = match of_halves {
             true => (Element::Half(Type::F16), Element::Half(Type::F16)),
             false => (self.take_element()?, self.take_element()?),

@@ -1,10 +1,10 @@
-//! The plan of the cmma engine. The plan chooses a fragment shape of the device, then tiles from tables by the output's
-//! width and the device's shared memory.
+//! The plan of the cmma engine. The plan first chooses a fragment shape that the device supports. It then chooses tiles
+//! from tables, by the output's width and the device's shared memory.
 //!
-//! The stationary operands belong to the rows of a cube's tile, which are queries or keys. The streamed operands are blocks
-//! of keys for a tile of queries, and blocks of queries for a tile of keys. The *first* GEMMs multiply a stationary and a
-//! streamed operand to compute S (the scores) and dP (the gradient of the probabilities). The *second* GEMMs compute the
-//! output or the gradients.
+//! A cube's tile keeps rows of the stationary operands, which are queries or keys. The streamed operands are blocks of
+//! keys for a tile of queries, and blocks of queries for a tile of keys. The *first* GEMMs multiply a stationary and a
+//! streamed operand to compute S (the scores) and dP (the gradient of the probabilities). The *second* GEMMs compute
+//! the output or the gradients.
 
 mod tables;
 
@@ -36,14 +36,14 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs that stay in shared memory. The second GEMMs compute the output or
-    /// the gradients. Their left operands are P (the probabilities) or dS (the gradient of the scores). If the number is
-    /// above 0, both streamed operands also stay in shared memory. If the number is 0, the left operands and the streamed
-    /// operands overwrite each other in one region of shared memory.
+    /// The number of left operands of the second GEMMs that stay in shared memory. The second GEMMs compute the output
+    /// or the gradients. Their left operands are P (the probabilities) or dS (the gradient of the scores). If the
+    /// number is not 0, both streamed operands also stay in shared memory. If the number is 0, left operands and
+    /// streamed operands overwrite each other in one region of shared memory.
     resident: usize,
 }
 
-/// With this setting, no operand stays in shared memory: each operand overwrites the previous one.
+/// No operand stays in shared memory: each operand overwrites the previous one.
 const NOTHING: Kept = Kept {
     held: 0,
     resident: 0,
@@ -118,7 +118,8 @@ fn choice<'a>(
 }
 
 impl Choice<'_> {
-    /// Returns the tiles of the first table entry for `width` columns that has at least `min_rows` rows and fits the device.
+    /// Returns the tiles of the first table entry for `width` columns that has at least `min_rows` rows and fits the
+    /// device's limits.
     fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
         table
             .iter()
@@ -175,7 +176,7 @@ impl Choice<'_> {
             && tiles.units <= self.device.units_per_cube
     }
 
-    /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
+    /// Computes the tiles of a table entry. Returns `None` if the planes cannot divide the entry's fragments evenly.
     ///
     /// Each operand in `kept` has its own region of shared memory. All other operands share one region, which is as large as
     /// the operands of the first GEMM (such as Q Kᵀ). The kernel copies the streamed rows of the second GEMM (such as V in P
@@ -192,8 +193,8 @@ impl Choice<'_> {
         let Kept { held, resident } = kept;
         let planes = units / self.plane;
         let above = rows / m;
-        // The streamed operand of the second GEMM (such as V in P V) may be wider than the operands of the first GEMM (such
-        // as Q Kᵀ).
+        // The streamed operand of the second GEMM (such as V in P V) may be wider than the operands of the first GEMM.
+        // Take the larger width.
         let all_columns = self.depth.max(width);
         // Refuse cubes of a single plane, because of a bug in Metal's compiler:
         // <https://github.com/tracel-ai/cubecl/issues/1636>.

@@ -99,7 +99,7 @@ pub(crate) fn forward<
     let batch = work_tile.batch;
     let seq_info = seq_info(seq_lens, lengths_and_ids, batch, kind.structure);
 
-    // The rows of a tile are queries of one head. If the tile is packed, they are queries of all heads of a GQA group.
+    // The rows of a tile are queries of one head, or queries of all heads of a GQA group if the tile is packed.
     let mut kv_head = work_tile.head;
     let mut first_head = work_tile.head;
     let mut row_count = seq_lens.q_len;
@@ -112,8 +112,8 @@ pub(crate) fn forward<
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), row_count);
 
-    // No query of the tile lies before `first_query` or after `last_query`. For rows of several heads, these bounds enclose
-    // the whole sequence.
+    // No query of the tile lies before `first_query` or after `last_query`. If the tile has rows of several heads,
+    // these bounds enclose the whole sequence.
     let mut first_query = first_row;
     let mut last_query = end_row - 1i32;
     if comptime!(kind.packed) {
@@ -129,8 +129,8 @@ pub(crate) fn forward<
     let keys = visible_keys(&seq_info, first_query, last_query, full, kind.structure);
 
     let block_size = comptime!(tiles.columns() as i32);
-    // Packed rows are queries from the whole sequence. The launch enlarges query block 0 to all queries, so its segment
-    // bounds hold for every tile.
+    // Packed rows are queries from the whole sequence. The launch makes query block 0 as large as the whole sequence,
+    // so the segment bounds of block 0 hold for every tile.
     let mut query_block = work_tile.tile;
     if comptime!(kind.packed) {
         query_block = 0u32;
@@ -288,8 +288,8 @@ pub(crate) fn forward<
         block += 1i32;
     }
 
-    // The first dimension of the partial outputs is `splits · batch`: first all sequences of split 0, then of split 1, and so
-    // on.
+    // The first dimension of the partial outputs has `splits · batch` entries: all sequences of split 0, then those of
+    // split 1, and so on.
     let mut part = batch;
     if comptime!(kind.split) {
         part += work_tile.split * (grid.planes / grid.heads);
@@ -306,7 +306,8 @@ pub(crate) fn forward<
         }
         let mut reference = statistics.maximum[UNIT_POS as usize];
         let mut rescale = 1.0f32;
-        // A row counts as having visible keys if its row sum is not 0. A row with NaN scores has a NaN sum, so it also counts.
+        // A row with visible keys has a row sum that is not 0. A row with NaN scores has a NaN sum, so it also counts
+        // as having visible keys.
         let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
@@ -460,8 +461,8 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of `s` by the scales of their keys (if `s` holds scores) or of their values (if `s`
-/// holds probabilities). For float keys and values, the function does nothing.
+/// Multiplies the unit's elements of `s` by scales of quantized rows. Scores are multiplied by the scales of their
+/// keys, and probabilities by the scales of their values. For float keys and values, the function does nothing.
 ///
 /// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no effect.
 #[cube]

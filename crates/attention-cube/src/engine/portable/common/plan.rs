@@ -31,8 +31,8 @@ pub struct PortableBackwardPlan {
     pub query: UnitTiles,
     /// The tiles of the kernel that computes the gradients of keys and values.
     pub key_value: UnitTiles,
-    /// The number of partial gradients of the query, if one kernel computes all three gradients with the tiles `key_value`.
-    /// `None` if a separate kernel computes the query's gradient.
+    /// The number of partial gradients of the query if one kernel, with the tiles `key_value`, computes all three
+    /// gradients. `None` if a separate kernel computes the query's gradient.
     pub parts: Option<usize>,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
@@ -99,8 +99,8 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// True if a hidden key may lie between two visible keys. The kernels compute the same condition in
-/// `ScoreKind::leaves_masked`.
+/// True if a hidden key may lie between two visible keys of a query. `ScoreKind::leaves_masked` computes the same
+/// condition for the kernels.
 fn has_masked(problem: &AttentionProblem) -> bool {
     problem.bias.is_some()
         || problem.mask.is_some()
@@ -119,9 +119,9 @@ fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal
     Ok(())
 }
 
-/// Plans the forward. Problems of at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. All other
-/// problems, and problems that `few_rows` refuses, use the tiles that `tiles` returns. Plans beyond a software driver's
-/// iteration limit are refused.
+/// Plans the forward. Problems with at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. All other
+/// problems use the tiles that `tiles` returns, and so do problems that `few_rows` refuses. Plans beyond a software
+/// driver's iteration limit are refused.
 pub(crate) fn forward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -151,7 +151,7 @@ pub(crate) fn forward_by(
     Ok(plan)
 }
 
-/// Returns `plan`, the plan of a backward, or a refusal if the plan's loops exceed a software driver's iteration limit.
+/// Returns `plan`, or a refusal if the loops of this backward plan exceed a software driver's iteration limit.
 pub(crate) fn backward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -161,7 +161,7 @@ pub(crate) fn backward_by(
     Ok(plan)
 }
 
-/// Returns the most loop iterations of a unit, over all kernels of the backward.
+/// Returns the largest number of loop iterations of a unit, over all kernels of the backward.
 fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) -> usize {
     let PortableBackwardPlan {
         query,
@@ -207,8 +207,8 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         + usize::from(problem.score_mod.is_some())
         + usize::from(problem.mask_mod.is_some());
     match pass {
-        // Every forward binds query, key, value, output and logsumexp. Int8 adds two buffers of scales, and pages add a page
-        // table.
+        // Every forward binds query, key, value, output and logsumexp. Quantized keys and values add two buffers of
+        // scales, and pages add a page table.
         Pass::Forward => {
             5 + shared
                 + usize::from(problem.sinks.is_some())

@@ -1,5 +1,5 @@
-//! The online softmax (Milakov and Gimelshein, 2018) over a tile in which several units share each row. It needs only shared
-//! memory, no plane operations.
+//! The online softmax (Milakov and Gimelshein, 2018) over a tile in which several units share each row. The units share
+//! data only through shared memory, without plane operations.
 //!
 //! Shared memory holds each row's running maximum, and the factor that rescales earlier results when the maximum grows. One
 //! unit updates each row. Each unit sums the exponentials of its own columns, and the units add up their sums at the end.
@@ -13,7 +13,8 @@ use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The excess of a row's true maximum over its reference maximum that forces a rescale, as a natural logarithm: ln(2^8).
+/// The largest difference between a row's true maximum and its reference maximum. A larger difference forces a rescale.
+/// The value is ln(2^8).
 const HELD: f32 = 5.545_177;
 
 /// The maxima, factors and sums of a tile's rows, which all units of a cube share.
@@ -22,14 +23,14 @@ pub(crate) struct RowStatistics {
     /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, to avoid bank
     /// conflicts.
     pub partial: Shared<[f32]>,
-    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead. A
-    /// reference changes only if the true maximum exceeds it by more than ln(2^8).
+    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima
+    /// instead. A reference changes only if the true maximum exceeds the reference by more than ln(2^8).
     pub maximum: Shared<[f32]>,
-    /// The factor of each row that rescales earlier results. At the end, the field holds the factors that normalize the
-    /// output.
+    /// For each row, the factor that rescales earlier results. At the end, the field holds the factors that normalize
+    /// the output.
     pub factor: Shared<[f32]>,
-    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if a row's factor is not
-    /// 1, so that the output needs a rescale.
+    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if the factor of one
+    /// of the rows is not 1, so that the output needs a rescale.
     pub moved: Shared<[u32]>,
     /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the output
     /// in fragments use the flag. The running maximum cannot replace the flag, because its initial value, the lowest f32, is

@@ -32,9 +32,9 @@ use std::{env, fs, path::Path, sync::Arc, thread};
 /// deeply.
 const STACK: usize = 256 << 20;
 
-/// Writes machine code for every AMD GPU in the environment variable `CARDS`, into a folder with the GPU's name. Each line
-/// of `kernels.txt` in the folder gives a kernel's name, its units per cube, and its bytes of shared memory. If there is no
-/// code, the line gives the reason.
+/// Writes machine code for every AMD GPU that the environment variable `CARDS` lists, into one folder per GPU. Each
+/// line of the folder's `kernels.txt` gives a kernel's name, its units per cube, and its bytes of shared memory. If a
+/// kernel has no code, its line gives the reason.
 #[test]
 #[ignore = "writes compiled kernels to files for inspection"]
 fn write() {
@@ -157,7 +157,8 @@ const HEAD_SIZES: HeadSizesCompilationArg = HeadSizesCompilationArg {
     value_dim: (),
 };
 
-/// Returns the kernel argument that turns `q·k` into scores and hides keys, with the optional inputs that `wanted` lists.
+/// Returns the kernel argument with which a kernel turns `q·k` into scores and hides keys. The argument has the
+/// optional inputs that `wanted` lists.
 fn scoring<M: Numeric, F: Float>(wanted: &Wanted) -> ScoringCompilationArg<M, F> {
     ScoringCompilationArg {
         seq_lens: SEQ_LENS,

@@ -33,11 +33,13 @@ pub(crate) enum BiasReads {
     OnceAHead,
 }
 
-/// A thread's biases for a block of up to 128 columns. Each word holds two biases, in the order of the register pairs.
+/// A thread's biases for a block of up to 128 columns. Each word holds the two biases of a register pair, which are two
+/// adjacent columns of a row. The words are in the order of the pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
-/// Loads a thread's biases for `columns` columns from `first_column` on, if the kernel loads biases before the dot products
-/// `q·k` (S) are ready. A row or column past the end gets the last row's or column's bias.
+/// Loads a thread's biases for `columns` columns, starting at `first_column`. The function loads them only if the
+/// kernel loads biases before the dot products `q·k` (S) are ready. A row or column past the end gets the bias of the
+/// last row or column.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -96,8 +98,8 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
     words
 }
 
-/// Returns true if one of this lane's biases is −∞. The lanes of a warp together check `columns` columns of `row` from
-/// `first_column` on. The row and these columns must lie inside the tensor.
+/// Returns true if one of the biases that this lane checks is −∞. The lanes of a warp together check `columns` columns
+/// of `row`, starting at `first_column`. The row and these columns must lie inside the tensor.
 #[cube]
 pub(crate) fn lane_hides<F: Float, NB: Size>(
     bias: &ComptimeOption<OwnedTensor<Vector<F, NB>>>,
@@ -117,7 +119,7 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(32 * vector)) {
                 let index = (lane + comptime!(32 * part as u32)) * comptime!(vector as u32);
-                // A lane whose columns lie past `columns` checks the last columns again, so that its load stays inside the
+                // A lane without columns of its own checks the last columns again, so that its load stays inside the
                 // row.
                 let index = min(index, comptime!((columns - vector) as u32));
                 let column = first_column as usize + index as usize;
@@ -133,8 +135,8 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
     smallest < LOWEST
 }
 
-/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases, which were loaded earlier. A bias
-/// of −∞ makes the score −∞, even if the dot product is NaN.
+/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases in `words`, which were loaded
+/// earlier. A bias of −∞ makes the score −∞, even if the dot product is NaN.
 #[cube]
 pub(crate) fn add_words<NS: Size>(
     s: Vector<f32, NS>,
@@ -191,8 +193,8 @@ pub(crate) fn add_words<NS: Size>(
     s
 }
 
-/// Adds the biases to the scores of the `pair`-th register pair, whose first column is `at`. One load reads both biases if
-/// the columns are adjacent in memory.
+/// Adds the biases to the scores of the `pair`-th register pair, whose first column is `at`. If the pair's columns are
+/// adjacent in memory, one load reads both biases.
 #[cube]
 pub(crate) fn with_bias<F: Float, NB: Size>(
     capped: Pair,
@@ -249,7 +251,7 @@ pub(crate) fn with_bias<F: Float, NB: Size>(
     }
 }
 
-/// Returns the bias of a head if the bias is one value per head, else 0.
+/// Returns the head's bias if each head has one bias for all its scores, else 0.
 #[cube]
 pub(crate) fn bias_of_head<F: Float, NB: Size>(
     bias: &ComptimeOption<OwnedTensor<Vector<F, NB>>>,

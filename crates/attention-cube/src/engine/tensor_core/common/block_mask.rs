@@ -11,7 +11,7 @@ use crate::math::score::is_hidden;
 use crate::math::visibility::{documents_of, is_inside, is_within_intervals};
 use cubecl::prelude::*;
 
-/// Tells whether a tile sees all columns of a block, and holds the mask bits of a thread's two rows.
+/// The visibility of a block: whether all rows of a tile see all columns, and the mask bits of a thread's two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BlockMask {
@@ -23,9 +23,9 @@ pub(crate) struct BlockMask {
     pub mask_words: MaskWords,
 }
 
-/// Computes the visibility of a block of `size` columns. Also loads the mask bits of the thread's two rows, for `columns`
-/// columns of the block from column `32 · first_word` on. If the GEMM that computes S is in flight during the call, the GEMM
-/// hides the latency of the loads.
+/// Computes the visibility of a block of `size` columns. Also loads the mask bits of the thread's two rows for
+/// `columns` columns of the block, starting at column `32 · first_word`. If the GEMM that computes S is in flight
+/// during the call, the GEMM hides the latency of the loads.
 #[cube]
 pub(crate) fn block_mask(
     tile_position: &TilePosition,
@@ -69,8 +69,8 @@ pub(crate) fn block_mask(
         whole = whole && shared;
         may_have_masked = !shared;
         if comptime!(!structure.mask) {
-            // Some row of the tile belongs to the tile's first segment, and some row to its last segment. If the whole block
-            // belongs to one of these two segments and is `inside` every row's visible range, that row sees all columns.
+            // The tile has rows in its first and in its last segment. If the whole block lies in one of these two
+            // segments, and `inside` is true, the rows in that segment see all columns.
             let may_intersect = is_one && (other.first == own.first || other.first == own.last);
             may_have_masked = !(shared || (inside && may_intersect));
         }

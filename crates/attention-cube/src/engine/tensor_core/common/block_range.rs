@@ -1,6 +1,6 @@
-//! The blocks that a tile visits: all blocks in the tile's visible range that segments, key intervals and mask do not hide
-//! from all rows. The visible range holds the keys (or queries) that window and sequence length leave visible to at least
-//! one row of the tile.
+//! Finds the blocks that a tile must process. These are all blocks in the tile's visible range, except blocks that
+//! segments, key intervals or mask hide from all rows. The visible range holds the keys (or queries) that window and
+//! sequence length leave visible to at least one row of the tile.
 
 use super::scoring::Masking;
 use super::tile_scheduler::{Tile, TileKind};
@@ -33,7 +33,7 @@ pub(crate) fn tile_position(tile: &Tile) -> TilePosition {
     }
 }
 
-/// Returns the first block at or after `block` that the tile visits, or `end_block` if no block is left.
+/// Returns the first block at or after `block` that the tile must process, or `end_block` if no block is left.
 #[cube]
 pub(crate) fn next_block(
     tile: &Tile,
@@ -44,8 +44,8 @@ pub(crate) fn next_block(
     next_block_in_steps(tile, block, masking, 1usize, kind)
 }
 
-/// Returns the first of the blocks `block`, `block + step`, `block + 2 · step`, … that the tile visits. If no block is left,
-/// the result is at least `end_block`.
+/// Returns the first of the blocks `block`, `block + step`, `block + 2 · step`, … that the tile must process. If no
+/// block is left, the result is at least `end_block`.
 #[cube]
 pub(crate) fn next_block_in_steps(
     tile: &Tile,
@@ -103,8 +103,8 @@ pub(super) struct BlockPair {
     pub key: u32,
 }
 
-/// Returns the indices of the query block and the key block of a tile and a visited block. If `side` is queries, the tile is
-/// the query block. If `side` is keys, the tile is the key block.
+/// Returns the indices of the query block and the key block, for a tile and one of the blocks that it streams. If
+/// `side` is queries, the tile is the query block. If `side` is keys, the tile is the key block.
 #[cube]
 pub(super) fn block_pair(
     tile_position: &TilePosition,

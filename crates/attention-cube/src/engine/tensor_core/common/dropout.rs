@@ -8,9 +8,9 @@ use cube_kit::nvidia::Half;
 use cube_kit::nvidia::ptx::{above_as_f16, computed_here, pack, permuted_bytes};
 use cubecl::prelude::*;
 
-/// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the register's
-/// probability. Register `2 p` has bit `p % 16`, and register `2 p + 1` has bit `p % 16 + 16`. Both bits lie in `low` if
-/// `p < 16`, else in `high`.
+/// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the
+/// probability that the register holds. Register `2 p` has bit `p % 16`, and register `2 p + 1` has bit `p % 16 + 16`.
+/// Both bits lie in `low` if `p < 16`, else in `high`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct KeepBits {
@@ -21,14 +21,14 @@ pub(crate) struct KeepBits {
     pub minus_inverse_kept: f32,
 }
 
-/// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` their high halves.
-/// `EXCHANGED` exchanges the two bytes in each half of the first word.
+/// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` joins their high
+/// halves. `EXCHANGED` exchanges the two bytes in each half of the first word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
 const EXCHANGED: u32 = 0x2301;
 
-/// Returns the keep masks of two scores in one word. All bits of a 16-bit half are 1 if dropout keeps the score's
-/// probability. See [`random_bits_of_pair`] for the arguments.
+/// Returns the keep masks of two scores in one word, with 16 bits per score. All 16 bits are 1 if dropout keeps the
+/// score's probability. See [`random_bits_of_pair`] for the arguments.
 #[cube]
 fn keep_mask(own: u32, other: u32, dropout: &DropoutArguments) -> u32 {
     above_as_f16(random_bits_of_pair(own, other), dropout.thresholds) ^ dropout.drops_hits
@@ -39,13 +39,14 @@ fn exchanged(word: u32) -> u32 {
     permuted_bytes(word, word, EXCHANGED.runtime())
 }
 
-/// Draws the random words of the thread's eight scores of 16 columns. `column` is the first of these columns, and the rows are
-/// queries.
+/// Draws the random words for the eight scores that the thread holds in 16 columns. `column` is the first of these
+/// columns, and the rows are queries.
 ///
-/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). A cell has one word for
-/// each of two queries that are 8 positions apart. `shares_cells` is true if the thread's two rows are 8 positions apart, as
-/// in a tile of one head. The eight scores are then one cell, and words 0 and 1 belong to the two rows. Otherwise, each row
-/// needs its own draw: words 0 and 2 belong to the two rows, and words 1 and 3 are the unused words of their cells.
+/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). A cell has one word
+/// for each of two queries that are 8 positions apart. `shares_cells` is true if the thread's two rows are 8 positions
+/// apart, as in a tile of one head. The eight scores are then one cell, and words 0 and 1 are the words of the two
+/// rows. Otherwise, each row needs its own draw. Words 0 and 2 are then the words of the two rows, and words 1 and 3
+/// the unused words of their cells.
 #[cube]
 pub(crate) fn draw_step<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -79,9 +80,10 @@ pub(crate) fn draw_step<F: Float, NB: Size>(
     }
 }
 
-/// Converts the random words of [`draw_step`] to the keep masks of the thread's eight registers for 16 columns. Each mask
-/// word covers two registers. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same
-/// columns of the second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
+/// Converts the random words of [`draw_step`] to the keep masks of the thread's eight registers for 16 columns. Each
+/// mask word covers two registers. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3
+/// the same columns of the second row. Registers 4 to 7 hold the columns that lie eight columns further, in the same
+/// order.
 #[cube]
 fn keep_masks(
     words: Vector<u32, Const<4>>,
@@ -102,9 +104,9 @@ fn keep_masks(
     masks
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns. The rows must be keys, and the columns queries. A
-/// *cell* is eight scores that share one draw of random bits, and the registers belong to two cells. The masks have the order
-/// of [`keep_masks`].
+/// Returns the keep masks of the thread's eight registers for 16 columns, in the order of [`keep_masks`]. The rows must
+/// be keys, and the columns queries. The registers hold scores of two *cells*. A cell is eight scores that share one
+/// draw of random bits.
 #[cube]
 fn keep_masks_of_keys(
     dropout: &DropoutArguments,
@@ -131,14 +133,14 @@ fn keep_masks_of_keys(
     masks
 }
 
-/// Returns the first of the thread's two adjacent columns among the 16 columns from `column` on.
+/// Returns the first of the thread's two adjacent columns in the eight columns that start at `column`.
 #[cube]
 fn own_column_pair(column: i32) -> u32 {
     column as u32 + UNIT_POS % 4u32 * 2u32
 }
 
-/// A cell has two random words, one for each of its two queries. Returns the word for `query`, then the cell's remaining
-/// word.
+/// Returns the random word of a cell for `query`, and then the cell's second word. A cell has one random word for each
+/// of its two queries.
 #[cube]
 fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     let is_second = query / 8u32 % 2u32 == 1u32;
@@ -199,7 +201,8 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
     }
 }
 
-/// Returns the result of [`keep_bits`]. The compiler cannot move the computation of the bits behind the next wait.
+/// Returns the result of [`keep_bits`]. This function keeps the compiler from moving the computation of the bits behind
+/// the next wait.
 #[cube]
 pub(crate) fn keep_bits_ahead<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -220,7 +223,7 @@ pub(crate) fn keep_bits_ahead<F: Float, NB: Size>(
     }
 }
 
-/// The word of the keep bits that holds the bits of the `pair`-th register pair.
+/// Returns the word of the keep bits that holds the bits of the `pair`-th register pair.
 #[cube]
 fn word_of_pair(keep: &KeepBits, #[comptime] pair: usize) -> u32 {
     if comptime!(pair < 16) {
@@ -230,15 +233,15 @@ fn word_of_pair(keep: &KeepBits, #[comptime] pair: usize) -> u32 {
     }
 }
 
-/// True if a register's probability is kept.
+/// True if dropout keeps the probability in register `register`.
 #[cube]
 fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     let word = word_of_pair(keep, comptime!(register / 2));
     word & comptime!(1u32 << (register / 2 % 16 + 16 * (register % 2))) != 0u32
 }
 
-/// Returns the register's `dp − delta`. dS is the product of this difference and the weight (probability times the slope of
-/// the softcap).
+/// Returns `dp − delta` of a register. dS is the product of this difference and the weight (the probability times the
+/// slope of the softcap).
 ///
 /// With dropout, returns `(keep · dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability, else 1, and `kept`
 /// is 1 / (1 − drop probability). The division by `kept` saves a multiplication per score, because the kernel multiplies only
@@ -270,8 +273,8 @@ pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>)
     }
 }
 
-/// Returns the factor of the accumulated gradient of V: `1 / p_scale`, because P was multiplied by `p_scale`. With dropout,
-/// the factor includes `kept`, which is 1 / (1 − drop probability).
+/// Returns the factor that corrects the accumulated gradient of V. The factor is `1 / p_scale`, because P was
+/// multiplied by `p_scale`. With dropout, the factor includes `kept`, which is 1 / (1 − drop probability).
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,
@@ -284,7 +287,8 @@ pub(crate) fn value_factor(
     }
 }
 
-/// A selector for [`permuted_bytes`]. The sign bits of the second and of the fourth byte fill the two halves of the result.
+/// A selector for [`permuted_bytes`]. It fills the two halves of the result with the sign bits of the second and of the
+/// fourth byte.
 const SIGNS_OF_HALVES: u32 = 0xBB99;
 
 /// Sets dropped probabilities of the `pair`-th register pair to 0. `packed` holds the two probabilities in half precision.
@@ -306,9 +310,9 @@ pub(crate) fn dropped_pair(
     }
 }
 
-/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `words` are the random words
-/// of [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The kernel later multiplies the output by
-/// `kept_scale`.
+/// Packs the eight probabilities that the thread holds in 16 columns as the left operand of the GEMM `P V`. `words` are
+/// the random words of [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The kernel later
+/// multiplies the output by `kept_scale`.
 #[cube]
 pub(crate) fn packed_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,

@@ -44,7 +44,7 @@ pub(crate) fn has_far(
             let mut far = false.runtime();
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(64)) {
-                // A lane whose columns lie past `columns` checks the last two columns again, so that its load stays inside
+                // A lane without columns of its own checks the last two columns again, so that its load stays inside
                 // the block.
                 let column = UNIT_POS % 32u32 * 2u32 + comptime!(64 * part as u32);
                 let column = min(column, comptime!(columns as u32 - 2));
@@ -61,9 +61,10 @@ pub(crate) fn has_far(
 /// four flags in each of a warp's 32 lanes cover 4,096 queries.
 const LOADS: usize = 4;
 
-/// A query is *far* if its LSE needs two f32. Returns the sum of the flags that this lane loads. The lanes of a warp divide
-/// the flags of the query heads `first_head` to `first_head + heads − 1` and of the queries in the range `queries`. If the
-/// sum is not 0 in some lane of the warp, one of these queries may be far. Each flag covers `ROWS` queries.
+/// Returns the sum of the flags that this lane loads. A flag is set if one of its `ROWS` queries is *far*, which means
+/// that its LSE needs two f32. The lanes of a warp divide the flags of the query heads `first_head` to
+/// `first_head + heads − 1` and of the queries in the range `queries`. If the sum is not 0 in some lane of the warp,
+/// one of these queries may be far.
 ///
 /// The lane loads the first flags of the first head without a branch, so that the caller's next work overlaps the loads.
 ///

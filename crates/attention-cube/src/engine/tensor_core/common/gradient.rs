@@ -24,8 +24,8 @@ use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// The LSE and delta of the thread's two rows if the rows are queries. If the columns are queries, the shared-memory
-/// addresses of LSE and delta.
+/// If the rows are queries, the LSE and delta of the thread's two rows. If the columns are queries, the shared-memory
+/// addresses of their LSE and delta.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
@@ -124,8 +124,8 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one f32 for each register of the `pair`-th register pair: an element of the LSE/delta tensor for the register's
-/// query. If the rows are queries, the f32 comes from `rows`, else from shared memory at `address`.
+/// Returns one f32 for each register of the `pair`-th register pair: an LSE/delta value (such as delta) of the
+/// register's query. If the rows are queries, the f32 comes from `rows`, else from shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -174,8 +174,8 @@ fn is_plain(block_mask: &BlockMask, lse_delta: &LseDelta<'_>) -> bool {
     block_mask.whole && !lse_delta.may_have_far
 }
 
-/// The weights (P times the slope of the softcap) of a fragment's scores. If requested, also P, packed as the left operand
-/// of a GEMM.
+/// The weights (P times the slope of the softcap) of a fragment's scores, and P if requested. P is packed as the left
+/// operand of a GEMM.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct PAndDs<NS: Size, NP: Size> {
@@ -183,9 +183,9 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
     pub p: Vector<u32, NP>,
 }
 
-/// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s`
-/// holds the dot products. The weight is 0 where the row does not see the column. The returned `p` is P after dropout, and
-/// `w` is computed from P before dropout.
+/// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns, starting at
+/// `first_column`. `s` holds the dot products. The weight is 0 where the row does not see the column. The returned `p`
+/// is P after dropout, and `w` is computed from P before dropout.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -478,8 +478,8 @@ fn probability(
     }
 }
 
-/// The kernel multiplies P by this factor before it rounds P to half precision, since small probabilities would lose bits in
-/// f16. The kernel later divides dV by the factor.
+/// Returns the factor by which the kernel multiplies P before it rounds P to half precision. Without the factor, small
+/// probabilities would lose bits in f16. The kernel later divides dV by the factor.
 pub(crate) const fn p_scale(half: Half) -> f32 {
     match half {
         Half::F16 => F16_P_SCALE,
@@ -498,8 +498,8 @@ fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
     }
 }
 
-/// Returns the probability times the slope of the softcap, or 0 if the probability is 0. The slope of a hidden score may be
-/// NaN.
+/// Returns the probability times the slope of the softcap. If the probability is 0, the result is 0, because the slope
+/// of a hidden score may be NaN.
 #[cube]
 fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
     if comptime!(kind.score.has_slope()) {
@@ -569,7 +569,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
     }
 }
 
-/// Returns the derivative of `c · tanh(x / c)`, where c is the softcap. `capped` is the value of that function at x.
+/// Returns the derivative of `c · tanh(x / c)` at x, where c is the softcap. `capped` is the value of this function at
+/// x.
 #[cube]
 fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let tanh = if comptime!(kind.wide_softcap) {
@@ -640,7 +641,7 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     ds
 }
 
-/// Returns [`gradient_minus_delta`] of a register.
+/// Returns [`gradient_minus_delta`] for one register of dP.
 #[cube]
 fn difference<NS: Size>(
     dp: Vector<f32, NS>,

@@ -1,4 +1,5 @@
-//! Host code that the engines share to launch a gradient kernel: operands, gradients, grid, bias and element types.
+//! Host code that the engines share to launch a gradient kernel: operands, gradients, launch grid, bias and element
+//! types.
 
 use super::FragmentKind;
 use super::bias::BiasReads;
@@ -44,13 +45,14 @@ pub(crate) struct GradientArguments<'a> {
     pub lse_delta: &'a CubeTensor,
     /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
     pub gradients: [Option<CubeTensor>; 2],
-    /// The tensor for the gradient of Q or K. Without this gradient, the launch passes `stationary_qk`, since the signature
-    /// requires a tensor.
+    /// The tensor for the gradient of Q or K. If the kernel does not compute this gradient, the launch passes
+    /// `stationary_qk`, since the signature requires a tensor.
     pub qk_target: CubeTensor,
-    /// The tensor for the gradient of V. Without this gradient, the launch passes `stationary_v_do`, since the signature
-    /// requires a tensor.
+    /// The tensor for the gradient of V. If the kernel does not compute this gradient, the launch passes
+    /// `stationary_v_do`, since the signature requires a tensor.
     pub value_target: CubeTensor,
-    /// The bias. The bias is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
+    /// The bias. The bias is transposed if the tile's rows are keys and the kernel loads a separate bias for each
+    /// score.
     pub bias: Option<CubeTensor>,
     pub cubes: usize,
     pub grid: GridLaunch,
@@ -62,8 +64,8 @@ pub(crate) struct GradientArguments<'a> {
 }
 
 impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
-    /// Returns the arguments of a kernel, and allocates the gradients that `sums` names. `bias_reads` is the way in which
-    /// the kernel loads the bias.
+    /// Returns the arguments of a kernel, and allocates the gradients that `sums` selects. `bias_reads` is the way in
+    /// which the kernel loads the bias.
     pub(crate) fn arguments(&self, sums: Sums, bias_reads: BiasReads) -> GradientArguments<'a> {
         let pass = self.pass;
         let (inputs, problem) = (&pass.inputs, pass.problem);
@@ -146,7 +148,7 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
         )
     }
 
-    /// Returns the kernel argument that describes the grid of tiles.
+    /// Returns the kernel argument that holds the launch grid of the tiles, and the GQA group size.
     pub(crate) fn grid(&self, grid: GridLaunch) -> GradientGridLaunch {
         GradientGridLaunch::new(grid, self.pass.problem.group() as u32)
     }

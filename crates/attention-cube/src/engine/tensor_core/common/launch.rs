@@ -81,9 +81,9 @@ pub(crate) struct ForwardPass {
     pub kind: TileKind,
     /// The number of tiles of queries per head, or per KV head if query heads share a tile.
     pub tiles: usize,
-    /// The number of heads per sequence that the grid counts: KV heads if query heads share a tile, else query heads.
+    /// The number of heads per sequence in the launch grid: KV heads if query heads share a tile, else query heads.
     pub tile_heads: usize,
-    /// The number of work tiles in the launch: tiles × splits × heads × sequences.
+    /// The number of work tiles in the launch: tiles per head × splits × heads × sequences.
     pub work_tiles: usize,
     pub sink_element: ElemType,
     pub bias_vector: usize,
@@ -133,8 +133,8 @@ impl ForwardPass {
             .map_or(optional_inputs.bias_element, |sinks| {
                 dtype_to_storage_type(sinks.dtype)
             });
-        // The output is `[splits · batch, …]`: first the partial results of split 0 for all sequences, then of split 1, and
-        // so on.
+        // The first dimension of the output has `splits · batch` entries: all sequences of split 0, then those of split
+        // 1, and so on.
         let parts = splits * batch;
         let output = empty(
             &inputs.query,
@@ -198,7 +198,7 @@ impl ForwardPass {
         }
     }
 
-    /// The grid, which defines the launch order of the work tiles.
+    /// Returns the launch grid, which defines the order in which the work tiles start.
     pub(crate) fn grid(&self, problem: &AttentionProblem) -> GridLaunch {
         let ForwardTiling {
             splits, together, ..
@@ -231,7 +231,8 @@ impl ForwardPass {
         ]
     }
 
-    /// The vector sizes of the output and of the bias, followed by `fragments`, the vector sizes of the register fragments.
+    /// Returns the vector sizes of the output and of the bias, followed by `fragments`, the vector sizes of the
+    /// register fragments.
     pub(crate) fn sizes<const FRAGMENTS: usize, const SIZES: usize>(
         &self,
         fragments: [usize; FRAGMENTS],
@@ -239,7 +240,8 @@ impl ForwardPass {
         joined_sizes([self.output_vector, self.bias_vector], fragments)
     }
 
-    /// Returns the kernel argument that describes the grid of tiles and the `schedule` that assigns tiles to CTAs.
+    /// Returns the kernel argument that holds the launch grid of the tiles, and the `schedule` that assigns tiles to
+    /// CTAs.
     pub(crate) fn scheduler(
         &self,
         problem: &AttentionProblem,
@@ -300,8 +302,8 @@ pub(crate) fn joined_sizes<const FIRST: usize, const SECOND: usize, const BOTH: 
     })
 }
 
-/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. `offsets` gives the
-/// positions of the segment bounds in the tensor of lengths and segment ids.
+/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. `offsets` locates the
+/// segment bounds in the tensor of lengths and segment ids.
 pub(crate) fn scoring<F: Float, NB: Size>(
     problem: &AttentionProblem,
     offsets: BoundsOffsets,
@@ -328,7 +330,7 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 /// The division of a backward kernel's work among CTAs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GradientDivision {
-    /// The number of splits. CTAs of different splits process different blocks of a tile.
+    /// The number of splits. The CTAs of different splits process different blocks of the same tile.
     pub splits: usize,
     /// The number of heads whose tiles the launch order interleaves. Heads of different sequences count separately. Without a
     /// causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
@@ -345,8 +347,8 @@ impl GradientDivision {
         }
     }
 
-    /// Allocates the tensor for the gradient with respect to `input`: `[splits · batch, heads, len, dim]`. The partial
-    /// gradients of split 0 come first, then of split 1, and so on.
+    /// Allocates the tensor for the gradient with respect to `input`: `[splits · batch, heads, len, dim]`. The first
+    /// dimension has the partial gradients of split 0, then those of split 1, and so on.
     pub(crate) fn target(&self, on: &CubeTensor, input: &CubeTensor) -> CubeTensor {
         let mut shape = input.meta.shape().clone();
         shape[0] *= self.splits;
@@ -365,8 +367,9 @@ impl GradientDivision {
 
 /// Computes the requested gradients with respect to `inputs`.
 ///
-/// The closure `launch` runs one kernel of the plan, and returns the gradient of Q or K, and the gradient of V. A gradient
-/// that the kernel does not compute is `None`. The function then computes the gradients of the bias and of the sinks.
+/// The closure `launch` runs one kernel of the plan. It returns two gradients: the gradient of Q or K, and the gradient
+/// of V. A gradient that the kernel does not compute is `None`. The function then computes the gradients of the bias
+/// and of the sinks.
 pub(crate) fn gradients<T: BackwardTiles + Debug>(
     inputs: AttentionInputs<CubeBackend>,
     saved: AttentionSaved<CubeBackend>,

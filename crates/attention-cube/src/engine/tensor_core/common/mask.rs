@@ -8,7 +8,7 @@ use crate::math::side::Side;
 use crate::math::visibility::{Documents, Keys, id_of, interval_of};
 use cubecl::prelude::*;
 
-/// A word of visibility bits for each of the thread's two rows.
+/// Two words of visibility bits, one for each of the thread's two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BitPair {
@@ -16,8 +16,8 @@ pub(crate) struct BitPair {
     pub second: u32,
 }
 
-/// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment. Bit 0
-/// of a word belongs to the thread's first column.
+/// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment.
+/// Bit 0 of a word is the bit of the thread's first column.
 #[cube]
 pub(crate) fn bits_of_word(
     mask_words: MaskWords,
@@ -35,12 +35,13 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if mask, segments and key intervals leave its
-/// column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
+/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if mask, segments and key intervals leave
+/// its column visible. Word `2i` covers 32 columns of the first row, and word `2i + 1` the same columns of the second
+/// row.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
-/// Loads the mask words of a thread's two rows for `columns` columns, from word `first_word` of the row's mask on. In a
-/// fully visible block (`whole`), the words stay 0.
+/// Loads the mask words of a thread's two rows for `columns` columns, starting at word `first_word` of the row's mask.
+/// In a fully visible block (`whole`), the words stay 0.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -75,11 +76,11 @@ pub(crate) fn mask_words(
     words
 }
 
-/// Clears the bits of columns whose segment differs from the row's segment. The words cover `columns` columns from
-/// `first_column` on.
+/// Clears the bits of columns whose segment differs from the row's segment. The words cover `columns` columns, starting
+/// at `first_column`.
 ///
-/// `documents` holds the smallest and the largest segment id of the block. If `share`, all rows of the tile and all columns
-/// of the block belong to one segment, and no bit is cleared.
+/// `documents` holds the smallest and the largest segment id of the block. If `share`, all rows of the tile and all
+/// columns of the block are in one segment, and no bit is cleared.
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
@@ -187,11 +188,11 @@ pub(crate) fn words_of_segments(
     words
 }
 
-/// Clears the bits of columns that the key intervals of the queries hide from the row. The words cover `columns` columns
-/// from `first_column` on.
+/// Clears the bits of columns that key intervals hide from the row. The words cover `columns` columns, starting at
+/// `first_column`.
 ///
-/// The rows are queries and the columns keys, or the rows are keys and the columns queries. If `within`, the intervals of
-/// all queries contain the whole block, and no bit is cleared.
+/// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. If `within`, the
+/// intervals of all queries contain the whole block, and no bit is cleared.
 #[cube]
 pub(crate) fn words_of_intervals(
     words: MaskWords,
@@ -338,11 +339,12 @@ fn restricted(words: MaskWords, bits_0: u32, bits_1: u32, #[comptime] word: usiz
     words
 }
 
-/// Returns a word with one bit per lane of the warp. The bit is 1 if `says` is true in that lane.
+/// Returns a word with one bit per lane of the warp. A lane's bit is 1 if `says` is true in that lane.
 #[cube]
 fn ballot(says: bool) -> u32 {
     plane_ballot(says).extract(0usize)
 }
 
-/// The number of a thread's register pairs per mask word (32 columns): 4 pairs in each of the thread's two rows.
+/// The number of a thread's register pairs per mask word, which covers 32 columns: 4 pairs in each of the thread's two
+/// rows.
 pub(crate) const PAIRS_PER_WORD: usize = 8;

@@ -3,8 +3,8 @@
 //! A thread holds elements of two rows of a fragment, 8 rows apart, and a quarter of the columns of each row. The three
 //! other threads of its quad hold the remaining columns.
 //!
-//! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns belong to the *other side*: keys
-//! for a tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold
+//! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns are the *other side*: keys for
+//! a tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold
 //! two adjacent columns of one row.
 
 pub(crate) mod bias;
@@ -42,8 +42,8 @@ pub(crate) struct RowPair {
     pub batch: u32,
     pub head_0: u32,
     pub head_1: u32,
-    /// The query index (or key index) of the first row in its sequence. A row past the end has the index `q_len` (or
-    /// `kv_len`).
+    /// The index of the first row in its sequence, as a query or a key. A row past the end has the index `q_len` (for
+    /// queries) or `kv_len` (for keys).
     pub position_0: i32,
     pub position_1: i32,
     pub seq_info: SeqInfo,
@@ -54,7 +54,7 @@ pub(crate) struct RowPair {
 /// The compile-time settings of a kernel that keeps scores in accumulator fragments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct FragmentKind {
-    /// The side of the fragment's rows: queries or keys.
+    /// Whether the rows of a fragment are queries or keys.
     pub side: Side,
     pub structure: Structure,
     pub score: ScoreKind,
@@ -207,7 +207,8 @@ fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
 }
 
 /// Returns the two scores of the `pair`-th register pair, whose first column is `at`. The score of a hidden column is
-/// `hidden`. With a mask, segments or key intervals, `bits` tells which columns in the row's visible range are visible.
+/// `hidden`. With a mask, segments or key intervals, `bits` decides which columns are visible. Otherwise the row's
+/// visible range decides.
 #[cube]
 pub(crate) fn shown(
     values: Pair,

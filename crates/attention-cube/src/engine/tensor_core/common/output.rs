@@ -100,7 +100,7 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
-    // A `raw` kernel keeps scores unscaled, so its references (row maxima) are unscaled dot products.
+    // A `raw` kernel keeps scores unscaled. Its references (row maxima) are therefore unscaled dot products.
     let to_score = if comptime!(kind.raw) {
         arguments.scale
     } else {
@@ -145,7 +145,7 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     }
 }
 
-/// The factor that normalizes a row, and the row's LSE as two summands.
+/// The factor that normalizes a row, and the row's LSE as a sum of two numbers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Normalised {
@@ -171,7 +171,7 @@ fn normalise<K: Float>(
     // each extra rounding of the LSE would show in the backward. `fma` keeps the compiler from fusing this multiplication
     // with the later subtraction of the sink.
     let mut base = fma(score, to_score, 0.0f32);
-    // If a score is NaN, row_sum is NaN and not 0, so `has_keys` is true for this row.
+    // If a score is NaN, row_sum is NaN. NaN is not 0, so `has_keys` is true for this row.
     let has_keys = sum != 0.0f32;
     let mut sum = sum;
     let mut rescale = f32::new(1.0);
@@ -198,8 +198,8 @@ fn normalise<K: Float>(
     }
 }
 
-/// Sets the elements of a row to 0 if the row's factor is 0, that is, if the row sees no key. These elements may be NaN. The
-/// GEMM multiplies P = 0 by rows of V that may be NaN, and 0 · NaN is NaN.
+/// Sets the elements of a row to 0 if the row's factor is 0, that is, if the row sees no key. Otherwise these elements
+/// could be NaN: the GEMM multiplies P = 0 by rows of V that may be NaN, and 0 · NaN is NaN.
 #[cube]
 pub(crate) fn without_blind<NO: Size>(
     o: Vector<f32, NO>,
@@ -305,8 +305,8 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
 
 /// Writes columns `first_column` to `first_column + 15` of the thread's two rows. Columns at or past `width` are skipped.
 ///
-/// In each row, the thread holds four adjacent columns. The lower half of the thread's registers holds the first and the
-/// third column, the upper half the second and the fourth.
+/// In each row, the thread holds four adjacent columns. The lower half of the thread's registers holds the first and
+/// the third of them, the upper half the second and the fourth.
 #[cube]
 pub(crate) fn write_fours<O: Float, N: Size>(
     written: OutputPart<Const<STEP_REGISTERS>>,

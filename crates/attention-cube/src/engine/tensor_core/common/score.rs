@@ -10,8 +10,8 @@ use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
 use cube_kit::nvidia::accumulator::is_second;
 use cubecl::prelude::*;
 
-/// Computes the scores of `columns` columns from `first_column` on. A hidden score is −∞. In a fully visible block, only a
-/// bias can hide a score.
+/// Computes the scores of `columns` columns, starting at `first_column`. A hidden score is −∞. In a fully visible
+/// block, only a bias or the mask mod can hide a score.
 #[cube]
 pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -25,7 +25,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
-        // The code computes the scores twice: in the path for fully visible blocks and in the path for partly visible blocks.
+        // The scores are computed in two code paths: one for fully visible blocks, and one for partly visible blocks.
         // If one computation served both paths, ptxas would copy every score to another register before the branch.
         if block_mask.whole {
             s = scored::<F, NB, NS>(
@@ -115,8 +115,8 @@ fn masked<F: Float, NB: Size, NS: Size>(
     s
 }
 
-/// Turns the dot products `s` into scores, without the mask. A `raw` kernel keeps unscaled dot products, so it returns `s`
-/// unchanged.
+/// Turns the dot products `s` into scores, without the mask. If the kernel is `raw`, it keeps unscaled dot products, so
+/// the function returns `s` unchanged.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -134,9 +134,9 @@ fn scored<F: Float, NB: Size, NS: Size>(
         let half = comptime!(kind.half_of_bias());
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
     } else if comptime!(!kind.raw) {
-        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. A NaN score makes the second
-        // score NaN too, but the row's softmax is NaN anyway. In a partly visible block, a hidden NaN would spoil a visible
-        // score, so each score has its own reciprocal.
+        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one of the scores is
+        // NaN, both become NaN. This does no harm, because the row's softmax is NaN anyway. In a partly visible block,
+        // a hidden NaN would spoil a visible score, so each score has its own reciprocal.
         let pairs = comptime!(
             kind.score.softcap
                 && !kind.score.wide_softcap

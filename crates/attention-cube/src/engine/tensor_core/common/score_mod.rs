@@ -13,8 +13,8 @@ use cubecl::prelude::*;
 /// `first_column`. The pair's first column is `at`. For a pair past the last column of the head, `at` is the first column of
 /// the last pair instead.
 ///
-/// The result also holds the distance between query and key as f32. For the distance, the kernel converts one integer to f32
-/// per row, and adds one constant per column.
+/// The result also holds the distance between query and key as f32. To compute it, the kernel converts one integer to
+/// f32 per row, and adds one constant per column.
 #[cube]
 fn places(
     known: &Known,

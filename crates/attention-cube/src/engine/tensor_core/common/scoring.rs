@@ -1,5 +1,5 @@
-//! The kernel arguments from which kernels compute scores, and the operands of kernels that load these operands through
-//! pointers instead of TMA.
+//! The kernel arguments for the computation of scores, and the operands of kernels that load them through pointers
+//! instead of TMA.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
 use crate::math::dropout::kernel::DropoutArguments;
@@ -47,15 +47,15 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scale of each row of an int8 V, `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
-    /// sequence's keys from `n · page_len` on. With a page table, the first dimension of K, V and their scales counts pages,
-    /// and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page whose first key
+    /// is key `n · page_len` of the sequence. With a page table, the first dimension of K, V and their scales is the
+    /// page, and the third is the key within the page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
-/// The tensors that a gradient kernel loads through pointers. A CTA keeps a stationary tile of queries and streams blocks of
-/// keys, or keeps a tile of keys and streams blocks of queries. Each field's comment names the tensor for a tile of queries
-/// and for a tile of keys.
+/// The tensors that a gradient kernel loads through pointers. A CTA keeps a stationary tile of queries and streams
+/// blocks of keys, or keeps a tile of keys and streams blocks of queries. Each field's comment gives the tensor for a
+/// tile of queries and the tensor for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
@@ -71,7 +71,7 @@ pub(crate) struct GradientOperands<E: Float> {
     pub lse_delta: OwnedTensor<f32>,
 }
 
-/// The grid of tiles that a gradient kernel's launch processes.
+/// The launch grid of a gradient kernel's tiles.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GradientGrid {

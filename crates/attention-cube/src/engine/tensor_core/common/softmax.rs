@@ -50,16 +50,17 @@ pub(crate) fn quad_sum(sums: Pair) -> Pair {
     Pair { first, second }
 }
 
-/// The softmax subtracts a *reference*, an earlier row maximum, from the scores. This constant is the largest difference
-/// between the row's maximum so far and the reference, in log2 units. Beyond this difference, the row's maximum becomes the
-/// new reference.
+/// The largest difference between a row's maximum so far and the row's *reference*, in log2 units. The softmax
+/// subtracts the reference, an earlier row maximum, from the scores. Beyond this difference, the row's maximum becomes
+/// the new reference.
 const RESCALE_THRESHOLD: f32 = 8.0;
 
 /// The references of a thread's two rows, which the softmax subtracts from the scores.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowMax {
-    /// The reference of each row: the row's maximum so far, or a value at most [`RESCALE_THRESHOLD`] log2 units below it.
+    /// The reference of each row: the row's maximum so far, or a value at most [`RESCALE_THRESHOLD`] log2 units below
+    /// this maximum.
     pub reference: Pair,
     /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is true.
     pub shift: Pair,
@@ -161,7 +162,7 @@ pub(crate) fn rescaled<NS: Size>(
     }
 }
 
-/// The state of the online softmax of a thread's two rows, after the blocks so far.
+/// The state of the online softmax for a thread's two rows, after the blocks processed so far.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct SoftmaxState {
@@ -206,24 +207,25 @@ pub(crate) fn softmax_state<NS: Size>(
     }
 }
 
-/// Returns `reference`, or 0 if the row has seen no key and `reference` is −∞.
+/// Returns `reference`, or 0 if `reference` is −∞ because the row has seen no key.
 #[cube]
 pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
 }
 
-/// A reference is the row maximum that the softmax subtracts from the scores. This constant is the largest magnitude of a
-/// reference, in log2 units, for which the softmax scales the scores before the subtraction. For a larger reference, f32 is
-/// too coarse: the exponential of the row's largest score would not be 1.
+/// The largest magnitude of a reference, in log2 units, for which the softmax scales the scores before it subtracts the
+/// reference. The reference is the row maximum that the softmax subtracts from the scores. For a larger reference, f32
+/// is too coarse: the exponential of the row's largest score would not be 1.
 const FAR: f32 = 2048.0;
 
-/// The exponentials of 8 scores of a thread, and the sum of these exponentials in each of its two rows.
+/// The exponentials of 8 scores of a thread, and the sum of these exponentials for each of the thread's two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ExpScores {
     pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
-    /// A bit mask of the thread's columns that at least one of its two rows sees, or 0 if not requested.
+    /// A bit mask of the thread's columns. A bit is 1 if at least one of the thread's two rows sees the column. The
+    /// mask is 0 if it was not requested.
     pub used: u32,
 }
 
@@ -272,7 +274,8 @@ pub(crate) fn exp_scores<NS: Size>(
     }
 }
 
-/// Returns `1 << bit` if one of the two exponentials is positive, else 0. NaN (of a row past the end) does not set the bit.
+/// Returns `1 << bit` if one of the two exponentials is positive, else 0. An exponential that is NaN, as in a row past
+/// the end, does not set the bit.
 #[cube]
 fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     select(
@@ -282,8 +285,8 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// Multiplies each row of O by its rescale factor if `moved`: the row maxima that the softmax subtracts have changed. O has
-/// `columns` columns.
+/// If `moved`, multiplies each row of O by its rescale factor, because the row maxima that the softmax subtracts have
+/// changed. O has `columns` columns.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,

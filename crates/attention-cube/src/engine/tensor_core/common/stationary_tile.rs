@@ -1,5 +1,5 @@
-//! The stationary tile of a backward CTA, and its blocks. A tile of queries sees the key blocks of one KV head. A tile of
-//! keys sees the query blocks of every query head in its GQA group.
+//! The stationary tile of a backward CTA, and the blocks that the tile streams. A tile of queries streams the key
+//! blocks of one KV head. A tile of keys streams the query blocks of every query head in its GQA group.
 
 use super::bias::bias_of_head;
 use super::block_mask::{BlockMask, block_mask};
@@ -28,9 +28,9 @@ pub(crate) struct Stationary {
     /// The head of the tile: a query head or a KV head.
     pub head: u32,
     pub first_row: i32,
-    /// The number of tile rows that lie inside the problem, not past its last query or key.
+    /// The number of tile rows inside the problem. The remaining rows lie past the last query or key.
     pub rows: i32,
-    /// The index of the tile's rows in the table that holds the segment bounds of each block.
+    /// The tile's index in the table that holds the segment bounds of each block.
     pub row_block: u32,
     /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
@@ -46,7 +46,7 @@ pub(crate) struct Stationary {
     pub part: u32,
 }
 
-/// Returns the stationary tile that `work_tile` names, with the whole range of blocks that the tile visits.
+/// Returns the stationary tile at the indices in `work_tile`, with the whole range of blocks that the tile streams.
 #[cube]
 pub(crate) fn stationary_tile(
     work_tile: WorkTile,
@@ -119,8 +119,9 @@ pub(crate) fn stationary_tile(
     }
 }
 
-/// Returns the stationary tile that `work_tile` names, with only the heads and blocks of its split. The splits first divide
-/// the heads of a GQA group, and then the blocks of each head (see [`crate::engine::tiling::GradientSplits`]).
+/// Returns the stationary tile at the indices in `work_tile`, with only the heads and blocks of its split. The splits
+/// first divide the heads of a GQA group, and then the blocks of each head (see
+/// [`crate::engine::tiling::GradientSplits`]).
 #[cube]
 pub(crate) fn stationary_tile_split(
     work_tile: WorkTile,
@@ -194,7 +195,7 @@ pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) 
     }
 }
 
-/// Returns the first block that the tile visits, and the block's head.
+/// Returns the first block that the tile must process, and the block's head.
 #[cube]
 pub(crate) fn first_visit(
     tile: &Stationary,
@@ -205,7 +206,8 @@ pub(crate) fn first_visit(
     visit_from(tile, head, tile.first_block, masking, kind)
 }
 
-/// Returns the first visited block at or after block `block` of head `head`, and the head of the visited block.
+/// Returns the first block that the tile must process, and this block's head. The search starts at block `block` of
+/// head `head`.
 #[cube]
 pub(crate) fn visit_from(
     tile: &Stationary,
@@ -275,8 +277,8 @@ pub(crate) struct Seen {
     pub block_mask: BlockMask,
 }
 
-/// Computes the visibility of a block of `size` columns to the tile. Also loads the mask bits of rows `row` and `row + 8`,
-/// for `columns` columns of the block from column `32 · first_word` on.
+/// Computes the visibility of a block of `size` columns to the tile. Also loads the mask bits of rows `row` and
+/// `row + 8`, for `columns` columns of the block, starting at column `32 · first_word`.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
     tile: &Stationary,
@@ -340,8 +342,9 @@ pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta_of_rows(lse_delta, tile.batch, tile.head, far, row, seq_lens, kind)
 }
 
-/// Returns the factor of each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The caller sets a
-/// row with the factor 0 to zeros. The row may be NaN, because its GEMM multiplies dS = 0 by keys that may be NaN.
+/// Returns one factor for each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The caller
+/// sets a row with the factor 0 to zeros. Without this step, the row could be NaN, because its GEMM multiplies dS = 0
+/// by keys that may be NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

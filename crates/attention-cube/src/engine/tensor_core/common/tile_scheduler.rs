@@ -1,4 +1,4 @@
-//! The work of a forward CTA: a tile of queries, its rows, and the blocks of keys that the tile visits.
+//! The work of a forward CTA: a tile of queries, its rows, and the blocks of keys that the tile must process.
 
 use super::bias::bias_of_head;
 use super::block_range::next_block;
@@ -29,8 +29,9 @@ impl TileKind {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
 
-    /// True if a tile may skip blocks between its first and its last visited block. If every query has one interval, and the
-    /// problem has neither segments nor mask, a tile of queries visits every block of its block range.
+    /// True if a tile may skip blocks between the first and the last block that it processes. If every query has one
+    /// interval, and the problem has neither segments nor mask, a tile of queries processes every block of its block
+    /// range.
     pub(crate) const fn skips_blocks(&self) -> bool {
         let structure = self.fragment.structure;
         let is_one_range = structure.intervals == 1
@@ -46,7 +47,7 @@ impl TileKind {
     }
 }
 
-/// The grid of all tiles in the launch, and the order in which the CTAs process these tiles.
+/// The launch grid of all tiles, and the order in which the CTAs process these tiles.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct TileScheduler {
@@ -56,7 +57,7 @@ pub(crate) struct TileScheduler {
     pub group: u32,
 }
 
-/// A tile of queries, and the range of keys that the tile visits.
+/// A tile of queries, and the range of keys that the tile streams.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Tile {
@@ -82,13 +83,13 @@ pub(crate) struct Tile {
     pub part: u32,
 }
 
-/// The tile that a CTA processes in one iteration of its main loop.
+/// The tile that a CTA processes in one iteration of its mainloop.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct AssignedTile {
     pub exists: bool,
     pub tile: Tile,
-    /// The first block that the tile visits, or `end_block` if the tile visits no block.
+    /// The first block that the tile must process, or `end_block` if there is no such block.
     pub first: i32,
 }
 
@@ -128,7 +129,7 @@ pub(crate) fn assigned_tile(
     }
 }
 
-/// Returns the tile that `work_tile` names: its queries, and the blocks of keys that it visits.
+/// Returns the tile at the indices in `work_tile`: its queries, and the range of key blocks that it streams.
 #[cube]
 fn tile(
     work_tile: WorkTile,
@@ -160,9 +161,10 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor has
-    // no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden from all
-    // queries. With a bias or a mask mod, no block therefore counts as fully visible for a partial tile.
+    // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor
+    // has no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden
+    // from all queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial
+    // tile.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);

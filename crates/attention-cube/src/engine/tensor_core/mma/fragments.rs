@@ -39,8 +39,8 @@ pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
     all
 }
 
-/// Finds the rows of a block (the right operand) that contribute to a warp's GEMM. Returns one bit for each block row that
-/// this lane multiplies. A bit is set if an element of the warp's left operand for the row is not 0.
+/// Finds the rows of a block (the right operand) that contribute to a warp's GEMM. Returns one bit for each block row
+/// that this lane multiplies. A bit is set if the matching column of the warp's left operand has a nonzero element.
 ///
 /// A block has `depth` rows. See [`add_product`](cube_kit::ampere::mma::add_product) for the order of the bits.
 #[cube]
@@ -70,11 +70,11 @@ pub(crate) fn used_by_warp<A: Size>(
     used
 }
 
-/// Returns one bit for each block column that this lane multiplies. A bit is set if any of `warps` warps has a nonzero
-/// element in the column.
+/// Returns one bit for each column of P or dS (the left operand, in shared memory) that this lane multiplies. A bit is
+/// set if any of `warps` warps has a nonzero element in the column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. `groups` consecutive warps have the same rows,
-/// and each of them has 32 of the columns.
+/// Each warp has stored four words at `table`, one for each lane of a quad. `groups` consecutive warps have the same
+/// rows, and each of these warps has 32 of the columns.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,

@@ -22,7 +22,8 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::CubeDim;
 
-/// Launches the forward. If `scales` are present, K and V are 8-bit codes, packed four to a `u32`; otherwise K and V are floats.
+/// Launches the forward. If `scales` are present, K and V are 8-bit codes, packed four to a `u32`. Otherwise K and V
+/// are floats.
 ///
 /// # Shapes
 /// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first half
@@ -54,7 +55,8 @@ pub(super) fn forward(
         && lengths.is_some_and(is_as_read);
     let cubes = pass.work_tiles as u32;
     let element = dtype_to_storage_type(problem.dtype);
-    // The addresses of the words are read as bytes, so every format has one element type. The tiles tell the format.
+    // Codes of every format have the element type u32, because the kernel copies K and V as bytes. The tiles tell the
+    // format.
     let key_element = match scales {
         Some(_) => ElemType::UInt(UIntKind::U32),
         None => element,

@@ -73,9 +73,9 @@ pub struct MmaForwardPlan {
     pub heads: usize,
     /// The number of key splits (split-KV). With 1 split, no second kernel combines partial outputs.
     pub splits: usize,
-    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately. Without
-    /// a causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
-    /// operands of these heads stay in the L2 cache.
+    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
+    /// The number is 1 for a problem without a causal mask, segments and key intervals. Otherwise the plan limits the
+    /// number so that the operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
     pub copies: Operands,
@@ -203,7 +203,8 @@ fn code_tiles(
     ))
 }
 
-/// Returns the first tiles for these head sizes that fit `shared_memory` bytes of shared memory and `units` threads per CTA.
+/// Returns the first tiles in the table that serve these head sizes and fit a CTA of `shared_memory` bytes of shared
+/// memory and `units` threads.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -272,8 +273,8 @@ mod tests {
             tiles.rows,
             "{context}"
         );
-        // The number of output rows per warp must be a multiple of the number of score rows per warp. The scores of a warp's
-        // output rows then come from the warps with the same output rows.
+        // The number of output rows per warp must be a multiple of the number of score rows per warp. A warp then needs
+        // only scores that the warps of its own row group compute.
         assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
         assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
         assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
@@ -281,12 +282,12 @@ mod tests {
             tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
             "{context}"
         );
-        // A lane keeps one bit for each key that it multiplies, which marks a nonzero probability: four bits per group of 16
-        // keys. One 32-bit word therefore covers at most 128 keys.
+        // A lane keeps one bit for each key that it multiplies, four bits per group of 16 keys. The bit tells whether
+        // the key has a nonzero probability. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
         // After chunk `i` of a pass (main loop iteration), a warp starts to copy chunk `i + slots − 1`. This chunk must
-        // belong to this pass or the next, so the ring buffer can use at most `chunks + 1` slots.
+        // be one of this pass or of the next, so the ring buffer can use at most `chunks + 1` slots.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"

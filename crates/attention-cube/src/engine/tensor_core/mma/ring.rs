@@ -74,8 +74,8 @@ pub(super) struct RingSlot {
     parity: u32,
 }
 
-/// A pass is one main loop iteration, and its first chunk has the slot `first`. Returns the slot of the pass's `chunk`-th
-/// chunk. An index past the last chunk means a chunk of the next pass.
+/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration), whose first chunk has the slot `first`. An
+/// index past the pass's last chunk means a chunk of the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,
@@ -97,7 +97,7 @@ pub(super) fn ring_slot_of(
     }
 }
 
-/// Waits until all warps have read the previous chunk of the slot. The CTA may then refill the slot.
+/// Waits until all warps have read the previous chunk of the slot, so that the calling thread may refill the slot.
 #[cube]
 pub(super) fn await_empty(place: &RingSlot) {
     await_phase(place.empty, place.parity ^ 1u32);

@@ -58,8 +58,8 @@ fn write() {
 /// The bytes of shared memory that a CTA may take on an H200.
 const MOST_SHARED_MEMORY: usize = 232_448;
 
-/// Returns the bytes of shared memory per CTA of the target GPU: the environment variable `SHARED_MEMORY`, or an H200's
-/// bytes.
+/// Returns the bytes of shared memory per CTA of the target GPU: the value of the environment variable `SHARED_MEMORY`,
+/// or the bytes of an H200 if the variable is not set.
 fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY")
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
@@ -93,8 +93,8 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     write_forward(wanted, folder, name, tiles, kind(wanted, Side::Queries));
 }
 
-/// Writes the source of the forward for `rows` query rows. If `shared`, eight heads share the tile, and the keys are split
-/// (split-KV). Otherwise the rows belong to one head.
+/// Writes the source of the forward for `rows` query rows. If `shared`, eight heads share the tile, and the keys are
+/// split (split-KV). Otherwise all rows are queries of one head.
 fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: bool) {
     let Wanted {
         head_dim,

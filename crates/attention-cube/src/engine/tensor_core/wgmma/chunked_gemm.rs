@@ -17,7 +17,7 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// A split-D warpgroup computes the scores of 64 queries and this number of keys.
+/// The number of keys per block for which one split-D warpgroup computes scores. Its scores are for 64 queries.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// Emits PTX that steps through the chunks in a ring of shared-memory buffers (stages), and computes the addresses of each
@@ -33,7 +33,7 @@ struct Walk {
     empty: String,
     /// The PTX register with the shared memory descriptor of the ring's first stage.
     data: String,
-    /// The warpgroup uses every `step`-th chunk.
+    /// The distance in chunks from one chunk that the warpgroup uses to the next.
     step: usize,
     /// The distance in stages from the stage in the PTX register `stage` to the stage of the current chunk.
     offset: usize,
@@ -41,8 +41,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Creates a `Walk` that begins at ring stage `stage`, whose full barrier has the parity `parity`. The strings name PTX
-    /// registers.
+    /// Creates a `Walk` that begins at ring stage `stage`, whose full barrier has the parity `parity`. Each string is
+    /// the name of a PTX register.
     fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
@@ -180,9 +180,9 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
     }
 }
 
-/// Emits the GEMM `sum += P V` over `chunks` chunks of V in a ring of shared-memory buffers (stages), beginning with chunk
-/// number `first`. Both numbers count only the chunks that belong to the warpgroup. In the backward, P may be dS, and V may
-/// be Q, K or dO.
+/// Emits the GEMM `sum += P V` over `chunks` chunks of V in a ring of shared-memory buffers (stages), beginning with
+/// chunk number `first`. Both numbers count only the chunks that the warpgroup multiplies. In the backward, P may be
+/// dS, and V may be Q, K or dO.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
@@ -261,8 +261,8 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
 /// If the block's last chunk reuses the stage of the first chunk, the PTX also arrives once at the empty barrier of the
-/// warpgroup's first chunk. The barrier expects eight arrivals, so `share_first_chunk` or `free_own_first_chunk` adds the
-/// four that are missing.
+/// warpgroup's first chunk. The barrier expects eight arrivals, but a warpgroup has only four warps.
+/// `share_first_chunk` or `free_own_first_chunk` adds the other four arrivals.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -292,7 +292,7 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After the wait, S is complete, so the kernel can free the last chunk of K.
+            // After the wait that follows, S is complete, so the kernel can free the last chunk of K.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );
@@ -320,8 +320,8 @@ pub(crate) struct Ring {
     pub elected: u32,
 }
 
-/// Starts the GEMM `S = Q Kᵀ` of a block. `at` is the ring stage and the parity of the block's first chunk of K. The returned
-/// registers are valid only after a wait.
+/// Starts the GEMM `S = Q Kᵀ` of a block. `at` is the ring stage and the parity of the block's first chunk of K. The
+/// returned registers are valid only after a wait for the wgmma group.
 #[cube]
 pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     first_queries: Vector<u32, NQ>,
@@ -381,8 +381,8 @@ pub(crate) fn multiply_chunks<NS: Size>(
 }
 
 /// Starts the GEMM `sum += P V` over `chunks` chunks, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. `at` and `other` are the stage and parity of the first chunk of this warpgroup and
-/// of the other warpgroup.
+/// chunks that the warpgroup multiplies. `at` and `other` are the stage and parity of the first chunk of this warpgroup
+/// and of the other warpgroup.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,

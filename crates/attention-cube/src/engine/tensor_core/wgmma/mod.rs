@@ -1,6 +1,6 @@
 //! The wgmma engine for NVIDIA's Hopper. Its kernels use TMA copies, mbarriers and warpgroup matrix instructions (wgmma).
 //!
-//! Names that recur in the kernels:
+//! Terms that recur in the kernels:
 //! - *split-M*: each warpgroup of a CTA computes some rows of a tile, with all columns.
 //! - *split-D*: each warpgroup computes all rows of a tile, with half of the columns.
 //! - *ring*: buffers in shared memory (*stages*) through which blocks stream. Each stage has a *full* and an *empty* mbarrier.

@@ -1,5 +1,5 @@
-//! The epilogue of a kernel. Each warpgroup writes the rows and columns of the output or gradient that it has computed. If
-//! the shape allows it, TMA does the writes.
+//! The epilogue of a kernel. Each warpgroup writes the rows and columns of the output or gradient that it has computed.
+//! If the output's shape allows TMA, TMA does the writes.
 
 use crate::engine::tensor_core::common::output::{
     Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
@@ -22,7 +22,7 @@ pub(crate) struct OutputTarget {
     pub staging: u32,
     /// The address of the TMA tensor map of the output or gradient.
     pub map: u64,
-    /// The tile row of the thread's first register.
+    /// The tile row of the element in the thread's first register.
     pub row: i32,
     /// The tile row at which the warpgroup's rows begin.
     pub first_row: i32,
@@ -85,8 +85,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The staging buffer in shared memory
-/// held an operand, so all warps must have read that operand before the call.
+/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The function overwrites an
+/// operand in the staging buffer in shared memory, so all warps must have read that operand before the call.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,

@@ -34,9 +34,9 @@ pub struct WgmmaForwardPlan {
     pub heads: usize,
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
-    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately. Without
-    /// a causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
-    /// operands of these heads stay in the L2 cache.
+    /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
+    /// The number is 1 for a problem without a causal mask, segments and key intervals. Otherwise the plan limits the
+    /// number so that the operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
@@ -46,7 +46,8 @@ pub struct WgmmaForwardPlan {
 
 /// The assignment of tiles to CTAs.
 ///
-/// A *persistent* CTA processes several tiles. It loads the first keys of its next tile while it finishes its current tile.
+/// A *persistent* CTA processes several tiles. Such a CTA loads the first keys of its next tile while it finishes its
+/// current tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheduler {
     /// Each CTA processes one tile. The tiles with the most work come first.
@@ -73,8 +74,8 @@ struct SplitMShape {
     keys: usize,
     stages: usize,
     ordering: Ordering,
-    /// Two numbers for problems whose biases TMA copies to shared memory: the keys in a block, and the stages in the ring of
-    /// biases.
+    /// The sizes for problems whose biases TMA copies to shared memory: the number of keys in a block, and the number
+    /// of stages in the ring of biases.
     biased: [usize; 2],
 }
 
@@ -148,7 +149,7 @@ fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Ref
     Ok(half)
 }
 
-/// Plans the forward of `problem`, or returns why the engine refuses it.
+/// Plans the forward of `problem`, or returns the reason why the engine refuses the problem.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -207,8 +208,8 @@ pub(super) fn forward(
 
 /// True if TMA can copy a tile's biases: one element for each pair of a query and a key, in the precision of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    // With a score mod or a mask mod, TMA copies no biases. The kernel would add such biases to S before the score mod, which
-    // must not see the bias.
+    // With a score mod or a mask mod, TMA copies no biases. The kernel would add TMA's biases to S before the score
+    // mod, but the score mod must get the score without the bias.
     let bias = problem.bias.filter(|_| !problem.has_code());
     bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype

@@ -40,9 +40,9 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
     used
 }
 
-/// A used bit tells whether some row of the tile sees a certain row of a block. Sets the used bits of the `count`-th block
-/// for the columns of S that the warp's rows see. `used` holds the bits of this thread. Bit 0 of `used` becomes bit `shift`
-/// of the stored word.
+/// Sets the used bits of the `count`-th block for the columns of S that the warp's rows see. A used bit tells whether
+/// some row of the tile sees a certain row of a block, which is a column of S. `used` holds the bits of this thread.
+/// Bit 0 of `used` becomes bit `shift` of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -55,8 +55,8 @@ pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) 
     }
 }
 
-/// Clears the *used words* of block `count + 2`: bits that mark the block's rows that the tile sees. Block `count − 1` used
-/// the same words. All warps must have passed a barrier since they read the words for block `count − 1`.
+/// Clears the *used words* of block `count + 2`, whose bits mark the block's rows that the tile sees. Block `count − 1`
+/// used the same words. All warps must have passed a barrier since they read the words for block `count − 1`.
 #[cube]
 pub(crate) fn forget_used(used_at: u32, count: u32) {
     if UNIT_POS < 4u32 {
@@ -64,7 +64,7 @@ pub(crate) fn forget_used(used_at: u32, count: u32) {
     }
 }
 
-/// Returns the address of the *used words* of the `turn`-th block: bits that mark the block's rows that the tile sees.
+/// Returns the address of the *used words* of the `turn`-th block, whose bits mark the block's rows that the tile sees.
 /// Consecutive blocks use three sets of words in rotation.
 #[cube]
 pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
@@ -82,9 +82,9 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// True if the block has rows that no row of the tile sees. If `masked`, the *used words* of the `count`-th block decide:
-/// bits that mark the block's rows that the tile sees. The function then also clears the used words of a later block.
-/// Otherwise the tile's visible range `run` decides.
+/// True if the block has rows that no row of the tile sees. If `masked`, the *used words* of the `count`-th block
+/// decide, whose bits mark the block's rows that the tile sees. The function then also clears the used words of a later
+/// block. Without `masked`, the tile's visible range `run` decides.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,

@@ -32,7 +32,8 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 // or dS.
 //
 // Comments give rates measured on an H200 in f16, over single launches with 4,096 queries and keys. In the tables for
-// gradients, the rate is the rate of the whole backward. A variant is a tile that differs only in the stated sizes.
+// gradients, a rate is the rate of the whole backward, not of one kernel. A variant is a tile that differs only in the
+// stated sizes.
 //
 // Several cubes of few units on a multiprocessor are faster than one cube of many units.
 
@@ -111,8 +112,8 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
     shape(128, 512, 128, 64, 128),
 ];
 
-/// The tiles of the kernel for dK and dV if shared memory holds all columns of K and V. Shared memory holds Q or dO of one
-/// block at a time. At head size 512, the backward runs at 33 TFLOP/s on an H200 with such a tile.
+/// The tiles of the kernel for dK and dV if shared memory holds all columns of K and V. Shared memory then holds either
+/// Q or dO of one block at a time. At head size 512, the backward runs at 33 TFLOP/s on an H200 with such a tile.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
     // With the next tile, the kernel takes 147 KB of shared memory and spills 48 bytes of registers. With 512 units per cube,
     // the kernel spills 192 bytes.
@@ -161,7 +162,8 @@ pub(super) const DOUBLE: &[Shape] = &[
     shape(1024, 256, 16, 64, 32),
 ];
 
-/// The tiles of the forward for few query rows, as in decoding. The time to read the keys from memory limits the kernel.
+/// The tiles of the forward for few query rows, as in decoding. The time to read the keys from memory limits the
+/// kernel's speed.
 pub(super) const DECODE: &[Shape] = &[
     shape(512, 128, 16, 64, 64),
     shape(1024, 256, 16, 64, 64),

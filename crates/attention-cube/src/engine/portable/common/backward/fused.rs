@@ -7,11 +7,11 @@
 //! and dP (the gradient of the probabilities) are computed once, so there are 5 GEMMs. With a separate kernel for the
 //! query's gradient there would be 7.
 //!
-//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps the
-//! kernel small. A software driver's compile time grows with the square of the number of loads and stores.
+//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps
+//! the kernel small, because a software driver's compile time grows with the square of the number of loads and stores.
 //!
 //! A software driver silently stops a unit's loops after a fixed number of iterations. A launch therefore covers only a
-//! [`Window`] of the pairs, and the host launches the kernel until all pairs are done.
+//! [`Window`] of the tile pairs, and the host repeats the launch until all pairs are done.
 //!
 //! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any
 //! head size. Global memory holds the operands and `splits + 2` gradients in f32: the partial dQ of each split, dK and dV.
@@ -52,7 +52,8 @@ pub(crate) struct OperandPlaces {
     pub value_gradient: usize,
 }
 
-/// The pairs of tiles of one launch: a range of key tiles, a range of query blocks, and one query head of each GQA group.
+/// The pairs of a key tile and a query block that one launch processes. The window holds a range of key tiles, a range
+/// of query blocks, and one query head of each GQA group.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Window {
@@ -124,7 +125,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     while key_tile < window.end_tile {
         let first_row = (key_tile * comptime!(tiles.rows as u32)) as i32;
         let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
-        // Leave out keys past the length of the sequence, since no query sees these keys.
+        // Leave out keys past the length of the sequence, because no query sees them.
         let exist = min(end_row, seq_info.length);
         let full = first_row + comptime!(tiles.rows as i32) <= exist;
         let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);
@@ -286,8 +287,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Describes rows of a buffer that start at element `base`, `row_stride` elements apart. Kernels read only the rows
-/// `first..end`.
+/// Describes rows of a buffer: the first row starts at element `base`, and rows are `row_stride` elements apart.
+/// Kernels read only the rows `first..end`.
 #[cube]
 fn buffer_rows(base: usize, row_stride: u32, first: i32, end: i32, columns: u32) -> Rows {
     Rows {
@@ -303,7 +304,7 @@ fn buffer_rows(base: usize, row_stride: u32, first: i32, end: i32, columns: u32)
     }
 }
 
-/// Returns `first` if `which` is 0, `second` if it is 1, and `third` if it is 2.
+/// Returns `first` if `which` is 0, `second` if `which` is 1, and `third` if `which` is 2.
 #[cube]
 fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
     let a = which == 0u32;

@@ -1,7 +1,7 @@
 //! The backward kernels. They use no atomics, so gradients are bitwise equal in every run.
 //!
-//! With `p = exp(score − lse)`, `dp = do·vᵀ`, `Δ = rowsum(do ∘ o) − dlse` and `ds = p ∘ (dp − Δ)` (FlashAttention-2, Dao
-//! 2023, algorithm 2):
+//! The formulas (FlashAttention-2, Dao 2023, algorithm 2) are `p = exp(score − lse)`, `dp = do·vᵀ`,
+//! `Δ = rowsum(do ∘ o) − dlse` and `ds = p ∘ (dp − Δ)`. Here `o` is the output, and a leading `d` marks a gradient.
 //!
 //! | kernel | rows that a tile keeps | GEMMs per pair of tiles | result |
 //! |---|---|---|---|

@@ -27,7 +27,7 @@ pub(super) struct Pair {
     pub whole: bool,
 }
 
-/// The operands that determine P and dS for a pair of a key tile and a query block.
+/// The operands from which P and dS of a key tile and a query block are computed.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PairOperands<'a, E: Float, N: Size> {
@@ -55,8 +55,8 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 /// Processes a pair of a key tile and a query block. Writes the probabilities P to `s`, and the gradient of the dot
 /// products, `d loss / d (q·k)`, to `dp`.
 ///
-/// With matrix units, planes later round both results to half precision. To avoid underflow in this case, the function
-/// multiplies P by `p_scale`. It also omits the factor `scale` (the scale of the scores) from the gradient.
+/// With matrix units, both results are later rounded to half precision. To avoid underflow in this case, the function
+/// multiplies P by `p_scale`, and omits the factor `scale` (the scale of the scores) from the gradient.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,
@@ -240,9 +240,9 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // With dropout, P includes the factor `kept_scale` = 1 / (1 − drop probability), so P may exceed the
-                    // range of half precision. P is divided by `kept_scale` here. The finished dV is multiplied by
-                    // `kept_scale`.
+                    // With dropout, P includes the factor `kept_scale` = 1 / (1 − drop probability), so P may exceed
+                    // the range of half precision. The kernel therefore divides P by `kept_scale` here, and multiplies
+                    // the finished dV by `kept_scale`.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

@@ -78,9 +78,9 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut stage = new_stage::<C>(tiles);
     let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    // At the end, the kernel multiplies each row of the gradient by one of these factors. The factor of a query that sees no
-    // key is 0, and the final store writes 0 even if the row contains NaN. The factors are visible to all units after the
-    // next sync.
+    // At the end, the kernel multiplies each row of the gradient by the row's factor. The factor of a query that sees
+    // no key is 0. For this factor, the final store writes 0 even if the row contains NaN. Other units may read the
+    // factors after the next sync.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     let scale = late_scale(&scoring.arguments, tiles);
     #[unroll]
@@ -109,8 +109,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The kernel multiplies stationary operand 0 (the output's gradient) with V first, and operand 1 (the query) with K
-    // second. Because K comes last, K is still in shared memory when the kernel multiplies dS by K.
+    // The kernel first multiplies stationary operand 0 (the output's gradient) by V, and then operand 1 (the query) by
+    // K. Because K comes last, K is still in shared memory when the kernel multiplies dS by K.
     hold(
         &output_gradient,
         first_row,
@@ -227,10 +227,10 @@ struct RowsLseDelta {
     delta: Array<f32>,
 }
 
-/// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query and the first key of the pair of a
-/// query tile and a key block. In a `whole` pair, every query sees every key.
+/// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query of the tile and the first key
+/// of the block. In a `whole` pair of tile and block, every query sees every key.
 ///
-/// With matrix units, planes later round the gradients to half precision. To avoid underflow in this case, the function
+/// With matrix units, the gradients are later rounded to half precision. To avoid underflow in this case, the function
 /// omits the factor `scale` (the scale of the scores) from the gradients.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(

@@ -72,8 +72,8 @@ pub(crate) fn launch(
     pass.with_rest(gradients, plan.bias, offsets.last(), request)
 }
 
-/// Returns the windows of the kernel that computes all gradients. A window is the range of tile pairs of one launch. Windows
-/// keep each cube within the iteration limit of software drivers.
+/// Returns the windows of the kernel that computes all gradients. A window holds the tile pairs that one launch
+/// processes. Windows keep each cube within the iteration limit of software drivers.
 fn windows(
     problem: &AttentionProblem,
     tiles: &UnitTiles,
@@ -280,7 +280,8 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// Copies `tensor` into the buffer `operands` from element `first` on. Rows of the copy start `pitch` elements apart.
+    /// Copies `tensor` into the buffer `operands`, starting at element `first`. Rows of the copy start `pitch` elements
+    /// apart.
     fn pack(
         &self,
         tensor: &CubeTensor,

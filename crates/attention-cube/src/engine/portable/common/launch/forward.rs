@@ -1,5 +1,5 @@
-//! The launch of the forward, with float or quantized keys and values. If the keys are split, a second kernel combines the
-//! outputs.
+//! The launch of the forward, with float or quantized keys and values. If the keys are split, a second kernel combines
+//! the partial outputs.
 
 use crate::auxiliary::combine::combine_splits;
 use crate::auxiliary::lengths::Blocks;
@@ -50,8 +50,8 @@ pub(crate) fn launch(
 
     let mut blocks = Blocks::of_queries(&tiles);
     if packed {
-        // Treat all queries of a sequence as one query block. A packed tile has queries from anywhere in the sequence, so the
-        // tile needs the segment bounds of all queries.
+        // Treat all queries of a sequence as one query block. A packed tile may have queries from any part of the
+        // sequence, so the tile needs the segment bounds of all queries.
         blocks.queries = q_len;
     }
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &[blocks]);

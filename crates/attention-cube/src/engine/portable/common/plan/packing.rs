@@ -62,8 +62,8 @@ impl Packing {
     }
 }
 
-/// Returns the number of elements from one row of an operand to the next row: an odd multiple of 16. A cache line has 16
-/// elements, so neighbouring rows fall into different cache sets.
+/// Returns the number of elements from one row of an operand to the next row: an odd number of cache lines of 16
+/// elements. Because the number is odd, neighbouring rows fall into different cache sets.
 fn pitch(columns: usize) -> usize {
     const LINE: usize = 16;
     (columns.div_ceil(LINE) | 1) * LINE

@@ -1,15 +1,15 @@
-//! The tile tables that only the unit engine uses. `tile_ops/table.rs` explains the order of the tiles, and the TFLOP/s and
-//! GFLOP/s in their comments.
+//! The tile tables that only the unit engine uses. `tile_ops/table.rs` explains the order of the tiles, and the rates
+//! (TFLOP/s or GFLOP/s) in the comments.
 
 use crate::tile_ops::table::{Shape, direct, shape};
 
 /// The tiles of the kernel for the gradients of keys and values. The number beside a tile is the TFLOP/s of the whole
-/// backward, and parentheses hold the TFLOP/s of rejected tiles.
+/// backward. Parentheses hold the TFLOP/s with other tiles, which were rejected.
 pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)
     direct(1024, 64, 32, 8, 2),
-    // The preceding tiles are for software drivers, the next tiles for GPUs.
+    // The tiles above are for software drivers, and the tiles below for GPUs.
     shape(64, 256, 64, 16, 32),  // 16.1 (13.9–16.2)
     shape(128, 128, 64, 16, 32), // 15.0 (12.9–14.7)
     shape(256, 512, 64, 32, 32), // 12.8 (9.7–11.8)
@@ -37,14 +37,15 @@ pub(super) const TOGETHER: &[Shape] = &[
     direct(1024, 16, 64, 4, 4),
 ];
 
-/// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
+/// The tiles of the forward for few query rows, as in decoding. The time to read the keys from memory limits the
+/// kernel's speed.
 pub(super) const DECODE: &[Shape] = &[
-    // With the next tiles, the kernel loads operands from global memory, as the backward does. The scores of forward and
-    // backward are then bitwise equal. If a large score differed in its last bit, the backward would compute a wrong
-    // probability.
+    // With the next tiles, the kernel loads operands directly from global memory, as the backward does. Forward and
+    // backward then compute bitwise equal scores. If a large score differed in its last bit, the backward would compute
+    // a wrong probability.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
-    // The preceding tiles are for software drivers, the next tiles for GPUs.
+    // The tiles above are for software drivers, and the tiles below for GPUs.
     shape(1024, 256, 8, 32, 32),
     shape(1024, 256, 16, 16, 32),
     shape(512, 256, 32, 16, 32),
@@ -111,8 +112,8 @@ mod tests {
                         "{context}"
                     );
                     assert!(tiles.is_direct() || tiles.column_vectors == 1, "{context}");
-                    // The softmax gives each row of the tile to one unit, so there must be as many units as rows. The kernel
-                    // of all gradients has no softmax, so its tiles may have more rows.
+                    // The softmax gives each row of the tile to one unit, so there must be at least as many units as
+                    // rows. The kernel of all gradients has no softmax, so its tiles may have more rows.
                     let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
                     assert!(row_a_unit || only_software, "{context}");
                     assert!(

@@ -1,11 +1,11 @@
-//! The bias gradient on tensor cores: dBias = Σ P ∘ (dP − Δ). The sum runs over the dimensions along which the bias is
-//! broadcast.
+//! The bias gradient on tensor cores: dBias = Σ dS with dS = P ∘ (dP − Δ). The sum runs over the dimensions along which
+//! the bias is broadcast.
 //!
-//! Algorithm. A CTA has a bias tile of queries × keys. If the bias is broadcast, the forward adds this bias tile to the
-//! scores of several query tiles. The CTA loops over these query tiles. Each iteration computes S = Q·Kᵀ, P from the saved
-//! logsumexp, and dP = dO·Vᵀ, and adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of
-//! the iterations is fixed and there are no atomics, so results are bitwise equal in every run. Half-precision biases are
-//! read once, before the loop.
+//! Algorithm. A CTA computes the gradient of one bias tile, which has some queries × some keys. If the bias is
+//! broadcast, the forward adds this bias tile to the scores of several query tiles. The CTA loops over these query
+//! tiles. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and adds dS to f32 sums in
+//! registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and there are no
+//! atomics, so results are bitwise equal in every run. Half-precision biases are read once, before the loop.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
@@ -65,7 +65,7 @@ pub(crate) struct BiasGradientOperands<E: Float> {
     pub lse_delta: OwnedTensor<f32>,
 }
 
-/// The grid of the bias tiles.
+/// The launch grid of the bias tiles.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BiasGrid {
@@ -104,7 +104,7 @@ pub(crate) fn bias_gradient_split_m<
     let start = shared_address(&memory);
     let index = CUBE_POS as u32;
     if index < bias_grid.grid.cubes {
-        // The grid counts tiles, heads and batches of the bias. A broadcast dimension of the bias has size 1.
+        // The launch grid covers tiles, heads and batches of the bias. A broadcast dimension of the bias has size 1.
         let own = work_tile(&bias_grid.grid, index, false);
         let mut query_tiles = 1u32;
         if comptime!(broadcast.queries) {
@@ -189,8 +189,8 @@ pub(crate) fn bias_gradient_split_m<
     }
 }
 
-/// Sums dS over the query tiles of the CTA, from visit number `first` on. If the bias is broadcast, several query tiles use
-/// the CTA's bias tile, and each of these query tiles is one visit.
+/// Sums dS over the query tiles of the CTA, starting with visit number `first`. If the bias is broadcast, several query
+/// tiles use the CTA's bias tile, and the work on each of these query tiles is one visit.
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -233,7 +233,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all query tiles of the CTA have the same biases. If the CTA has no query tile, load the
+    // Load the biases once, since all query tiles of the CTA have the same biases. A CTA without query tiles loads the
     // biases of the last query tile, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,

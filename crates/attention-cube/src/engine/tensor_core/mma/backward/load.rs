@@ -1,4 +1,4 @@
-//! Copies LSE and delta to shared memory, and computes which rows of an operand belong to the CTA's tile.
+//! Copies LSE and delta to shared memory, and computes which rows of an operand are in the CTA's tile.
 
 use crate::engine::tensor_core::common::stationary_tile::Stationary;
 use crate::engine::tensor_core::mma::forward::load::HeadRows;
@@ -7,11 +7,11 @@ use cube_kit::ampere::cp_async::{PIECE_BYTES, copy_piece};
 use cube_kit::nvidia::ptx::word_address;
 use cubecl::prelude::*;
 
-/// The number of f32 values (LSE or delta of one query each) in one 16-byte piece.
+/// The number of f32 values in one 16-byte piece. A value is the LSE or the delta of one query.
 const PIECE_TERMS: usize = PIECE_BYTES / 4;
 
-/// Starts the copy of the first `count` rows of LSE and delta for `queries` queries. In shared memory, row 0 of all queries
-/// comes first, then row 1, and so on. Queries past the padded `q_len` are zeros.
+/// Starts the copy of the first `count` rows of LSE and delta for `queries` queries. In shared memory, row 0 of all
+/// queries comes first, then row 1, and so on. For queries past the padded `q_len`, zeros are written.
 ///
 /// # Shapes
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, f32.
@@ -34,8 +34,9 @@ pub(super) fn copy_lse_delta(
             + head as usize * lse_delta.stride(1)
             + term as usize * lse_delta.stride(2)
             + query as usize;
-        // SAFETY: this expression only takes the address of `lse_delta`. If `exists`, the copied 4 values from index `at` on
-        // lie inside the tensor, because their queries are below the padded `q_len`. Otherwise the copy reads nothing.
+        // SAFETY: this expression only takes the address of `lse_delta`. If `exists`, the 4 values copied from index
+        // `at` lie inside the tensor, because their queries are below the padded `q_len`. Otherwise the copy reads
+        // nothing.
         let source = word_address::<f32>(
             unsafe { lse_delta.as_slice().as_ptr_unchecked() },
             select(exists, at as u64, 0u64),
@@ -48,7 +49,7 @@ pub(super) fn copy_lse_delta(
     }
 }
 
-/// Returns the batch and head of the tile, and the range of rows that exist in this head.
+/// Returns the batch and head of the tile, and the range of this head's rows that exist.
 #[cube]
 pub(super) fn stationary_head(tile: &Stationary, #[comptime] side: Side) -> HeadRows {
     let end = if comptime!(side == Side::Queries) {

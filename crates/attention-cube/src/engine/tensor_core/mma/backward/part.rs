@@ -108,8 +108,8 @@ pub(super) fn seen_by_warp<F: Float, NB: Size>(
     WarpSeen { first, second }
 }
 
-/// Marks tile fields that were loaded from memory as equal in all lanes of the warp. The compiler then keeps the fields in
-/// uniform registers.
+/// Tells the compiler that tile fields that were loaded from memory are equal in all lanes of the warp. The compiler
+/// then keeps the fields in uniform registers.
 #[cube]
 pub(super) fn alike(tile: Stationary) -> Stationary {
     let seq_info = tile.seq_info;

@@ -25,16 +25,17 @@
 //! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
-//! If an operand of the tile does not stay in shared memory, the kernel copies the operand's 64 KB again for each block.
+//! If one of the tile's operands does not stay in shared memory, the kernel copies the 64 KB of this operand again for
+//! each block.
 //!
 //! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP
 //! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each
 //! slot has a *full* and an *empty* barrier, so the copies need no CTA-wide barrier. Each warp scheduler has two warps: one
 //! warp can multiply while the second waits, copies, or computes P and dS.
 //!
-//! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the gradient
-//! GEMM. If a kernel computes dK and dV, one half of the warps computes dK. The second half computes dV, and P is stored
-//! beside dS.
+//! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the
+//! gradient GEMM. If a kernel computes dK and dV, one half of the warps computes dK, and the second half computes dV. P
+//! is then stored beside dS.
 
 mod mainloop;
 mod p_ds;

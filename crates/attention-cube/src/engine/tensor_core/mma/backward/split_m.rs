@@ -8,9 +8,10 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm
-//!   of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark
-//!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the
+//!   logarithm of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0
+//!   holds a marker value instead of the LSE, and row 3 the row maximum. Row 4 holds one flag per group of queries,
+//!   which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the streamed
@@ -109,7 +110,7 @@ pub(crate) fn backward_split_m<
             );
         }
         let warp_row = uniform(UNIT_POS / 32u32) * comptime!(tiles.warp_rows() as u32);
-        // `row` is the tile row of the thread's first register.
+        // `row` is the tile row of the element in the thread's first register.
         let row = (warp_row + UNIT_POS % 32u32 / 4u32) as i32;
         let sums = sum::<E, F, NB, NS, NP, AS, AP, AD, AV>(
             &inputs.q_or_k,
@@ -199,8 +200,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     let blocks = start + comptime!(tiles.blocks_at() as u32);
     let stationary_qk = left_address(start, warp_row);
     let stationary_v_do = stationary_qk + comptime!(tiles.stationary_values_at() as u32);
-    // The lanes load a block's rows as columns of the right operand for S and dP. For the gradient GEMMs, they load the
-    // block's rows as rows of the right operand.
+    // For S and dP, a block's rows are the columns of the right operand. For the gradient GEMMs, the block's rows are
+    // the rows of the right operand.
     let scored_at = right_address(blocks);
     let summed_at = left_address(blocks, 0u32);
     let to_values = comptime!(tiles.block_values_at() as u32);
@@ -243,7 +244,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         } else {
             s
         };
-        // Start the copies after the GEMMs of S and dP. The `mma` instructions hide the latency of the address computation.
+        // Start the copies after the GEMMs of S and dP, so that the `mma` instructions hide the latency of the address
+        // computation.
         if next.head < tile.heads {
             copy_block::<E>(
                 q_or_k,
@@ -301,9 +303,9 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     }
 }
 
-/// Adds the product of P or dS (`left`) and a block's rows at address `right` to `sums`. If `may_have_masked`, a block row
-/// that is hidden from the whole tile may hold NaN. The GEMM reads a block row as zeros if the warp's elements of `left` for
-/// the row are zeros.
+/// Multiplies `left` (P or dS) by a block's rows at address `right`, and adds the product to `sums`. If
+/// `may_have_masked`, a block row that is hidden from the whole tile may hold NaN. The GEMM reads a block row as zeros
+/// if the warp's elements of `left` for the row are zeros.
 #[cube]
 fn with_block<A: Size, AP: Size>(
     sums: Vector<f32, A>,

@@ -36,12 +36,13 @@ pub(crate) struct HeadRows {
     pub end: i32,
 }
 
-/// The number of 16-byte pieces in a row of `columns` columns, padded with zeros to whole `mma` steps of 16 columns.
+/// The number of 16-byte pieces in a row of `columns` columns. Zeros pad the row to whole `mma` steps of 16 columns.
 const fn pieces(columns: usize) -> usize {
     columns.div_ceil(2 * PIECE) * 2
 }
 
-/// The number of bytes in piece `piece` that belong to a row of `columns` columns. The rest of the piece is padding.
+/// The number of bytes in the `piece`-th 16-byte piece of a row that hold columns of the row. The row has `columns`
+/// columns, and the rest of the piece is padding.
 #[cube]
 fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     if comptime!(columns.is_multiple_of(2 * PIECE)) {
@@ -51,8 +52,8 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     }
 }
 
-/// The number of bytes in a 16-byte piece that belong to the copied row. `columns` counts the row's columns from the start
-/// of the piece on, and is not positive if the row ends before the piece.
+/// The number of bytes that a copy reads for a 16-byte piece of a row. `columns` is the number of the row's columns
+/// from the start of the piece on. It is 0 or negative if the row ends before the piece.
 #[cube]
 fn bytes_left(columns: i32) -> u32 {
     (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
@@ -77,8 +78,8 @@ pub(crate) fn copy_rows<E: Float>(
     // iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
-    // If `stride_rows` is also a multiple of 8, all pieces of a thread have the same swizzled offset in their rows. The
-    // swizzle depends on the row number modulo 8.
+    // The swizzle depends on the row number modulo 8. If `stride_rows` is also a multiple of 8, all pieces of a thread
+    // therefore have the same swizzled offset in their rows.
     let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
     let own_row = UNIT_POS / comptime!(pieces as u32);
     let own_piece = UNIT_POS % comptime!(pieces as u32);
@@ -154,8 +155,8 @@ pub(crate) struct Columns {
     pub width: usize,
 }
 
-/// Starts the copy of a column range of a tile's queries, of one head or of several heads that share the tile. Rows that do
-/// not exist are zeros.
+/// Starts the copy of a column range of a tile's queries. The tile has queries of one head or of several heads. Rows
+/// that do not exist are zeros.
 #[cube]
 pub(crate) fn copy_query_columns<E: Float>(
     query: &Tensor<E>,

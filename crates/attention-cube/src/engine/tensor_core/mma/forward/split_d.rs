@@ -1,5 +1,5 @@
-//! The split-D forward, for value sizes up to 512. Each warp computes some rows and some keys of a block's scores, and some
-//! rows and some columns of the tile's output.
+//! The split-D forward, for value sizes up to 512. Each warp computes the scores of some rows with some keys of a
+//! block, and some rows and columns of the tile's output.
 //!
 //! Tensors:
 //!
@@ -19,9 +19,9 @@
 //! each warp computes 64 × 64 elements of O. The writes of the copies take 2,000 clocks. On gaming GPUs, the tensor core is
 //! slower and becomes the limit.
 //!
-//! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns of
-//! all keys of a block. A chunk of V has values of some keys of a block. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`.
-//! All warps copy and multiply. Each slot has a *full* and an *empty* barrier.
+//! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns
+//! of all keys of a block. A chunk of V has some or all columns of some keys of a block. The blocks pass in the order
+//! `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has a *full* and an *empty* barrier.
 //!
 //! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the
 //! current block's keys and stores the row maxima. The pass then multiplies P of the previous block by the previous block's
@@ -120,7 +120,7 @@ pub(crate) fn forward_split_d<
             start,
             end_block: tile.end_block,
         };
-        // `row` is the tile row of the thread's first score register.
+        // `row` is the tile row of the score in the thread's first score register.
         let row = (roles.score_row + UNIT_POS % 32u32 / 4u32) as i32;
         let next_row = row + comptime!(FRAGMENT_ROWS as i32);
         let rows_0 = row_pair::<F, NB>(&tile, &scoring, row, kind);
@@ -151,7 +151,7 @@ pub(crate) fn forward_split_d<
             tiles,
             kind,
         );
-        // Wait until all warps have read the last rescale factors. `store_results` overwrites these factors.
+        // Wait until all warps have read the last rescale factors, because `store_results` overwrites these factors.
         sync_cube();
         store_results::<AO>(&attended, &offsets, &roles, tiles);
         sync_cube();
@@ -210,8 +210,8 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores the row maxima that the softmax subtracted, and the partial row sums of a warp's rows, in shared memory. The stores
-/// overwrite the rescale factors and the row maxima of the last block.
+/// Stores two f32 for each of a warp's rows in shared memory: the row maximum that the softmax subtracted, and the
+/// partial row sum. The stores overwrite the rescale factors and the row maxima of the last block.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,

@@ -12,13 +12,14 @@
 //! values. The register counts are for head size 128, 32 queries per warp and 32 keys per block. A thread uses 128 registers
 //! for O, 32 for S and 16 for P.
 //!
-//! Bound. The bandwidth of shared memory limits the kernel at head size 128, and the exponentials limit it at head size 64.
-//! On an H200, `mma` with the `ldmatrix` of their operands reach 577 to 604 TFLOP/s with 32 rows per warp. With 16 rows per
-//! warp, `mma` and `ldmatrix` reach 460 TFLOP/s. Without loads, `mma` reach 646 TFLOP/s.
+//! Bound. The bandwidth of shared memory limits the kernel at head size 128, and the exponentials limit it at head size
+//! 64. On an H200, `mma` instructions and the `ldmatrix` that load their operands reach 577 to 604 TFLOP/s with 32 rows
+//! per warp. With 16 rows per warp, they reach 460 TFLOP/s. Without the loads, `mma` instructions reach 646 TFLOP/s.
 //!
-//! Schedule. Each CTA has one tile, and two CTAs share a multiprocessor: one CTA multiplies while the other CTA computes its
-//! softmax. All warps copy operands. The copies of a block start one block ahead. At one barrier per block, all warps have
-//! read the previous block and the copies of the next block have completed.
+//! Schedule. Each CTA has one tile, and two CTAs share a multiprocessor: one CTA multiplies while the other CTA
+//! computes its softmax. All warps copy operands. The copies of a block start one block ahead. Each block has one
+//! barrier. After the barrier, all warps have read the previous block, and the copies of the block to multiply have
+//! completed.
 
 mod mainloop;
 
@@ -82,7 +83,7 @@ pub(crate) fn forward_split_m<
         let tile = assigned.tile;
         let warp = uniform(UNIT_POS / 32u32);
         let warp_row = warp * comptime!(tiles.warp_rows() as u32);
-        // `row` is the tile row of the thread's first register.
+        // `row` is the tile row of the element in the thread's first register.
         let row = (warp_row + UNIT_POS % 32u32 / 4u32) as i32;
         let rows = warp_rows::<F, NB>(&tile, &scoring, row, kind);
         let attended = run_mainloop::<E, F, NB, NS, NP, AS, AP, AO>(

@@ -27,16 +27,17 @@
 //! shared memory moves 3 bytes on average per byte from memory: 4 for keys (with the queries) and 2 for values. For 1 GB of
 //! keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads from memory take 0.25 ms at 4 TB/s.
 //!
-//! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all these
-//! heads. A key group is one or two warps, which process every `key_groups`-th block. Each warp copies its own operands, so
-//! groups do not wait for each other during the main loop. In a group of two warps, each warp sums `q·k` over half of the
-//! columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs to the largest row
-//! maxima. Each warp adds some columns of all groups, in the order of the groups.
+//! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all
+//! these heads. A key group is one or two warps, which process every `key_groups`-th block. Each warp copies its own
+//! operands, so groups do not wait for each other during the main loop. In a group of two warps, each warp sums `q·k`
+//! over half of the columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs
+//! to the largest row maxima. Each warp then sums the outputs of all groups for some of the columns, in the order of
+//! the groups.
 //!
 //! Pages. A block lies in one page. The warp looks up a block's page one iteration before it starts the block's copies.
 //!
-//! With `lengths_ahead`, the sequence length is loaded before the previous launch has ended (PDL). The previous launch does
-//! not write the length.
+//! With `lengths_ahead`, the kernel loads the sequence length before the previous launch has ended (PDL). The previous
+//! launch does not write the length, so the early load is safe.
 
 mod mainloop;
 mod merge;
@@ -129,7 +130,7 @@ pub(crate) fn forward_split_n_pdl<
         mark_owned_volatile_if_present(&sinks, pdl);
         let tile = assigned.tile;
         let roles = warp_roles(start, tiles);
-        // `row` is the tile row of the thread's first register.
+        // `row` is the tile row of the element in the thread's first register.
         let row = (UNIT_POS % 32u32 / 4u32) as i32;
         let rows = warp_rows::<F, NB>(&tile, &scoring, row, kind);
         let head = HeadRows {

@@ -20,7 +20,8 @@ use cube_kit::ampere::mma::{Scores, Sums, add_product};
 use cube_kit::nvidia::accumulator::{is_second, pair};
 use cubecl::prelude::*;
 
-/// The thread's rows in a warp's two 16-row fragments. `second` is unused if the warp has one fragment.
+/// The rows that the thread holds in each of its warp's two 16-row fragments. `second` is unused if the warp has one
+/// fragment.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WarpRows {
@@ -28,7 +29,7 @@ pub(crate) struct WarpRows {
     pub second: RowPair,
 }
 
-/// Returns the tile rows that the thread holds in its fragments. The first of these rows is row `row` of the tile.
+/// Returns the tile rows that the thread holds in its fragments. `row` is the first of these rows.
 #[cube]
 pub(crate) fn warp_rows<F: Float, NB: Size>(
     tile: &Tile,

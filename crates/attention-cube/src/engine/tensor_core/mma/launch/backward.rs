@@ -38,8 +38,8 @@ pub(crate) fn backward(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V, or `None` for a gradient that the
-/// kernel does not compute.
+/// Launches one gradient kernel. Returns two gradients: of Q or K, and of V. A gradient is `None` if the kernel does
+/// not compute it.
 fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let tiles = launch.tiles;
     let bias_reads = match launch.pass.optional_inputs.has_bias_of_head() {
@@ -74,9 +74,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<Cub
     ]);
     macro_rules! launch {
         ($kernel:ident, $tiles:expr) => {
-            // SAFETY: the kernel reads the operands and writes the gradients only inside their shapes: at rows below `q_len`
-            // or `kv_len` and at columns below the head size. The kernel never writes to an operand that is passed in place
-            // of an absent gradient.
+            // SAFETY: the kernel reads the operands and writes the gradients only inside their shapes: at rows below
+            // `q_len` or `kv_len` and at columns below the head size. The launch passes an operand in place of an
+            // absent gradient, and the kernel never writes to this operand.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

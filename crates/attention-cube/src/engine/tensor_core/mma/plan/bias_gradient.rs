@@ -10,7 +10,7 @@ use crate::types::refusal::Refusal;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The sizes of a tile of the bias gradient. Each warp has some of the tile's queries and all of its keys.
+/// The sizes of a tile of the bias gradient. Each warp has some of the tile's queries and all of the tile's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientTiles {
     /// The number of columns of Q and K.
@@ -73,8 +73,7 @@ impl BiasGradientTiles {
         self.dot_chunks() + self.value_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of columns that the GEMM of the `chunk`-th chunk multiplies, padded to steps of 16. The operand has
-    /// `width` columns.
+    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns, padded to `mma` steps of 16.
     pub const fn depth(width: usize, chunk: usize) -> usize {
         let left = width - chunk * SUBTILE;
         if left < SUBTILE {
@@ -109,7 +108,8 @@ impl BiasGradientTiles {
 /// Returns the tiles of the bias gradient of `problem`.
 ///
 /// # Errors
-/// Returns a [`Refusal`] if the device lacks the `mma` instructions, or if the problem does not fit.
+/// Returns a [`Refusal`] if the device lacks the `mma` instructions, or if the kernel of the bias gradient cannot serve
+/// the problem.
 pub(crate) fn bias_gradient_tiles(
     problem: &AttentionProblem,
     device: &DeviceProfile,

@@ -10,9 +10,9 @@ use cube_kit::nvidia::Half;
 /// entry that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB.
 /// For more than 32 rows, some head sizes have no entry and use the table `FORWARD` in `plan.rs`.
 ///
-/// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, this number must
-/// be at least the bandwidth per multiprocessor times a memory latency of 800 ns: 30 KB for an H200, 12 KB for an A100, and
-/// 5 KB for a gaming GPU.
+/// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, this number
+/// must be at least the bandwidth per multiprocessor times the memory latency. With a latency of 800 ns, the product is
+/// 30 KB for an H200, 12 KB for an A100, 5 KB for a gaming GPU.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
@@ -48,8 +48,8 @@ const FEW_ROWS: &[Shape] = &[
     split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
 
-/// Returns the tiles for `rows` rows and these head sizes, or `None` if none fits. `limits` are the bytes of shared memory
-/// and the threads per CTA.
+/// Returns the tiles for `rows` rows and these head sizes, or `None` if none fits. `limits` are the largest bytes of
+/// shared memory and the largest number of threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -156,7 +156,8 @@ pub(super) mod tests {
         // The mask word of a row has 32 bits, one per key of a block, so a block has at most 32 keys.
         assert!(matches!(tiles.keys, 16 | 32), "{context}");
         assert!(tiles.stages >= 2, "{context}");
-        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has barriers 0 to 15.
+        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has barriers 0 to 15,
+        // so at most 15 groups have one.
         assert!(tiles.key_groups < 16, "{context}");
         // The key groups (warps that process different keys) exchange their outputs through the shared memory of the K and V
         // buffers, so a warp's output must fit that memory.
@@ -241,8 +242,8 @@ pub(super) mod tests {
     }
 
     /// Checks that enough bytes are in flight while a warp multiplies a block. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies to all of a warp's buffers are in flight, except to the
-    /// buffer that the warp multiplies.
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies are in flight to all of a warp's buffers except
+    /// the one that the warp multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

@@ -7,10 +7,11 @@ use super::tiles::MmaForwardTiles;
 use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::Half;
 
-/// The table of tiles of 8-bit codes: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
-/// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more than 256 columns,
-/// registers cannot hold the output of 32 rows. On an H200, the first entry for head size 512 was measured with 8 query rows.
-/// It reads int8 K and V at 81 % of the rate of a memory copy. The other entries, and e4m3, were not measured.
+/// The table of tiles of 8-bit codes: first the tiles of 16 rows, then of 32. The plan takes the first entry that has
+/// enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more
+/// than 256 columns, registers cannot hold the output of 32 rows. On an H200, the first entry for head size 512 was
+/// measured with 8 query rows and int8 codes. These tiles read K and V at 81 % of the rate of a memory copy. The other
+/// entries, and e4m3 codes, were not measured.
 ///
 /// A block of codes has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. These
 /// tiles therefore have more warps, so that as many bytes are in flight as with bf16.
@@ -38,8 +39,8 @@ const WORDS: &[Shape] = &[
 /// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over operands of these widths in `format`, or `None` if none fits. `limits` are the bytes of
-/// shared memory and the threads per CTA.
+/// Returns the tiles for `rows` rows over K and V of these widths, quantized to `format`, or `None` if none fits.
+/// `limits` are the largest bytes of shared memory and the largest number of threads per CTA.
 ///
 /// If the rows need two tiles, the second tile finds K and V in the L2 cache. A kernel that first converts K and V to bf16
 /// would move five times as many bytes to and from memory.
@@ -106,8 +107,8 @@ mod tests {
     }
 
     /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies to all of a warp's buffers are in flight, except to the
-    /// buffer that the warp multiplies.
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies are in flight to all of a warp's buffers except
+    /// the one that the warp multiplies.
     #[test]
     fn decode_code_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -122,8 +123,8 @@ mod tests {
                     };
                     let cubes =
                         MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
-                    // Count only the bytes of int8 codes, because narrow rows leave some bytes of each shared-memory buffer
-                    // empty.
+                    // Count only the bytes of int8 codes, because rows with few columns leave some bytes of each
+                    // shared-memory buffer empty.
                     let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
                     assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
                 }

@@ -1,9 +1,9 @@
 //! The tiles of the `mma` engine's backward: the gradients that each kernel computes, and the layout of a CTA's shared
 //! memory.
 //!
-//! A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries. Names with *dot* and `q_or_k`
-//! mean rows of Q or K, whose dot products are the scores. Names with *value* and `v_or_do` mean rows of V or dO, whose dot
-//! products are dP.
+//! A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries. Identifiers with *dot* or
+//! `q_or_k` are about rows of Q or K, whose dot products are the scores. Identifiers with *value* or `v_or_do` are
+//! about rows of V or dO, whose dot products are dP.
 
 mod split_d;
 mod split_m;

@@ -205,8 +205,8 @@ impl SplitDShape {
             shares: self.shares,
             holds_queries: self.holds_queries,
         };
-        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. Slots of the ring
-        // buffer beyond `chunks + 1` would stay unused.
+        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. More than
+        // `chunks + 1` slots of the ring buffer would therefore stay unused.
         MmaSplitDTiles {
             slots: tiles.slots.min(tiles.chunks() + 1),
             ..tiles

@@ -27,7 +27,8 @@ pub struct MmaSplitDTiles {
     pub key_columns: usize,
     /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The kernel copies `value_keys` rows of V in this number of chunks, and each chunk has some of the columns.
+    /// The number of chunks in which the kernel copies `value_keys` rows of V. Each of these chunks has some of the
+    /// columns.
     pub value_parts: usize,
     /// The number of slots in the ring buffer for chunks of K and V, at least 2.
     pub slots: usize,
@@ -182,8 +183,8 @@ impl MmaSplitDTiles {
         self.factors_at() + 4 * self.rows
     }
 
-    /// The byte offset in shared memory of the bits of used keys, for each buffer of P. A key is used if some row has a
-    /// nonzero probability for the key.
+    /// The byte offset in shared memory of the bits that mark used keys. Each buffer of P has its own bits. A key is
+    /// used if some row has a nonzero probability for the key.
     pub const fn used_at(&self) -> usize {
         (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }

@@ -98,7 +98,8 @@ impl MmaSplitNTiles {
         self.block_bytes(self.value_columns())
     }
 
-    /// The bytes of a stage. A stage holds K of a block, and behind K the block's V.
+    /// The bytes of a stage. A stage holds the warp's columns of a block of K, and behind K the warp's columns of a
+    /// block of V.
     pub const fn stage_bytes(&self) -> usize {
         self.key_bytes() + self.value_bytes()
     }
@@ -116,8 +117,8 @@ impl MmaSplitNTiles {
         if stages < output { output } else { stages }
     }
 
-    /// The two warps of a key group sum `q·k` over different columns and exchange their partial scores. This function returns
-    /// the bytes that one warp passes to the second warp, or 0 if a key group has one warp.
+    /// The bytes of the partial scores that one warp of a key group passes to the other, or 0 if a group has one warp.
+    /// The two warps sum `q·k` over different columns.
     pub const fn exchange_bytes(&self) -> usize {
         match self.column_groups {
             1 => 0,
@@ -150,8 +151,7 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// A warp combines the outputs of all key groups for some output columns. This function returns the number of these
-    /// columns, in steps of 16.
+    /// The number of 16-column steps of the output for which one warp combines the outputs of all key groups.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }

@@ -78,8 +78,8 @@ const HALF_COLUMNS: usize = WgmmaGradientSplitDTiles::COLUMNS / 2;
 /// The number of threads in the consumer warpgroups.
 const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 
-/// The gradient GEMM reads its right operand `summed` in chunks of 32 rows. Each warpgroup uses this number of chunks per
-/// block.
+/// The number of chunks of `summed` (right operand of the gradient GEMM) that each warpgroup multiplies per block. A
+/// chunk has 32 rows.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
 /// The named barrier at which the two consumer warpgroups wait for each other, twice per block. First, both must have read
@@ -116,8 +116,8 @@ pub(crate) fn backward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // Each of the 8 consumer warps arrives at the empty barrier for every chunk, even for a chunk that the warp does
-            // not read.
+            // The empty barrier expects 8 arrivals, because each of the 8 consumer warps arrives for every chunk. A
+            // warp also arrives for a chunk that it does not read.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.stationary_full, 1usize);
@@ -164,7 +164,7 @@ pub(crate) fn backward_split_d<
         } else {
             setmaxnreg_inc(240usize);
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-            // The tile row of the thread's first register.
+            // The tile row of the element in the thread's first register.
             let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, NG>(
                 &tile, row, lse_delta, &scoring, &offsets, warpgroup, tiles, kind,
@@ -200,7 +200,7 @@ pub(crate) fn backward_split_d<
     }
 }
 
-/// Runs the mainloop over the blocks that the tile visits. Returns the warpgroup's half of the gradient.
+/// Runs the mainloop over the blocks that the tile sees. Returns the warpgroup's half of the gradient.
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     tile: &Stationary,
@@ -291,7 +291,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             own_lse_delta,
             WgmmaGradientSplitDTiles::COLUMNS,
         );
-        // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
+        // The keep bits of dropout do not depend on S, so the warpgroup draws them before it waits for S. The tensor
+        // cores are busy during the draws.
         let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
             + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
         let keep = keep_bits_ahead::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
@@ -396,8 +397,9 @@ fn hand_over<NP: Size>(
     named_barrier(CONSUMER_BARRIER, CONSUMERS);
 }
 
-/// Multiplies P or dS of the `count`-th block by the streamed operand (K, Q or dO), and adds the result to the gradient.
-/// `passed` counts the chunks that pass through the ring of shared-memory buffers before this operand's first chunk.
+/// Multiplies P or dS of the `count`-th block by the streamed operand (K, Q or dO), and adds the result to the
+/// gradient. `passed` is the number of chunks that pass through the ring of shared-memory buffers before this operand's
+/// first chunk.
 ///
 /// Before the GEMM, the function writes zeros over block rows that no row of the tile sees. A NaN in such a row would give
 /// `0 · NaN = NaN`.

@@ -17,8 +17,8 @@
 //! `q_or_k`, and a ring of blocks of `v_or_do`. Registers per thread, at head size 256: 128 for the gradient, 32 for S, 32
 //! for dP, 16 for dS.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where
-//! S', P', dP' and dS' belong to the next block:
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps,
+//! where S', P', dP' and dS' are for the next block:
 //! 1. Issue the gradient GEMMs, which read P and dS, and behind them the GEMM of S'.
 //! 2. Wait for the gradient GEMMs, and free the block.
 //! 3. Issue the GEMM of dP' behind the GEMM of S'.
@@ -69,7 +69,8 @@ use cube_kit::nvidia::ptx::{shared_address, store_shared, uniform};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The named barrier at which all consumer warps wait before and after they fill rows of a block with zeros.
+/// The named barrier at which all consumer warps wait for each other before and after they fill rows of a block with
+/// zeros.
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -157,7 +158,7 @@ pub(crate) fn backward_split_m<
         } else {
             setmaxnreg_inc(comptime!(tiles.thread_registers()[1]));
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-            // The tile row of the thread's first register.
+            // The tile row of the element in the thread's first register.
             let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, ND, NV>(
                 &tile, row, lse_delta, &scoring, &offsets, warpgroup, tiles, kind,
@@ -215,7 +216,7 @@ pub(crate) fn backward_split_m<
     }
 }
 
-/// Runs the mainloop over the blocks that the tile visits. Returns the warpgroup's rows of the gradients.
+/// Runs the mainloop over the blocks that the tile sees. Returns the warpgroup's rows of the gradients.
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     tile: &Stationary,
@@ -258,8 +259,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_qk, next_operands, tiles);
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
-        // `voted` waits for loads: flags of far queries, or the LSE of rows. The first GEMMs have started, so they run
-        // during the wait.
+        // `voted` waits for loads of the rows' LSE, or of flags that mark far queries (whose LSE needs two f32). The
+        // first GEMMs have started, so they run during the wait.
         let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,

@@ -1,10 +1,10 @@
 //! The tile scheduler of a forward CTA. A work item is a tile, or a pair of tiles.
 //!
-//! Usually the CTA computes its work items from its own index. With segments or intervals of visible keys, tiles differ in
-//! work. The CTA then takes its work items from a counter in global memory.
+//! Usually the CTA computes its work items from its own index. With segments or intervals of visible keys, tiles differ
+//! in work, so the CTA instead takes its work items from a counter in global memory.
 //!
 //! The producer thread takes an item from the counter, and passes the item to the consumers through a mailbox in shared
-//! memory. The mailbox has two messages, each with a full barrier and an empty barrier.
+//! memory. The mailbox has space for two messages, each with a full barrier and an empty barrier.
 
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler};
@@ -48,8 +48,8 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
     }
 }
 
-/// Returns the work item after the CTA's `turn`-th iteration, and sends the item to the consumers if it comes from the
-/// counter. The producer thread calls this function.
+/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. If the item comes from the
+/// counter, the function also sends it to the consumers. The producer thread calls this function.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,

@@ -14,10 +14,10 @@
 //! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: queries 64 KB, a ring of 8 × 16 KB, two buffers of P with 16
 //! KB each, row maxima. Registers per thread: 128 for O, 32 for S.
 //!
-//! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk fills
-//! one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order
-//! of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, each warpgroup does these steps, where S', K' and P'
-//! belong to the next block:
+//! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
+//! fills one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of
+//! V. The order of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, each warpgroup does these steps, where
+//! S', K' and P' are for the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S'. Compute P' while the tensor cores run `P V`.
@@ -93,8 +93,8 @@ pub(crate) fn forward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // At the empty barrier of a chunk of K, each of the 8 warps arrives once. At the empty barrier of a chunk of V,
-            // each of the 4 warps of one warpgroup arrives twice.
+            // An empty barrier expects 8 arrivals. For a chunk of K, each of the 8 warps arrives once. For a chunk of
+            // V, each of the 4 warps of one warpgroup arrives twice.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);
@@ -135,15 +135,15 @@ pub(crate) fn forward_split_d<
         setmaxnreg_inc(240usize);
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
-        // The tile row of the thread's first register.
+        // The tile row of the element in the thread's first register.
         let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32) as i32;
         let ring = Ring {
             full: offsets.full,
             empty: offsets.empty,
             elected: u32::cast_from(lane == 0u32),
         };
-        // The staging buffer of the output is the buffer of the queries. Both warpgroups have finished reading the queries
-        // before they exchange row_sum.
+        // The output is staged in the buffer of the queries. The buffer is free, because both warpgroups have finished
+        // reading the queries before they exchange row_sum.
         let staging = offsets.queries
             + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
         let first_column = warpgroup * comptime!(tiles.value_columns() as u32);

@@ -15,8 +15,8 @@
 //! of `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next
 //! P. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where
-//! S', K' and P' belong to the next block:
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps,
+//! where S', K' and P' are for the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S', and compute P' from S' while the tensor cores run `P V`.
@@ -155,7 +155,7 @@ pub(crate) fn forward_split_m<
         let lane = UNIT_POS % 32u32;
         let elected = u32::cast_from(lane == 0u32);
         let thread = Thread { warpgroup, elected };
-        // The tile row of the thread's first register.
+        // The tile row of the element in the thread's first register.
         let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
         let target = OutputTarget {
             staging: offsets.output + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -165,7 +165,7 @@ pub(crate) fn forward_split_m<
             map: tensor_map_address(&maps.output),
         };
         if comptime!(tiles.orders_warpgroups) {
-            // With ping-pong, the first warpgroup may issue GEMMs first.
+            // With ping-pong, the last warpgroup signals that its turn is over, so that the first warpgroup begins.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
                 ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             }

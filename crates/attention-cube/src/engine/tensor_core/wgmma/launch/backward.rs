@@ -44,7 +44,8 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE and delta. A box covers `columns` queries, with the first `count` f32 of each query.
+/// Builds the TMA tensor map of the LSE/delta tensor. A box covers `columns` queries, and has the first `count` f32 of
+/// each query.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),
@@ -56,8 +57,8 @@ fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapAr
     )
 }
 
-/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V, or `None` for a gradient that the
-/// kernel does not compute.
+/// Launches one gradient kernel. Returns two gradients: of Q or K, and of V. A gradient is `None` if the kernel does
+/// not compute it.
 fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let splits = launch.division.splits;
     let sums = launch.tiles.sums();
@@ -117,9 +118,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
     };
     let addresses = launch.addresses([&qk_target, &value_target, lse_delta]);
     match launch.tiles {
-        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses `lse_delta`, the bias, the mask
-        // and the gradients only at rows below `q_len` or `kv_len` and at columns below their widths. The kernel does not
-        // write to a tensor that is passed in the place of a gradient.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses `lse_delta`, the bias, the
+        // mask and the gradients only at rows below `q_len` or `kv_len` and at columns below their widths. The launch
+        // passes another tensor in place of an absent gradient, and the kernel does not write to that tensor.
         WgmmaGradientTiles::SplitM(tiles) => unsafe {
             backward_split_m::launch_unchecked(
                 &client,

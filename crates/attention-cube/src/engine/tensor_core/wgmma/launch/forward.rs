@@ -1,4 +1,5 @@
-//! Launches the forward of the wgmma engine. With split-KV, it also launches the kernel that combines the splits.
+//! Launches the forward of the wgmma engine. With split-KV, the module also launches the kernel that combines the
+//! splits.
 
 use crate::engine::tensor_core::common::launch::{BiasesAhead, ForwardPass, ForwardTiling};
 use crate::engine::tensor_core::wgmma::forward::load::ForwardMapsLaunch;

@@ -3,7 +3,8 @@
 //! Every kernel holds a stationary tile in shared memory and streams blocks. A tile of queries streams blocks of keys, and a
 //! tile of keys streams blocks of queries.
 //!
-//! *Dots* (`q_or_k`) are rows of Q or K. *Values* (`v_or_do`) are rows of V or dO.
+//! Identifiers with *dot* or `q_or_k` are about rows of Q or K. Identifiers with *value* or `v_or_do` are about rows of
+//! V or dO.
 
 mod split_d;
 mod split_m;
@@ -114,13 +115,14 @@ struct Row {
     value: Option<Shape>,
 }
 
-// The split-M table. The comments give the speed of the whole backward in TFLOP/s, with the speeds of other tiles in
-// brackets. The problem is causal, with 4 sequences of 4,096 tokens and heads × width = 4,096. The speeds are medians of 20
-// launches in bf16 on one H200, measured on 2026-11-21 (width 64 on 2026-11-22).
+// The split-M table. The comment behind a kernel gives the speed of the whole backward in TFLOP/s, and in parentheses
+// the speeds with other tiles for this kernel. The problem is causal, with 4 sequences of 4,096 tokens and heads ×
+// width = 4,096. The speeds are medians of 20 launches in bf16 on one H200, measured on 2026-11-21 (width 64 on
+// 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,
-        query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48: 310; three, 80: 319 to 332)
+        query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48 columns: 310; three, 80 columns: 319 to 332)
         // If the key kernel has no spare warpgroup (fifth number 0) and blocks of 48 queries (second number), the backward
         // reaches 332 TFLOP/s.
         key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
@@ -128,7 +130,7 @@ const ROWS: &[Row] = &[
     },
     Row {
         width: 128,
-        query: [2, 96, 2, 2, 0], // 461 (64 columns: 448, 80: 443)
+        query: [2, 96, 2, 2, 0], // 461 (64 columns: 448; 80 columns: 443)
         key: [2, 64, 3, 3, 0], // 456 (two stages: 443; 48 columns: 443; dK and dV in two kernels: 389)
         value: None,
     },
@@ -140,13 +142,13 @@ const ROWS: &[Row] = &[
     },
     Row {
         width: 256,
-        query: [2, 64, 2, 1, 0], // 413, full attention 424
+        query: [2, 64, 2, 1, 0], // 413; without the causal mask, 424
         key: [2, 64, 2, 1, 0],
         value: Some([2, 80, 2, 2, 0]), // (64 columns: no change)
     },
 ];
 
-/// Plans the backward of `problem`, or returns why the engine refuses it.
+/// Plans the backward of `problem`, or returns the reason why the engine refuses the problem.
 pub(crate) fn backward(
     problem: &AttentionProblem,
     device: &DeviceProfile,

@@ -1,5 +1,5 @@
-//! The biases of a warp's scores. A CTA has one tile of the bias. The forward adds this bias tile to the scores of one or
-//! several query tiles (see `block_range.rs`).
+//! The biases of a warp's scores. A CTA computes the gradient of one bias tile. The forward adds this bias tile to the
+//! scores of one or several query tiles (see `block_range.rs`).
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::{BiasWords, bias_words};
@@ -18,7 +18,8 @@ pub(super) struct WarpBiases {
     pub second: BiasWords,
 }
 
-/// Loads the biases of the thread's rows, from row `row` of `tile` on. All query tiles of the CTA have the same biases.
+/// Loads the biases of the thread's rows, starting at row `row` of `tile`. All query tiles of the CTA have the same
+/// biases.
 #[cube]
 pub(super) fn biases_of_warp<F: Float, NB: Size>(
     tile: &Stationary,

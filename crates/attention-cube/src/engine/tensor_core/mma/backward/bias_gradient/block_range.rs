@@ -1,5 +1,5 @@
-//! The query tiles of a CTA, which computes the gradient of one bias tile. If the bias is broadcast, several query tiles (of
-//! several heads or sequences) use the bias tile. The work on one query tile is called a *visit*.
+//! The query tiles that a CTA processes to compute the gradient of one bias tile. If the bias is broadcast, several
+//! query tiles (of several heads or sequences) use the bias tile. The work on one query tile is called a *visit*.
 
 use crate::engine::tensor_core::common::block_range::may_intersect;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -36,7 +36,7 @@ pub(super) struct Visits {
 }
 
 /// Returns the query tile of visit number `visit`. A visit is one query tile of one head and sequence. In the returned
-/// `Stationary`, the blocks are the key tiles.
+/// `Stationary`, the streamed blocks are the key tiles.
 #[cube]
 pub(super) fn tile_of(
     visits: &Visits,
@@ -61,9 +61,9 @@ pub(super) fn tile_of(
     )
 }
 
-/// Returns the CTA's first visit from number `visit` on in which a query may see a key of the CTA's key tile. A visit is one
-/// query tile of one head and sequence. The CTA's visits are `visit`, `visit + step`, `visit + 2 · step`, …. If no visit is
-/// left, the result is at least `visits.count`.
+/// Returns the first of the CTA's visits `visit`, `visit + step`, `visit + 2 · step`, … in which a query may see a key
+/// of the CTA's key tile. A visit is one query tile of one head and sequence. If no visit is left, the result is at
+/// least `visits.count`.
 #[cube]
 pub(super) fn next_visit(
     visits: &Visits,

@@ -38,9 +38,9 @@ pub(super) fn operands<'query, 'key, 'value, 'gradient, E: Float>(
     }
 }
 
-/// Starts the copy of the `chunk`-th chunk of the query tile `tile` and of the key tile `key_tile` to the stage
-/// (shared-memory buffer) at address `target`. The chunk holds 64 columns of Q and K, or of dO and V. Queries that do not
-/// exist and keys that no query of the tile sees are zeros.
+/// Starts the copy of one chunk of the query tile `tile` and of the key tile `key_tile`. The copy goes to the stage
+/// (shared-memory buffer) at address `target`. The `chunk`-th chunk holds 64 columns of Q and K, or of dO and V.
+/// Queries that do not exist are copied as zeros, and so are keys that no query of the tile sees.
 #[cube]
 pub(super) fn copy_chunk<E: Float>(
     operands: &Operands<'_, '_, '_, '_, E>,

@@ -5,9 +5,9 @@ use crate::math::rounding::rounded_vector;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};
 use cubecl::prelude::*;
 
-/// Sums the tile's gradient over the queries, for a bias that is broadcast along queries. Thread `i` returns the sum for the
-/// tile's `i`-th key, and threads without a key return 0. The order is fixed: first over the rows of each warp, then over
-/// the warps.
+/// Sums the tile's gradient over the queries, for a bias that is broadcast along queries. Thread `i` returns the sum
+/// for the tile's `i`-th key, and threads without a key return 0. The order of the additions is fixed: first over the
+/// rows of each warp, then over the warps.
 #[cube]
 pub(super) fn sum_of_queries<AS: Size>(
     sums: Vector<f32, AS>,

@@ -1,4 +1,5 @@
-//! The main loop of a CTA over the blocks that its tile sees.
+//! The main loop of a CTA. The CTA keeps a tile of queries or keys, and loops over the blocks of the other side that
+//! the tile sees.
 //!
 //! Each iteration handles one block. Chunks of the operands of S, dP and the gradient GEMM pass through a ring of slots in
 //! shared memory.
@@ -24,8 +25,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes the warp's rows and columns of the gradient, as a sum over the blocks from `first` on. The caller must have
-/// started the copies of the operands that stay in shared memory.
+/// Computes the warp's rows and columns of the gradient, as a sum over all blocks that the tile sees. `first` is the
+/// first of these blocks. The caller must have started the copies of the operands that stay in shared memory.
 #[cube]
 pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
     operands: &Operands,
@@ -278,8 +279,8 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// The byte offset of the resident tile columns that the kernel multiplies by the `chunk`-th chunk of a block. Resident
-/// columns stay in shared memory.
+/// The byte offset in shared memory of the tile columns that the kernel multiplies by the `chunk`-th chunk of a block.
+/// These columns stay in shared memory during the main loop.
 const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usize) -> usize {
     let first = match v_or_do {
         true => tiles.stationary_values_at(),
@@ -288,8 +289,8 @@ const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usiz
     first + chunk * tiles.score_columns / SUBTILE * tiles.rows * ROW_BYTES
 }
 
-/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. Rows that are hidden from the whole
-/// tile may be NaN, so the GEMM reads them as zeros.
+/// Runs the gradient GEMM over one chunk of a block's rows, and adds the product to `sums`. Rows that are hidden from
+/// the whole tile may be NaN, so the GEMM reads them as zeros.
 #[cube]
 fn with_chunk<AG: Size>(
     sums: Vector<f32, AG>,

@@ -1,4 +1,4 @@
-//! Computes P and dS of the scores that a warp computes, and exchanges P and dS among warps through shared memory.
+//! Computes a warp's P and dS, and shares P and dS with the other warps through shared memory.
 
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::FragmentKind;
@@ -21,8 +21,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes `w` (P times the slope of the softcap) from a warp's scores, and P if the kernel computes the gradient of V. If
-/// the columns are queries, their LSE and delta are in shared memory at `lse_delta_at`.
+/// Computes `w` (P times the slope of the softcap) from a warp's scores, and P if the kernel computes the gradient of
+/// V. If the score columns are queries, their LSE and delta are in shared memory at `lse_delta_at`.
 #[cube]
 pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -132,8 +132,8 @@ pub(super) fn score_gradients<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, 
     joined::<u32, NP, AP>(first, second, tiles.score_fragments())
 }
 
-/// Stores a warp's P or dS in shared memory, where all warps read it as the left operand of a gradient GEMM. `gradient` is
-/// the index of the gradient.
+/// Stores a warp's P or dS in shared memory, where all warps read it as the left operand of a gradient GEMM. `gradient`
+/// is the index of the gradient that the GEMM computes: if the kernel computes dK and dV, 0 for dK and 1 for dV.
 #[cube]
 pub(super) fn share<AP: Size>(
     pairs: Vector<u32, AP>,
@@ -166,8 +166,8 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads one bit for each block column that this lane multiplies in the gradient GEMM. A bit is set if the left operand (P
-/// or dS) is nonzero in the column, in any of the warp's gradient rows.
+/// Loads one bit for each column of P or dS, the left operand of the gradient GEMM, that this lane multiplies. A bit is
+/// set if the column has a nonzero element in the warp's gradient rows.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

@@ -13,7 +13,8 @@ use cube_kit::ampere::cp_async::half_address;
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// An operand whose blocks the kernel streams. `address` is the global address of the first head that the tile visits.
+/// An operand whose blocks the kernel streams. `address` is the address in global memory of the first head whose blocks
+/// the tile streams.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Passed {
@@ -56,7 +57,8 @@ pub(super) struct Operands {
     pub start: u32,
 }
 
-/// One iteration of the main loop: its block, the next block, and the shared-memory slot of the iteration's first chunk.
+/// One iteration of the main loop: its block (`visit`), the block of the next iteration, and the shared-memory slot of
+/// the iteration's first chunk.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GradientStep {
@@ -107,9 +109,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th chunk
-/// of an iteration (`pass`) to this slot. A `chunk` past the iteration's last chunk belongs to the next iteration. If there
-/// is no next iteration, the function copies nothing.
+/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th
+/// chunk of an iteration (`pass`) to this slot. A `chunk` past the iteration's last chunk is a chunk of the next
+/// iteration. If there is no next iteration, the function copies nothing.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,

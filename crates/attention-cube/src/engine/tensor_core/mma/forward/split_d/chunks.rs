@@ -38,9 +38,9 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th chunk
-/// of a pass (main loop iteration) to this slot. A `chunk` past the last chunk belongs to the next pass. If the chunk's block
-/// does not exist, the function copies nothing, and the slot counts as full.
+/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th
+/// chunk of a pass (main loop iteration) to this slot. A `chunk` past the last chunk is a chunk of the next pass. If
+/// the chunk's block does not exist, the function copies nothing, and the slot counts as full.
 #[cube]
 #[allow(
     clippy::collapsible_if,

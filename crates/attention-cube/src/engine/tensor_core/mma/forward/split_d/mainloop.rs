@@ -43,7 +43,7 @@ const TOLD: u32 = 0;
 const SHARED: u32 = BARRIER_BYTES as u32;
 const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
-/// The result of a warp's main loop: its rows and columns of O, and the softmax states of the rows of its scores.
+/// The result of a warp's main loop: the warp's rows and columns of O, and the softmax states of its score rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<AO: Size> {
@@ -77,7 +77,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
     let end = tile.end_block;
     let position = tile_position(tile);
     let hidden = scoring.arguments.negative_infinity;
-    // The row within the tile of the thread's first score register.
+    // The tile row of the score in the thread's first score register.
     let row = roles.score_row + UNIT_POS % 32u32 / 4u32;
     // One half of the warps computes P before the GEMM with the first chunk of values, the second half after this GEMM. Each
     // warp scheduler has one warp of each half, so exponentials overlap with `mma`.
@@ -234,9 +234,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         if has_keys {
             if comptime!(tiles.shares == 1) {
-                // With one buffer for P, wait until all warps have finished the GEMM with the previous P. With two buffers,
-                // no further barrier is needed. This warp has already waited until all warps have stored their row maxima.
-                // Each warp stores its row maxima only after its last read of the buffer.
+                // With one buffer for P, wait until all warps have finished the GEMM with the previous P. With two
+                // buffers, no further barrier is needed, because this warp has already waited until all warps have
+                // stored their row maxima. Each warp stores its row maxima only after its last read of the buffer.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }

@@ -54,7 +54,7 @@ pub(super) fn store_row_max<NS: Size>(
     );
 }
 
-/// Loads the maxima of a fragment's rows. Each maximum covers the scores of all warps with the same rows.
+/// Loads the row maxima that all warps with the same rows have stored, and returns the largest maximum of each row.
 #[cube]
 fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDTiles) -> Pair {
     let own = load_row_pair(offsets.row_max_at, row);
@@ -235,8 +235,9 @@ pub(super) fn share<AS: Size>(
     }
 }
 
-/// Returns one bit for each key of the probabilities that this lane holds. The bit is set if some row of the warp has a
-/// nonzero probability for the key. Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
+/// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a
+/// nonzero probability for the key. Bits `4 s` to `4 s + 3` are for the lane's four keys in the `s`-th group of 16
+/// keys.
 #[cube]
 fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     let mut used = 0u32;

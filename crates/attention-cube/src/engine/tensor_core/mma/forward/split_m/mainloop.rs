@@ -1,4 +1,4 @@
-//! The main loop of a warp over the blocks that its tile visits.
+//! The main loop of a warp over the blocks of keys and values that its tile sees.
 
 use crate::engine::tensor_core::common::block_range::{next_block, tile_position};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -13,8 +13,8 @@ use cube_kit::ampere::cp_async::{await_copies, commit_copies};
 use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cubecl::prelude::*;
 
-/// Processes a tile's blocks, from block `first` on. Shared memory starts at `start`. The warp's first row is row
-/// `warp_row`.
+/// Processes the blocks that a tile sees, from block `first` on. Shared memory starts at address `start`. The warp's
+/// first row is row `warp_row` of the tile.
 #[cube]
 pub(super) fn run_mainloop<
     E: Float,

@@ -131,8 +131,8 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(is_last, 0u32, stage + 1u32)
 }
 
-/// Returns the stage before `stage` in the warp's circular buffer. The warp has multiplied the block in the returned stage,
-/// so the stage can be refilled.
+/// Returns the stage before `stage` in the warp's circular buffer. The warp has already multiplied the block in the
+/// returned stage, so the stage can be refilled.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(
@@ -145,8 +145,8 @@ fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
 /// Adds the partial `q·k` of the two warps of a key group. Each warp has summed half of the columns. Both warps add the same
 /// two partial sums, so both continue with equal scores.
 ///
-/// Two exchange buffers alternate. Between two writes of a warp to one buffer lies a barrier of both warps, so no unread
-/// data is overwritten.
+/// Two exchange buffers alternate. Both warps pass a barrier between two writes to the same buffer, so no unread data
+/// is overwritten.
 #[cube]
 fn summed<AS: Size>(
     s: Vector<f32, AS>,

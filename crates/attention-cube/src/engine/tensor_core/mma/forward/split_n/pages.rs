@@ -25,8 +25,8 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index in the first dimension of keys and values at which a tile's operands begin. Without pages, the index is
-/// `batch`. With pages, the index is 0, because [`paged_head`] adds the offset of the page.
+/// Returns the index along the first dimension of the tensors K and V from which a tile reads. Without pages, the index
+/// is `batch`. With pages, the index is 0, because [`paged_head`] adds the offset of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -108,9 +108,9 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Returns the source of the head's rows in page `page`, or `source` without pages. `source` must begin at page 0, and
-/// `page` must hold row `row` of the sequence. The caller may read only rows of this page, and indexes each row by its
-/// number in the sequence.
+/// Returns the address and strides of the head's rows in page `page`, or `source` if keys and values do not lie in
+/// pages. `source` must begin at page 0, and `page` must hold row `row` of the sequence. The caller may read only rows
+/// of this page, and indexes each row by its number in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,

@@ -1,5 +1,5 @@
-//! The scales of quantized keys and values. Each lane loads the scales of one key and its value, one block ahead. Warp shuffles
-//! give each lane the scales of its score columns.
+//! The scales of quantized keys and values. Each lane loads the scales of one key and its value, one block before the
+//! scales are needed. Warp shuffles give each lane the scales of its score columns.
 
 use super::pages::{PageSources, page_of_block, paged_head};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;

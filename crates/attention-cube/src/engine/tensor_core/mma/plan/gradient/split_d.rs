@@ -38,7 +38,7 @@ pub struct MmaGradientSplitDTiles {
     pub rows: usize,
     /// The number of rows per streamed block: 64 or 128. Each row of the block gives a column of the scores.
     pub columns: usize,
-    /// The choice of the tile's operands that stay in shared memory.
+    /// The tile's operands that stay in shared memory.
     pub resident: Resident,
     /// The number of columns in a chunk for the GEMM of S or dP, a multiple of a subtile's 64 columns.
     pub score_columns: usize,
@@ -116,8 +116,8 @@ impl MmaGradientSplitDTiles {
         self.width().div_ceil(STEP * self.column_groups())
     }
 
-    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row to the
-    /// columns of all warps.
+    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row, so
+    /// that all warps compute an equal number of columns.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }
@@ -207,8 +207,8 @@ impl MmaGradientSplitDTiles {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk has
-    /// rows of Q or K, then rows of V or dO from this offset on.
+    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk
+    /// has rows of Q or K, and behind these bytes rows of V or dO.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }
@@ -263,7 +263,7 @@ impl MmaGradientSplitDTiles {
         self.ring().end()
     }
 
-    /// The number of threads per CTA, as a method for code that handles all kinds of tiles.
+    /// The number of threads per CTA, as a method for code that also handles split-M tiles.
     pub const fn units(&self) -> usize {
         Self::UNITS
     }

@@ -69,7 +69,7 @@ impl MmaGradientSplitMTiles {
         }
     }
 
-    /// The byte offset of the tile's rows of V or dO in shared memory. They lie behind the tile's rows of Q or K.
+    /// The byte offset of the tile's rows of V or dO in shared memory, behind the tile's rows of Q or K.
     pub const fn stationary_values_at(&self) -> usize {
         self.dot_bytes(self.rows())
     }

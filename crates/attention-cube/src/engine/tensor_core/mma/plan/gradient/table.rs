@@ -52,8 +52,8 @@ const fn row(
 /// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. With eight warps, one
 /// warp multiplies while another computes P and dS.
 ///
-/// Split-D uses blocks of 128 columns or tiles of 128 rows, which give each warp 32 × 32 scores. Such a warp reads two
-/// thirds of the operand bytes of two warps with 16 × 32 scores each.
+/// Split-D uses blocks of 128 columns or tiles of 128 rows, so that each warp computes 32 × 32 scores. Such a warp
+/// reads two thirds of the operand bytes of two warps with 16 × 32 scores each.
 const ROWS: &[Row] = &[
     row([64, 99], Rows([4, 2, 32]), Rows([4, 2, 32]), None),
     row([128, 227], Rows([4, 2, 32]), Rows([8, 1, 64]), None),
@@ -277,15 +277,15 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // The bits that mark used columns cover the score rows of one warp. These rows must not lie in two row groups of the
-        // gradient. The rows of a row group must therefore be a multiple of the score rows per warp.
+        // A warp stores one bit per column for all of its score rows, which marks a used column. These rows must lie in
+        // one row group of the gradient. The rows of a row group are therefore a multiple of the score rows per warp.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots of the
-        // ring buffer beyond the number of chunks would stay unused.
+        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. More
+        // slots than chunks per iteration would therefore stay unused.
         assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let offsets = [

@@ -105,8 +105,8 @@ pub(super) fn fetch<E: Float>(
                 tiles,
             );
             if comptime!(lse_delta) {
-                // Two buffers alternate, so this copy overwrites the LSE and delta from two blocks ago. The consumers have
-                // read them, since they have freed chunks of the previous block.
+                // Two buffers alternate, so this copy overwrites the LSE and delta from two blocks ago. The consumers
+                // have already read these values, since they have freed chunks of the previous block.
                 tma_load(
                     offsets.lse_delta + count % 2u32 * comptime!(tiles.term_bytes() as u32),
                     tensor_map_address(term_tma_tiles),

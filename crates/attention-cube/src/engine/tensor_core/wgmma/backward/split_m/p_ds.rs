@@ -91,7 +91,8 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);
     let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
-    // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
+    // The keep bits of dropout do not depend on S, so the warpgroup draws them before it waits for S. The tensor cores
+    // are busy during the draws.
     let first_column = block * comptime!(tiles.columns as i32);
     let keep =
         keep_bits_ahead::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);

@@ -20,8 +20,8 @@ use cubecl::prelude::*;
 /// Writes zeros over the rows of the `count`-th block that no row of the tile sees. These rows may hold NaN, and `0 · NaN`
 /// is NaN.
 ///
-/// If `may_have_masked`, the block may have hidden rows between visible rows. `masked` counts the earlier blocks of the tile
-/// with `may_have_masked`.
+/// If `may_have_masked`, the block may have hidden rows between visible rows. `masked` is the number of earlier blocks
+/// of the tile for which `may_have_masked` was true.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -72,8 +72,9 @@ pub(super) fn zero_fill_block<NP: Size>(
 /// Writes zeros over the rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words` tell
 /// which rows the tile sees. Otherwise the tile's visible range tells which rows the tile sees.
 ///
-/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The result
-/// does not change. A row of the block affects only one column of S and dP, and P and dS of a hidden column are 0.
+/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The
+/// result is the same, because a row of the block affects only one column of S and dP. P and dS of this hidden column
+/// are 0.
 ///
 /// With `masked`, no warpgroup still reads these rows, because the caller's barrier comes after all GEMMs of S and dP.
 #[cube]

@@ -1,4 +1,4 @@
-//! The mainloop of a consumer warpgroup in the split-D forward, over the blocks that one tile visits.
+//! The mainloop of a consumer warpgroup in the split-D forward, over the blocks of K and V that one tile sees.
 
 use super::producer::SharedOffsets;
 use super::softmax::{
@@ -296,8 +296,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         count += 1u32;
     }
 
-    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. The exchange overwrites
-    // row maxima, so first wait until both warpgroups have read these maxima.
+    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. The exchange
+    // overwrites row maxima, so both warpgroups must first have read these maxima.
     let sums = quad_sum(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     MainloopOutput::<NO> {

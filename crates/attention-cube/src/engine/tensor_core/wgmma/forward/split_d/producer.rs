@@ -201,8 +201,8 @@ fn fetch_queries(
     );
 }
 
-/// Copies the `part`-th chunk (64 columns) of a block of K. `index` is the number of chunks that the producer has copied
-/// before.
+/// Copies the `part`-th chunk (64 columns) of a block of K. `index` is the number of chunks that the producer has
+/// copied so far.
 #[cube]
 fn fetch_keys(
     map: u64,
@@ -230,8 +230,9 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. CTAs with neighboring tiles need the block at
-/// about the same time, and each of these CTAs prefetches a different chunk.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. A chunk that TMA cannot copy as one box is
+/// not prefetched. CTAs with neighboring tiles need the block at about the same time, and each of these CTAs prefetches
+/// a different chunk.
 #[cube]
 fn prefetch(
     key_map: u64,
@@ -273,8 +274,8 @@ struct FreeStage {
     full: u32,
 }
 
-/// Waits until the ring stage for chunk number `index` is free, and returns that stage. Chunk numbers run on from block to
-/// block.
+/// Waits until the ring stage for chunk number `index` is free, and returns that stage. Chunk numbers do not restart
+/// with each block.
 #[cube]
 fn next_stage(
     offsets: &SharedOffsets,
@@ -289,7 +290,7 @@ fn next_stage(
     }
 }
 
-/// Copies all chunks of V of a block. `passed` is the number of chunks that the producer has copied before.
+/// Copies all chunks of V of a block. `passed` is the number of chunks that the producer has copied so far.
 #[cube]
 fn fetch_values(
     map: u64,

@@ -74,8 +74,8 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V. The barrier expects eight
-/// arrivals, and the four warps of the first warpgroup do not arrive there.
+/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V. The barrier expects
+/// eight arrivals, but only the four warps of the second warpgroup arrive there.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -129,8 +129,8 @@ pub(super) fn exchange(
 
 /// Computes the warpgroup's half of P for the `count`-th block, and stores this half to shared memory.
 ///
-/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then also frees the chunks of V that
-/// this GEMM has read, from chunk `values` on.
+/// If `busy`, the tensor cores run `P V` of the previous block at the same time. The function then also frees the
+/// chunks of V that this GEMM has read, from chunk `values` on.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

@@ -1,4 +1,5 @@
-//! The division of a block between the warpgroups, and the named barriers at which the warpgroups meet.
+//! The division of a block between the two warpgroups, and the named barriers at which the warpgroups wait for each
+//! other.
 
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
 use cube_kit::hopper::WARPGROUP;
@@ -12,8 +13,8 @@ pub(super) const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 /// The number of chunks of V per block that one warpgroup uses.
 pub(super) const OWN_CHUNKS: usize = WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS;
 
-/// The named barrier at which the warpgroups meet after both have written their row maxima.
+/// The named barrier at which the warpgroups wait until both have written their row maxima.
 pub(super) const MAXIMA: u32 = 1;
 
-/// The named barrier at which the warpgroups meet after both have written their half of P.
+/// The named barrier at which the warpgroups wait until both have written their half of P.
 pub(super) const PROBABILITIES: u32 = 2;

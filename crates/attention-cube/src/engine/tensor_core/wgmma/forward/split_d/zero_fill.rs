@@ -14,10 +14,12 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` counts the chunks of K and
-/// V that pass through the ring before the block's first chunk of V. Call this function before the GEMM `P V`.
+/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` is the number of
+/// chunks of K and V that pass through the ring before the block's first chunk of V. Call this function before the GEMM
+/// `P V`.
 ///
-/// If the function returns true, it has also waited for S and freed the last chunk of K.
+/// Returns true if the block has such rows. In this case, the function has also waited for S and freed the last chunk
+/// of K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,

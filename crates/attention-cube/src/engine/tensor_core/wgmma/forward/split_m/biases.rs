@@ -15,8 +15,8 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// Loads the thread's biases of a block, if the kernel loads biases before the dot products `q·k` (S) are ready. `count` is
-/// the block's index in the CTA.
+/// Loads the thread's biases of a block, if the kernel loads biases before the dot products `q·k` (S) are ready.
+/// `count` is the block's index among all blocks that the CTA processes.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,

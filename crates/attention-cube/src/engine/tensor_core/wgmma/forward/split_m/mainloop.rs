@@ -1,4 +1,4 @@
-//! The mainloop of a consumer warpgroup in the split-M forward, over the blocks that one tile visits.
+//! The mainloop of a consumer warpgroup in the split-M forward, over the blocks of K and V that one tile sees.
 
 use super::biases::biases_of;
 use super::producer::SharedOffsets;
@@ -29,7 +29,7 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The indices of a consumer thread.
+/// The index of a consumer thread's warpgroup, and a flag that marks the one thread per warp that arrives at barriers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Thread {
@@ -38,7 +38,8 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// Two counts of a CTA: its blocks, and the blocks in which some keys may be hidden from all queries of the tile.
+/// The number of blocks that a CTA has processed (`blocks`), and the number of these blocks that may have keys hidden
+/// from the whole tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockCounts {
@@ -54,7 +55,8 @@ pub(super) struct MainloopOutput<NO: Size> {
     pub visited: BlockCounts,
 }
 
-/// Runs the mainloop over the blocks of a tile. `visited` counts the blocks that the CTA has processed in earlier tiles.
+/// Runs the mainloop over the blocks of a tile. `visited` has the counts of the blocks that the CTA has processed in
+/// earlier tiles.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -167,8 +169,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // Load the biases and wait for K and V before the ping-pong barrier. After that barrier, the loads and waits
-                // would delay the other warpgroups.
+                // Load the biases and wait for K and V before the ping-pong barrier, because after the barrier these
+                // steps would delay the other warpgroups.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,

@@ -31,8 +31,8 @@ pub(super) struct SharedOffsets {
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// The address of three barriers, for three blocks in flight. A barrier completes when all consumer warps have set the
-    /// *used bits* of a block. A used bit tells whether the tile sees a key.
+    /// The address of three consecutive barriers, one for each of three blocks in flight. A barrier completes when all
+    /// consumer warps have set the *used bits* of a block. A used bit tells whether the tile sees a key.
     pub used_ready: u32,
     /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
@@ -210,7 +210,7 @@ fn fetch_queries(
     );
 }
 
-/// Copies V of the `count`-th block that the CTA visits.
+/// Copies V of the `count`-th block that the CTA processes.
 #[cube]
 fn fetch_values(
     map: u64,
@@ -239,7 +239,7 @@ fn fetch_values(
     );
 }
 
-/// Copies the biases of the `count`-th block that the CTA visits.
+/// Copies the biases of the `count`-th block that the CTA processes.
 #[cube]
 fn fetch_biases(
     map: u64,

@@ -27,8 +27,8 @@ pub(crate) fn take_scores<NS: Size>(
     taken
 }
 
-/// Waits until O is complete. Then frees the shared-memory buffer of V, and returns O. The asm lists P as an operand, which
-/// keeps P's registers alive until the GEMM has read them.
+/// Waits until O is complete. Then frees the shared-memory buffer of V, and returns O. The asm lists P as an operand,
+/// so that the compiler does not reuse P's registers before the GEMM has read them.
 #[cube]
 pub(crate) fn take_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,

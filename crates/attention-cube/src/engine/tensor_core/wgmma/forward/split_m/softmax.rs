@@ -62,7 +62,7 @@ pub(super) fn softmax<NS: Size>(
 /// not depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
 ///
 /// If a tile has several heads, all four words for 16 columns are in use. The words of a block would then need too many
-/// registers, and [`packed`] draws the words instead.
+/// registers, so [`packed`] draws them instead.
 #[cube]
 pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
     block: i32,
@@ -89,9 +89,9 @@ pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
 
 /// The largest head size for which the kernel draws the random words of dropout after the scores are ready.
 ///
-/// Draws take issue slots, which the softmax of another warpgroup may need at the same time. Dropout multiplies the time of a
-/// forward on an H200 in bf16. At head size 128, the factor is 1.44 with late draws and 1.60 with early draws. At head size
-/// 256, the factor is 1.25 with late draws and 1.14 with early draws.
+/// Draws take issue slots, which the softmax of another warpgroup may need at the same time. On an H200 in bf16,
+/// dropout makes a forward slower. At head size 128, the factor is 1.44 with late draws and 1.60 with early draws. At
+/// head size 256, the factor is 1.25 with late draws and 1.14 with early draws.
 const LATE_DRAWS: usize = 128;
 
 /// True if the kernel draws the random words of dropout before the scores are ready.

@@ -86,8 +86,8 @@ pub(super) fn signal_used_keys_of<NP: Size>(
 /// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V`. `last` is
 /// true for the tile's last block.
 ///
-/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the number of earlier
-/// blocks of the CTA with `may_have_masked`.
+/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the number of
+/// earlier blocks of the CTA for which `may_have_masked` was true.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,

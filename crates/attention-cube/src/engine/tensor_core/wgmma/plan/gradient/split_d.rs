@@ -182,7 +182,7 @@ impl WgmmaGradientSplitDTiles {
         ]
     }
 
-    /// True if TMA can copy a chunk of the gradient GEMM's right operand as one box.
+    /// True if TMA can copy a chunk of the gradient GEMM's right operand as one box, instead of one box per subtile.
     pub const fn has_whole_sums(&self) -> bool {
         is_whole(self.width()) && is_whole(self.own_columns())
     }

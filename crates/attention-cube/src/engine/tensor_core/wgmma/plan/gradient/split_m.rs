@@ -1,7 +1,7 @@
 //! The split-M tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes 64 rows of the
 //! gradients.
 //!
-//! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`.
+//! Identifiers with *dot* are about rows of Q or K, and identifiers with *value* about rows of V or dO.
 
 use crate::engine::tensor_core::wgmma::plan::tiles::{OutputShape, USED_WORDS};
 use crate::math::side::{Side, Sums};
@@ -51,7 +51,7 @@ impl WgmmaGradientSplitMTiles {
         PRODUCT_ROWS * self.warpgroups
     }
 
-    /// The number of threads in a CTA: those of the consumer warpgroups, of one producer warpgroup, and of the spare
+    /// The number of threads in a CTA, which has the consumer warpgroups, one producer warpgroup and the spare
     /// warpgroups.
     pub const fn units(&self) -> usize {
         WARPGROUP * (self.warpgroups + 1 + self.spare)
@@ -115,7 +115,7 @@ impl WgmmaGradientSplitMTiles {
         self.q_or_k_at() + self.dot_stages * self.dot_bytes()
     }
 
-    /// The number of TMA boxes that hold a block's biases. A box has 64 keys, and one row per query.
+    /// The number of TMA boxes that hold a block's biases. A box has 64 columns, one per key, and one row per query.
     pub const fn bias_subtiles(&self) -> usize {
         match self.side {
             Side::Queries => self.columns.div_ceil(SUBTILE),

@@ -86,7 +86,7 @@ impl WgmmaSplitDTiles {
         }
     }
 
-    /// True if TMA can copy a chunk of V as one box.
+    /// True if TMA can copy a chunk of V as one box, instead of one box per subtile.
     pub const fn has_whole_values(&self) -> bool {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
@@ -129,8 +129,8 @@ impl WgmmaSplitDTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of query chunks that stay in registers: as many as the free registers can hold. Shared memory bandwidth
-    /// limits the kernel, so chunks in registers save time.
+    /// The number of query chunks that stay in registers: as many as the free registers can hold. Shared memory
+    /// bandwidth limits the kernel, so each chunk that stays in registers saves time.
     pub const fn register_chunks(&self) -> usize {
         let free = QUERY_REGISTERS - Self::KEYS / 4 - self.value_columns() / 2;
         let fit = free / QUERY_CHUNK_REGISTERS;

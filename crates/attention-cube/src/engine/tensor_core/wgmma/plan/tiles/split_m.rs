@@ -1,10 +1,10 @@
-//! The split-M tiles of a forward, and their layout in shared memory. Each warpgroup computes 64 queries.
+//! The split-M tiles of a forward, and their layout in shared memory. Each warpgroup computes the output of 64 queries.
 
 use super::shapes::{OutputShape, SHARED_MEMORY, SMALL_BYTES, USED_WORDS};
 use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// Split-M tiles: each warpgroup computes 64 queries and all columns of the output (`forward/split_m.rs`).
+/// Split-M tiles: each warpgroup computes all columns of the output of 64 queries (`forward/split_m.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaSplitMTiles {
     /// The number of columns of Q and K.
@@ -19,8 +19,8 @@ pub struct WgmmaSplitMTiles {
     pub keys: usize,
     /// The number of shared-memory buffers (stages) for blocks of K. V has the same number of buffers.
     pub stages: usize,
-    /// True if the warpgroups take turns to issue their wgmma (FlashAttention-3's ping-pong). One warpgroup computes its
-    /// softmax while the tensor cores run the GEMMs of another warpgroup.
+    /// True if the warpgroups take turns to issue their wgmma (FlashAttention-3's ping-pong), so that one warpgroup
+    /// computes its softmax during the GEMMs of another.
     pub orders_warpgroups: bool,
     /// The number of shared-memory buffers (stages) for blocks of biases; 0 if threads load biases from global memory.
     pub bias_stages: usize,
@@ -32,7 +32,7 @@ impl WgmmaSplitMTiles {
         PRODUCT_ROWS * self.warpgroups
     }
 
-    /// The number of threads in a CTA: those of the consumer warpgroups, and of one producer warpgroup.
+    /// The number of threads in a CTA, which has the consumer warpgroups and one producer warpgroup.
     pub const fn units(&self) -> usize {
         WARPGROUP * (self.warpgroups + 1)
     }
