@@ -7,6 +7,8 @@
 
 #[cfg(feature = "cuda")]
 pub mod barriers;
+#[cfg(feature = "cuda")]
+pub mod cluster;
 pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod pipeline;
@@ -34,6 +36,13 @@ pub fn is_hopper(client: &Client) -> bool {
 
 /// The number of multiprocessors that plans assume if the runtime does not report the number.
 pub const ASSUMED_MULTIPROCESSORS: usize = 132;
+
+/// Returns the device's number of multiprocessors, or [`ASSUMED_MULTIPROCESSORS`].
+#[cfg(feature = "cube")]
+pub fn multiprocessors(client: &Client) -> usize {
+    let count = client.properties().hardware.num_streaming_multiprocessors;
+    count.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
+}
 
 /// The number of rows that one `wgmma` multiplies.
 pub const PRODUCT_ROWS: usize = 64;

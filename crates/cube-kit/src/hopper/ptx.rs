@@ -1,5 +1,5 @@
 //! Inline PTX for NVIDIA's Hopper (sm_90a): mbarriers, bulk copies by TMA, fences and register reallocation. The PTX of
-//! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/text.rs`.
+//! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/mainloop.rs`.
 //!
 //! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand number `N`. The
 //! outputs are numbered before the inputs. `gpu_asm!` requires that its text contains every operand once, so a trailing

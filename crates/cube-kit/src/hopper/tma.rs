@@ -13,6 +13,7 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::Shape;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
+pub use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// True if all indices of the dimension lead to the same elements: its size is 1, or it is broadcast (stride 0).
 pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {

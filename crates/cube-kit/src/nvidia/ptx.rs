@@ -289,6 +289,19 @@ pub fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
     pair
 }
 
+/// Loads four adjacent f32 values from shared memory. The address must be a multiple of 16 bytes.
+#[cube]
+pub fn load_shared_four(address: u32) -> Vector<f32, Const<4>> {
+    let text = comptime!("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];\n".to_string());
+    let four: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "{text} // {four} {x}\n",
+        four = out(_) four,
+        x = in(_) value_of::<u32>(address)
+    );
+    four
+}
+
 /// Loads four 8 × 8 matrices of half-precision elements from shared memory, in the register layout of `store_matrices`.
 #[cube]
 pub fn load_matrices(address: u32) -> Vector<u32, Const<4>> {

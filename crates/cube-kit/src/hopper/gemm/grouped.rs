@@ -6,8 +6,9 @@
 //! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, each tile reads two or three numbers of
 //! the table. The producer reads them while the ring buffer still holds chunks of the previous tile.
 
-use super::kernel::{Ring, left_operand, load, prepare_ring, right_operand};
-use super::text::multiply_matrices;
+use super::kernel::{left_operand, load, right_operand};
+use super::mainloop::multiply_matrices;
+use super::ring::{Ring, prepare_ring};
 use crate::hopper::gemm::plan::{Grouping, MatrixTiles};
 use crate::hopper::pipeline::pipeline_state;
 use crate::hopper::ptx::{barrier_expect, barrier_wait};
@@ -110,7 +111,7 @@ pub(crate) fn product_of_groups<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _fragment: usize,
 ) {
-    let ring = prepare_ring(tiles);
+    let ring = prepare_ring(comptime!(tiles.ring()));
     let consumers = comptime!((MatrixTiles::WARPGROUPS * WARPGROUP) as u32);
     let items = tile_count(table, &sizes, grouping);
     if UNIT_POS >= consumers {
@@ -152,7 +153,7 @@ pub(crate) fn product_of_groups<E: Float, N: Size>(
                 at.chunks,
                 first.stage,
                 first.parity,
-                tiles,
+                comptime!(tiles.mainloop()),
             );
             store_tma_tiles::<N>(
                 sum,

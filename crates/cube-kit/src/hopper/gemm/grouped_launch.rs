@@ -1,10 +1,10 @@
 //! Launches grouped GEMM on Hopper.
 
 use super::grouped::{GroupSizesLaunch, product_of_groups};
-use super::launch::{LONGEST, multiprocessors};
+use super::launch::LONGEST;
 use super::operand::{BOX_ALIGNMENT, Operand};
 use super::plan::{Grouping, MatrixTiles};
-use crate::hopper::{PRODUCT_ROWS, is_hopper};
+use crate::hopper::{PRODUCT_ROWS, is_hopper, multiprocessors};
 use crate::launch::empty;
 use crate::nvidia::Half;
 use burn::backend::cubecl::dtype_to_storage_type;

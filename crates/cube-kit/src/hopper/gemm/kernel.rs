@@ -11,22 +11,19 @@
 //! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory, where
 //! `columns` is the width of the tile. The tensor cores bound tiles with 128 columns and more.
 
-use super::text::multiply_matrices;
+use super::mainloop::{SUBTILE_BYTES, multiply_matrices};
+use super::ring::{Ring, prepare_ring};
 use crate::hopper::gemm::plan::{Major, MatrixTiles};
 use crate::hopper::pipeline::pipeline_state;
-use crate::hopper::ptx::{barrier_expect, barrier_init_fence, barrier_wait, tma_load};
+use crate::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
 use crate::hopper::tma::{await_stores, store_tma_tiles};
 use crate::hopper::wgmma::{descriptor, transposed_descriptor};
 use crate::hopper::{PRODUCT_ROWS, WARPGROUP};
 use crate::nvidia::accumulator::pair;
-use crate::nvidia::mbarrier::barrier_init;
-use crate::nvidia::ptx::{shared_address, uniform};
+use crate::nvidia::ptx::uniform;
 use crate::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
-
-/// The number of bytes in 64 rows of a subtile. A row of a subtile has 64 half-precision elements.
-const SUBTILE_BYTES: usize = MatrixTiles::DEPTH * ROW_BYTES;
 
 /// The grid of tiles of a GEMM.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
@@ -168,42 +165,6 @@ pub(crate) fn product_of_sides<E: Float, N: Size>(
     );
 }
 
-/// The shared memory addresses of the ring buffer and of its first barriers.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Ring {
-    pub stages: u32,
-    pub full: u32,
-    pub empty: u32,
-}
-
-/// Allocates the cube's shared memory, and initializes the barriers of the ring buffer.
-#[cube]
-pub(super) fn prepare_ring(#[comptime] tiles: MatrixTiles) -> Ring {
-    let memory =
-        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
-    let stages = shared_address(&memory);
-    let full = stages + comptime!(tiles.barriers_at() as u32);
-    let empty = full + comptime!(8 * tiles.stages as u32);
-    if UNIT_POS == 0u32 {
-        #[unroll]
-        for stage in 0..tiles.stages {
-            barrier_init(full + comptime!(8 * stage as u32), 1usize);
-            barrier_init(
-                empty + comptime!(8 * stage as u32),
-                comptime!(4 * MatrixTiles::WARPGROUPS),
-            );
-        }
-        barrier_init_fence();
-    }
-    sync_cube();
-    Ring {
-        stages,
-        full,
-        empty,
-    }
-}
-
 #[cube]
 fn multiply_tiles<N: Size>(
     lhs: u64,
@@ -217,7 +178,7 @@ fn multiply_tiles<N: Size>(
         stages,
         full,
         empty,
-    } = prepare_ring(tiles);
+    } = prepare_ring(comptime!(tiles.ring()));
     let consumers = comptime!((MatrixTiles::WARPGROUPS * WARPGROUP) as u32);
 
     let items = grid.rows * grid.columns;
@@ -250,7 +211,7 @@ fn multiply_tiles<N: Size>(
                 grid.chunks,
                 first.stage,
                 first.parity,
-                tiles,
+                comptime!(tiles.mainloop()),
             );
             store_tma_tiles::<N>(
                 sum,

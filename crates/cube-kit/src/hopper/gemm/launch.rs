@@ -3,7 +3,7 @@
 use crate::hopper::gemm::kernel::{MatrixGridLaunch, StartsLaunch, product, product_of_sides};
 use crate::hopper::gemm::operand::{BOX_ALIGNMENT, Operand};
 use crate::hopper::gemm::plan::{MatrixTiles, TOGETHER};
-use crate::hopper::{ASSUMED_MULTIPROCESSORS, PRODUCT_ROWS, is_hopper};
+use crate::hopper::{PRODUCT_ROWS, is_hopper, multiprocessors};
 use crate::launch::empty;
 use crate::nvidia::Half;
 use burn::backend::TensorMetadata;
@@ -251,15 +251,6 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
         }
     }
     Some(output)
-}
-
-/// The number of the device's multiprocessors. A persistent kernel has one cube on each.
-pub(super) fn multiprocessors(client: &Client) -> usize {
-    client
-        .properties()
-        .hardware
-        .num_streaming_multiprocessors
-        .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
 }
 
 /// The largest supported size of a dimension. The size is limited because TMA coordinates are 32 bits wide.

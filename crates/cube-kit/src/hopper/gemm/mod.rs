@@ -9,10 +9,12 @@ mod kernel;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
+pub mod mainloop;
+#[cfg(feature = "cuda")]
 mod operand;
 pub mod plan;
 #[cfg(feature = "cuda")]
-mod text;
+pub mod ring;
 
 #[cfg(feature = "cuda")]
 pub use grouped_launch::{grouped_inner, grouped_rows};

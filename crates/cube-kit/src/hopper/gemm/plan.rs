@@ -1,8 +1,8 @@
-//! The plan of a GEMM on Hopper: the width of its tiles and their order.
+//! The plan of a GEMM on Hopper: the width of its tiles, their order, and the layout of its shared memory.
 
-use crate::hopper::PRODUCT_ROWS;
 #[cfg(feature = "cuda")]
-use crate::hopper::WARPGROUP;
+use crate::hopper::gemm::mainloop::Mainloop;
+use crate::hopper::{PRODUCT_ROWS, WARPGROUP};
 use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
 
 /// The dimension along which an operand is contiguous.
@@ -53,6 +53,27 @@ const LEAST_WIDTH: usize = 96;
 /// The number of tile rows that are in flight at the same time. Neighboring tiles in flight share their reads in the L2 cache.
 #[cfg(feature = "cuda")]
 pub(crate) const TOGETHER: usize = 16;
+
+/// The layout of a cube's shared memory: the ring buffer, other data of the kernel, and then the barriers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RingLayout {
+    /// The number of stages in the ring buffer.
+    pub stages: usize,
+    /// The offset of the barriers in bytes.
+    pub barriers_at: usize,
+    /// The number of arrivals that free a stage. Each consumer warp arrives once.
+    pub arrivals: usize,
+}
+
+impl RingLayout {
+    /// The bytes of a stage's two barriers.
+    pub const BARRIER_BYTES: usize = 16;
+
+    /// Returns the bytes of shared memory per cube.
+    pub const fn shared_memory(&self) -> usize {
+        self.barriers_at + Self::BARRIER_BYTES * self.stages
+    }
+}
 
 impl MatrixTiles {
     /// The number of rows per tile: 64 for each of two warpgroups.
@@ -120,9 +141,30 @@ impl MatrixTiles {
         self.output_at() + Self::WARPGROUPS * self.output_bytes()
     }
 
+    pub(crate) const fn ring(&self) -> RingLayout {
+        RingLayout {
+            stages: self.stages,
+            barriers_at: self.barriers_at(),
+            arrivals: WARPGROUP / 32 * Self::WARPGROUPS,
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn mainloop(&self) -> Mainloop {
+        Mainloop {
+            row_tiles: 1,
+            columns: self.columns,
+            lhs: self.lhs,
+            rhs: self.rhs,
+            half: self.half,
+            stages: self.stages,
+            stage_bytes: self.stage_bytes(),
+        }
+    }
+
     /// Returns the bytes of shared memory per cube.
     pub const fn shared_memory(&self) -> usize {
-        self.barriers_at() + 16 * self.stages
+        self.ring().shared_memory()
     }
 }
 

@@ -1,13 +1,46 @@
-//! PTX that multiplies a tile of a GEMM over all inner chunks, with both operands in shared memory. The PTX is one text, so
-//! that no other code can use the registers of a wgmma in flight. See `hopper/wgmma.rs` for descriptors and fragments.
+//! The mainloop of a GEMM: PTX that multiplies a tile over all inner chunks, with both operands in shared memory. The PTX is
+//! one text, so that no other code can use the registers of a wgmma in flight. See `hopper/wgmma.rs` for descriptors and
+//! fragments.
 
-use crate::hopper::gemm::plan::{Major, MatrixTiles};
+use crate::hopper::PRODUCT_ROWS;
+use crate::hopper::gemm::plan::Major;
 use crate::hopper::ptx::{arrive_text, arrive_where_text, wait_text};
 use crate::hopper::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, descriptor_text, instruction, registers, units,
 };
 use crate::nvidia::ptx::value_of;
+use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
+
+/// The number of bytes in 64 rows of a subtile. A row of a subtile has 64 half-precision elements.
+pub const SUBTILE_BYTES: usize = PRODUCT_ROWS * ROW_BYTES;
+
+/// The compile-time settings of a mainloop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mainloop {
+    /// The number of row tiles per warpgroup. A row tile has 64 rows of the left operand. The row tiles of a warpgroup are
+    /// [`SUBTILE_BYTES`] apart.
+    pub row_tiles: usize,
+    /// The number of columns of the right operand, at most 256.
+    pub columns: usize,
+    /// The dimension along which the left operand is contiguous.
+    pub lhs: Major,
+    /// The dimension along which the right operand is contiguous.
+    pub rhs: Major,
+    /// The precision of both operands.
+    pub half: Half,
+    /// The number of stages in the ring buffer. Each stage holds one chunk of 64 inner elements.
+    pub stages: usize,
+    /// The distance between two stages in bytes.
+    pub stage_bytes: usize,
+}
+
+impl Mainloop {
+    /// Returns the number of accumulator registers per thread.
+    pub const fn sums(&self) -> usize {
+        self.row_tiles * self.columns / 2
+    }
+}
 
 /// Returns the PTX of [`multiply_matrices()`]. Outputs: the accumulator registers. Inputs, in this order:
 ///
@@ -19,8 +52,8 @@ use cubecl::prelude::*;
 ///
 /// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's
 /// stage.
-fn product_text(tiles: &MatrixTiles) -> String {
-    let sums = tiles.columns / 2;
+fn mainloop_text(mainloop: &Mainloop) -> String {
+    let sums = mainloop.sums();
     let [lhs, rhs, full, empty, elected, chunks, stage, parity] =
         [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("%{}", sums + i));
     let step_of = |major| match major {
@@ -28,23 +61,27 @@ fn product_text(tiles: &MatrixTiles) -> String {
         Major::Outer => units(STEP_ROWS_BYTES),
     };
     let transposes = |major| usize::from(major == Major::Outer);
+    let of_tile = sums / mainloop.row_tiles;
     let mut products = String::new();
-    for step in 0..MatrixTiles::DEPTH / STEP {
-        products += &descriptor_text("a", "left", step * step_of(tiles.lhs));
-        products += &descriptor_text("b", "right", step * step_of(tiles.rhs));
-        products += &format!(
-            "{} {{{}}}, a, b, sum, 1, 1, {}, {};\n",
-            instruction(tiles.columns, tiles.half),
-            registers(0, sums),
-            transposes(tiles.lhs),
-            transposes(tiles.rhs),
-        );
+    for step in 0..SUBTILE / STEP {
+        for tile in 0..mainloop.row_tiles {
+            let left = units(tile * SUBTILE_BYTES) + step * step_of(mainloop.lhs);
+            products += &descriptor_text("a", "left", left);
+            products += &descriptor_text("b", "right", step * step_of(mainloop.rhs));
+            products += &format!(
+                "{} {{{}}}, a, b, sum, 1, 1, {}, {};\n",
+                instruction(mainloop.columns, mainloop.half),
+                registers(tile * of_tile, of_tile),
+                transposes(mainloop.lhs),
+                transposes(mainloop.rhs),
+            );
+        }
         if step == 0 {
             products += "setp.eq.b32 sum, 0, 0;\n";
         }
     }
-    let stages = tiles.stages;
-    let stage_units = units(tiles.stage_bytes());
+    let stages = mainloop.stages;
+    let stage_units = units(mainloop.stage_bytes);
     let wait = wait_text("", "is_full", 0, "parity");
     let arrive = arrive_text("previous", 1);
     let arrive_after_first = arrive_where_text("holds", "previous", 1);
@@ -69,9 +106,10 @@ fn product_text(tiles: &MatrixTiles) -> String {
 }
 
 /// Multiplies a tile over all inner chunks. The first chunk is in the ring buffer's stage `stage`. The function waits for
-/// each chunk, and releases the chunk's stage after use.
+/// each chunk, and releases the chunk's stage after use. The result has `N` accumulator registers per thread,
+/// [`Mainloop::sums`], row tile after row tile.
 #[cube]
-pub(crate) fn multiply_matrices<N: Size>(
+pub fn multiply_matrices<N: Size>(
     lhs: u32,
     rhs: u32,
     full: u32,
@@ -80,9 +118,9 @@ pub(crate) fn multiply_matrices<N: Size>(
     chunks: u32,
     stage: u32,
     parity: u32,
-    #[comptime] tiles: MatrixTiles,
+    #[comptime] mainloop: Mainloop,
 ) -> Vector<f32, N> {
-    let text = comptime!(product_text(&tiles));
+    let text = comptime!(mainloop_text(&mainloop));
     let sum: Vector<f32, N>;
     gpu_asm!(
         "{text} // {sum} {lhs} {rhs} {full} {empty} {elected} {chunks} {stage} {parity}\n",

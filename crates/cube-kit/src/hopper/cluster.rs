@@ -1,0 +1,43 @@
+//! Clusters of cubes, which can write to each other's shared memory (distributed shared memory).
+//!
+//! A cluster barrier has two halves. A thread arrives, continues, and waits later. Every thread of the cluster must alternate
+//! between both halves.
+
+use crate::nvidia::ptx::{plain, value_of};
+use cubecl::prelude::*;
+
+/// Arrives at the cluster's barrier. The thread's earlier writes are visible to every thread that has passed the matching
+/// [`cluster_wait()`].
+#[cube]
+pub fn cluster_arrive() {
+    plain(comptime!("barrier.cluster.arrive.release;\n".to_string()));
+}
+
+/// Waits until all threads of the cluster have arrived at its barrier.
+#[cube]
+pub fn cluster_wait() {
+    plain(comptime!("barrier.cluster.wait.acquire;\n".to_string()));
+}
+
+/// Returns the cluster-wide address of the shared memory of cube `rank` that corresponds to `address` in this cube.
+#[cube]
+pub fn remote_address(address: u32, rank: u32) -> u32 {
+    let remote: u32;
+    gpu_asm!(
+        "mapa.shared::cluster.u32 {remote}, {address}, {rank};",
+        remote = out(_) remote,
+        address = in(_) value_of::<u32>(address),
+        rank = in(_) value_of::<u32>(rank)
+    );
+    remote
+}
+
+/// Writes an f32 number to a cluster-wide address of shared memory.
+#[cube]
+pub fn store_remote(address: u32, value: f32) {
+    gpu_asm!(
+        "st.shared::cluster.f32 [{address}], {value};",
+        address = in(_) value_of::<u32>(address),
+        value = in(_) value_of::<f32>(value)
+    );
+}
