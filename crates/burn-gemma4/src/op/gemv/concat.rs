@@ -1,7 +1,6 @@
 //! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies the input by all
 //! concatenated matrices. Each matrix has its own cubes.
 
-use super::sums::ProjectPlan;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 
@@ -59,8 +58,9 @@ pub(super) struct Side {
     pub all_outputs: u32,
 }
 
+/// Returns the matrix that cube `cube` multiplies by. `count` is the number of matrices.
 #[cube]
-pub(super) fn side_of_cube(cube: u32, sides: ConcatRows, #[comptime] plan: ProjectPlan) -> Side {
+pub(super) fn side_of_cube(cube: u32, sides: ConcatRows, #[comptime] count: usize) -> Side {
     let mut side = Side {
         number: 0u32,
         cube,
@@ -68,7 +68,7 @@ pub(super) fn side_of_cube(cube: u32, sides: ConcatRows, #[comptime] plan: Proje
         column: 0u32,
         all_outputs: sides.outputs,
     };
-    if comptime!(plan.sides > 1) {
+    if comptime!(count > 1) {
         side.all_outputs = sides.outputs + sides.second_outputs + sides.third_outputs;
         let before_third = sides.cubes + sides.second_cubes;
         if cube >= before_third {
@@ -104,18 +104,26 @@ impl SideOutputs {
         self.0.iter().sum()
     }
 
-    fn cubes_of_each(self, plan: ProjectPlan) -> [usize; MOST_SIDES] {
-        self.0
-            .map(|outputs| outputs.div_ceil(plan.outputs * plan.teams))
+    /// Returns the number of cubes for each matrix, if a cube computes `outputs` outputs of a matrix.
+    fn cubes_of_each(self, outputs: usize) -> [usize; MOST_SIDES] {
+        self.0.map(|rows| rows.div_ceil(outputs))
     }
 
-    pub fn cubes(self, plan: ProjectPlan) -> usize {
-        self.cubes_of_each(plan).iter().sum()
+    /// Returns the number of cubes, if a cube computes `outputs` outputs of a matrix.
+    pub fn cubes(self, outputs: usize) -> usize {
+        self.cubes_of_each(outputs).iter().sum()
     }
 
-    pub fn launch(self, plan: ProjectPlan) -> ConcatRowsLaunch {
-        let [first, second, third] = self.0.map(|outputs| outputs as u32);
-        let [cubes, second_cubes, _] = self.cubes_of_each(plan).map(|cubes| cubes as u32);
+    /// Returns the kernel argument, if a cube computes `outputs` outputs of a matrix.
+    pub fn launch(self, outputs: usize) -> ConcatRowsLaunch {
+        let [first, second, third] = self.0.map(|rows| rows as u32);
+        let [cubes, second_cubes, _] = self.cubes_of_each(outputs).map(|cubes| cubes as u32);
         ConcatRowsLaunch::new(first, second, third, cubes, second_cubes)
+    }
+
+    /// True if the number of rows of each matrix is a multiple of `rows`.
+    #[cfg(feature = "cuda")]
+    pub fn are_multiples_of(self, rows: usize) -> bool {
+        self.0.iter().all(|all| all.is_multiple_of(rows))
     }
 }

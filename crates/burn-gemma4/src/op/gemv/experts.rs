@@ -195,7 +195,7 @@ impl Items {
 
     /// The number of cubes that compute one work item.
     pub fn cubes(&self, plan: ProjectPlan) -> usize {
-        self.sides.cubes(plan)
+        self.sides.cubes(plan.cube_outputs())
     }
 
     /// The number of outputs that a work item computes for each of its input rows.

@@ -52,7 +52,11 @@ pub(super) fn project_pdl<E: Float, N: Size>(
     mark_owned_volatile_if_present(&matrices.third, computed);
     mark_owned_volatile_if_present(&experts.chosen, plan.pdl);
     let item = item(experts.place, plan.ranks);
-    let side = side_of_cube(cube_of_item(experts.place, plan.ranks), matrices.rows, plan);
+    let side = side_of_cube(
+        cube_of_item(experts.place, plan.ranks),
+        matrices.rows,
+        plan.sides,
+    );
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
     let first = team * comptime!(plan.outputs as u32);
     let first_input = (item / experts.place.items_of_row) as usize * vectors as usize;

@@ -4,9 +4,9 @@ use super::concat::weight_matrices;
 use super::kernel::{WeightStridesLaunch, project_pdl};
 use super::launch_options::{LaunchOptions, plan, tensor_of};
 use super::sums::ProjectPlan;
+use super::{GEMV_MAX_ROWS, GemvBackend, MaybeMatrix, ProductOptions, ProductTensors, quantized};
 #[cfg(feature = "cuda")]
 use super::tensor_core;
-use super::{GEMV_MAX_ROWS, GemvBackend, MaybeMatrix, ProductOptions, ProductTensors, quantized};
 use crate::op::launch::{rows_of, vector_size};
 use crate::quant::layout::Layout;
 use burn::backend::{
@@ -219,7 +219,7 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
             weight_matrices(
                 weight,
                 [second, third],
-                items.sides.launch(plan),
+                items.sides.launch(plan.cube_outputs()),
                 CubeTensor::into_tensor_arg,
             ),
             WeightStridesLaunch::new(of_first, of_second, of_third),

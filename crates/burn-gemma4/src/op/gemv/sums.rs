@@ -33,6 +33,11 @@ pub(super) struct ProjectPlan {
 }
 
 impl ProjectPlan {
+    /// The number of outputs that a cube computes for each input row.
+    pub fn cube_outputs(self) -> usize {
+        self.outputs * self.teams
+    }
+
     /// The number of weight rows that a team of units multiplies by.
     pub fn weights(self) -> usize {
         self.outputs * if self.gated { 2 } else { 1 }
@@ -130,7 +135,6 @@ pub(super) fn finish_parts<E: Float>(
     let team = UNIT_POS_Y;
     let first = of_outputs.first;
     let outputs = of_outputs.outputs;
-    let cap = inputs.cap;
     let parts = comptime!(plan.team.parts());
     let of_team = team as usize * comptime!(plan.sums() * plan.team.parts());
     let mut item = lane;
@@ -141,40 +145,61 @@ pub(super) fn finish_parts<E: Float>(
         if column < outputs as usize {
             let from = of_team + (row * comptime!(plan.weights()) + o) * parts;
             let mut value = 0.0f32;
+            let mut through = 0.0f32;
             #[unroll]
             for part in 0..parts {
                 value += partial[from + part];
             }
-            if comptime!(epilogue.gelu) {
-                value = gelu(value);
-            }
             if comptime!(plan.gated) {
-                let mut through = 0.0f32;
                 #[unroll]
                 for part in 0..parts {
                     through += partial[from + comptime!(plan.outputs * plan.team.parts()) + part];
                 }
-                value *= through;
-            }
-            #[comptime]
-            match &inputs.factor {
-                ComptimeOption::Some(factor) => {
-                    let at = (of_outputs.row as usize + row) * inputs.factor_place.stride as usize
-                        + inputs.factor_place.start as usize
-                        + column;
-                    value *= f32::cast_from(factor[at]);
-                }
-                ComptimeOption::None => {}
-            }
-            if comptime!(epilogue.capped) {
-                value = cap * (value / cap).tanh();
             }
             let row = of_outputs.row as usize + row;
+            let value =
+                apply_epilogue::<E>(value, through, inputs, row, column, plan.gated, epilogue);
             let to = row * of_outputs.all_outputs as usize + of_outputs.column as usize + column;
             output[to] = E::cast_from(value);
         }
         item += comptime!(plan.team.units as u32);
     }
+}
+
+/// Applies the epilogue to the sum of one output. `through` is the sum of the second matrix, which a gated GEMV multiplies by
+/// the GELU of the first sum. `row` and `column` are the position of the output in its matrix's outputs.
+#[cube]
+pub(super) fn apply_epilogue<E: Float>(
+    sum: f32,
+    through: f32,
+    inputs: &EpilogueInputs<E>,
+    row: usize,
+    column: usize,
+    #[comptime] gated: bool,
+    #[comptime] epilogue: Epilogue,
+) -> f32 {
+    let mut value = sum;
+    if comptime!(epilogue.gelu) {
+        value = gelu(value);
+    }
+    if comptime!(gated) {
+        value *= through;
+    }
+    #[comptime]
+    match &inputs.factor {
+        ComptimeOption::Some(factor) => {
+            let at = row * inputs.factor_place.stride as usize
+                + inputs.factor_place.start as usize
+                + column;
+            value *= f32::cast_from(factor[at]);
+        }
+        ComptimeOption::None => {}
+    }
+    if comptime!(epilogue.capped) {
+        let cap = inputs.cap;
+        value = cap * (value / cap).tanh();
+    }
+    value
 }
 
 /// Computes GELU by its tanh approximation.

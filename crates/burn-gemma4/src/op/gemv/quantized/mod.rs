@@ -115,7 +115,12 @@ pub(super) fn launch(
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
             address_type,
             input.into_tensor_arg(),
-            weight_matrices(words, [second, third], items.sides.launch(plan), argument),
+            weight_matrices(
+                words,
+                [second, third],
+                items.sides.launch(plan.cube_outputs()),
+                argument,
+            ),
             parts,
             options.expert_inputs(items.place(plan, vectors)),
             options.epilogue_inputs(factor, factor_place),

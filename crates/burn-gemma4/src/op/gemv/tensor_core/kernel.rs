@@ -46,7 +46,7 @@ pub(super) fn project_by_matrix_units_pdl<E: Float>(
     #[define(E)] _element: ElemType,
 ) {
     wait_prior_launch(comptime!(plan.pdl && !plan.reads_ahead));
-    let side = side_of_cube(CUBE_POS as u32, matrices.rows, plan);
+    let side = side_of_cube(CUBE_POS as u32, matrices.rows, plan.sides);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
     let first = team * comptime!(plan.outputs as u32);
     let lane = lane();

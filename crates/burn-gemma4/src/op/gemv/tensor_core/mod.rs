@@ -29,7 +29,7 @@ use burn::tensor::DType;
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use codes::Codes;
 use cube_kit::ampere::cp_async::PIECE;
-use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
+use cube_kit::hopper::multiprocessors;
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cube_kit::nvidia::Half;
 use cube_kit::pdl::supports_pdl;
@@ -137,11 +137,6 @@ fn planned(
         reads_ahead: plan.pdl && tuning.reads_ahead && options.reads_parameters(first),
         ..plan
     })
-}
-
-fn multiprocessors(client: &Client) -> usize {
-    let count = client.properties().hardware.num_streaming_multiprocessors;
-    count.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
 }
 
 /// True if the device supports the tensor-core instruction m16n8k16 for this dtype.
@@ -402,7 +397,7 @@ impl Product {
         weight_matrices(
             first,
             [options.second.take(), options.third.take()],
-            self.items.sides.launch(plan),
+            self.items.sides.launch(plan.cube_outputs()),
             CubeTensor::into_tensor_arg,
         )
     }
