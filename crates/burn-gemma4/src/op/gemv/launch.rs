@@ -6,7 +6,7 @@ use super::launch_options::{LaunchOptions, plan, tensor_of};
 use super::sums::ProjectPlan;
 use super::{GEMV_MAX_ROWS, GemvBackend, MaybeMatrix, ProductOptions, ProductTensors, quantized};
 #[cfg(feature = "cuda")]
-use super::tensor_core;
+use super::{hopper, tensor_core};
 use crate::op::launch::{rows_of, vector_size};
 use crate::quant::layout::Layout;
 use burn::backend::{
@@ -99,6 +99,9 @@ pub(super) fn multiply(
     #[cfg(feature = "cuda")]
     match options.layout {
         None => {
+            if let Some(plan) = hopper::plan_of(&tensors.input, &first, &launched) {
+                return hopper::multiply(tensors.input, first, launched, plan);
+            }
             if let Some(plan) = tensor_core::plan_of_whole(&tensors.input, &first, &launched) {
                 return tensor_core::multiply(tensors.input, first, launched, plan);
             }
@@ -112,8 +115,14 @@ pub(super) fn multiply(
     }
     let rows = tensors.input.meta.shape()[0];
     if rows > GEMV_MAX_ROWS {
-        let starts = (0..rows).step_by(GEMV_MAX_ROWS);
-        let chunks = starts.map(|start| start..rows.min(start + GEMV_MAX_ROWS));
+        // Chunks of `most_rows` rows may still be too many for this shape. The recursion then divides them again.
+        let of_device = most_rows(&tensors.input.client, tensors.input.dtype);
+        let of_chunk = match rows > of_device {
+            true => of_device,
+            false => GEMV_MAX_ROWS,
+        };
+        let starts = (0..rows).step_by(of_chunk);
+        let chunks = starts.map(|start| start..rows.min(start + of_chunk));
         let products = chunks.map(|chunk| multiply(rows_of_product(&tensors, chunk), options));
         return CubeBackend::float_cat(products.collect(), 0);
     }

@@ -4,6 +4,8 @@
 mod concat;
 mod experts;
 mod fused_residual;
+#[cfg(feature = "cuda")]
+mod hopper;
 mod kernel;
 mod launch;
 mod launch_options;

@@ -1,5 +1,5 @@
 //! GEMM of 9 to 64 input rows with float weights on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`,
-//! accumulated in f32. Decoding of several sequences uses this kernel.
+//! accumulated in f32. Decoding of several sequences uses this kernel, except on Hopper (see [`hopper`](super::super::hopper)).
 //!
 //! Algorithm: a team of warps computes up to 32 outputs, and the warps divide the inner dimension. Each weight is read once,
 //! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same algorithm

@@ -52,21 +52,38 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// Checks all variants of `Factors` and the soft cap for each number of input rows in `numbers`. The shapes are not
-/// multiples of the tiles.
-fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(usize) -> Matrix) {
-    let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
+/// The numbers of outputs of three matrices. No number is a multiple of a tile. Hopper's batch kernel does not support odd
+/// numbers.
+const OUTPUTS: [usize; 3] = [37, 5, 70];
+
+/// Numbers of outputs for Hopper's batch kernel, which computes four neighboring outputs at once. Most numbers are not
+/// multiples of a tile. The last number is so large that a cube multiplies by two row tiles.
+const BATCH_OUTPUTS: [[usize; 3]; 3] = [[36, 4, 72], [204, 132, 68], [12, 64, 33_800]];
+
+/// Checks all variants of `Factors` and the soft cap for each number of input rows in `numbers`. `outputs` are the numbers of
+/// outputs of the matrices.
+fn check_rows(
+    drawn: &Drawn<'_>,
+    numbers: &[usize],
+    outputs: [usize; 3],
+    what: &str,
+    matrix: impl Fn(usize) -> Matrix,
+) {
+    let [first, second, third] = outputs.map(&matrix);
+    let other = matrix(outputs[2]);
+    let factors = outputs[0] + 13;
     let columns = first.whole(DType::F32).dims()[1];
     for &rows in numbers {
         // Use small inputs. A gated GEMV multiplies two outputs, and the product must not exceed f16's range.
         let input = drawn.tensor([rows, columns]) * 0.0625;
         let row = values(&input);
         let input = surrounded(&input);
-        let through = drawn.tensor([rows, 50]);
+        let through = drawn.tensor([rows, factors]);
         let product = |matrices: &[&Matrix]| products(&row, columns, matrices);
         let gated = product(&[&third]).into_iter().zip(product(&[&other]));
         let factor = values(&through);
-        let factor = factor.chunks_exact(50).flat_map(|row| row[7..44].to_vec());
+        let factor = factor.chunks_exact(factors);
+        let factor = factor.flat_map(|row| row[7..7 + outputs[0]].to_vec());
         let gate_of = product(&[&first]).into_iter().zip(factor);
         let sides = vec![first.clone(), second.clone(), third.clone()];
         let cases = [
@@ -125,7 +142,61 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             (72, &[2, 11]),
         ];
         for (columns, rows) in cases {
-            check_rows(&drawn, rows, &format!("{dtype:?}"), |rows| {
+            check_rows(&drawn, rows, OUTPUTS, &format!("{dtype:?}"), |rows| {
+                surrounded(&drawn.tensor([rows, columns])).into()
+            });
+        }
+    }
+}
+
+/// True if Hopper's batch kernel multiplies `rows` rows by a matrix of `outputs` rows, or if the device is not a Hopper card.
+#[cfg(feature = "cuda")]
+fn runs_on_hopper_kernel(drawn: &Drawn<'_>, [rows, columns, outputs]: [usize; 3]) -> bool {
+    use super::launch_options::LaunchOptions;
+    use burn::backend::Cube;
+    use burn_cubecl::CubeBackend;
+    let of_cube = |rows| {
+        let tensor = surrounded(&drawn.tensor([rows, columns]));
+        let tensor = tensor
+            .try_into_primitive::<Cube>()
+            .expect("a CubeCL device");
+        let client = tensor.client.clone();
+        client.resolve_tensor_float::<CubeBackend>(tensor)
+    };
+    let plan = || hopper::plan_of(&of_cube(rows), &of_cube(outputs), &LaunchOptions::default());
+    !crate::op::is_hopper(drawn.device) || plan().is_some()
+}
+
+/// Checks 1 to 64 rows with Hopper's batch kernel. The numbers of columns give one part of the inner dimension or several,
+/// with equal or different numbers of chunks, a last chunk that is whole or not, and more chunks than a ring buffer has
+/// stages.
+#[test]
+fn multiply_batches_by_float_matrices_matches_reference() {
+    let device = Device::default();
+    for dtype in halves(&device) {
+        let drawn = Drawn {
+            device: &device,
+            dtype,
+        };
+        let cases: [(usize, &[usize], [usize; 3]); 6] = [
+            (
+                1536,
+                &[1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65],
+                BATCH_OUTPUTS[0],
+            ),
+            (2600, &[12, 20, 48], BATCH_OUTPUTS[1]),
+            (6144, &[1, 64], BATCH_OUTPUTS[0]),
+            (72, &[11, 64], BATCH_OUTPUTS[1]),
+            (8, &[3], BATCH_OUTPUTS[0]),
+            (520, &[1, 40], BATCH_OUTPUTS[2]),
+        ];
+        for (columns, rows, outputs) in cases {
+            #[cfg(feature = "cuda")]
+            for rows in rows.iter().filter(|rows| **rows <= BATCH_MAX_ROWS) {
+                let shape = [*rows, columns, outputs[0]];
+                assert!(runs_on_hopper_kernel(&drawn, shape), "{shape:?}");
+            }
+            check_rows(&drawn, rows, outputs, &format!("{dtype:?}"), |rows| {
                 surrounded(&drawn.tensor([rows, columns])).into()
             });
         }
@@ -149,7 +220,7 @@ fn multiply_several_rows_by_quantized_matrices_matches_reference() {
             for (columns, rows) in cases {
                 let layout = format.words(columns).expect("the columns are whole blocks");
                 let what = format!("{dtype:?}, {format:?}");
-                check_rows(&drawn, rows, &what, |rows| {
+                check_rows(&drawn, rows, OUTPUTS, &what, |rows| {
                     surrounded_words(layout, rows, &device)
                 });
             }

@@ -1,0 +1,121 @@
+//! The end of a batch GEMM: adds up the partial sums of the cluster's cubes, and writes the outputs.
+//!
+//! A cube adds up a slice of the input rows. The partial sums in its shared memory are
+//! `[part, input row of the slice, weight row of the tile]`, and every cube of the cluster writes one part.
+
+use super::super::concat::Side;
+use super::super::sums::{Epilogue, EpilogueInputs, apply_epilogue};
+use super::plan::{BatchPlan, WIDTH};
+use cube_kit::hopper::cluster::{remote_address, store_remote};
+use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
+use cube_kit::nvidia::accumulator::{column, is_second};
+use cube_kit::nvidia::ptx::{load_shared_four, store_shared};
+use cubecl::prelude::*;
+
+/// Writes the warpgroup's sums to the shared memory of the cubes that add them up. `partials` is the address of the partial
+/// sums in this cube, and `rank` is the cube's index within the cluster.
+#[cube]
+pub(super) fn leave_partials<N: Size>(
+    sums: Vector<f32, N>,
+    partials: u32,
+    rank: u32,
+    #[comptime] plan: BatchPlan,
+) {
+    let lane = UNIT_POS % 32u32;
+    let weight_row = UNIT_POS / 32u32 * 16u32 + lane / 4u32;
+    let slice = comptime!(plan.slice() as u32);
+    let stride = comptime!(plan.partials_stride() as u32);
+    let of_tile = comptime!(plan.tokens / 2);
+    #[unroll]
+    for register in 0..of_tile {
+        // The registers of two neighboring weight rows and of all row tiles have the same input row.
+        let token = lane % 4u32 * 2u32 + comptime!(column(register) as u32);
+        let row = weight_row + comptime!(if is_second(register) { 8u32 } else { 0 });
+        let at = partials + ((rank * slice + token % slice) * stride + row) * 4u32;
+        if comptime!(plan.parts > 1) {
+            let remote = remote_address(at, token / slice);
+            #[unroll]
+            for tile in 0..plan.row_tiles {
+                store_remote(
+                    remote + comptime!((4 * tile * PRODUCT_ROWS) as u32),
+                    sums.extract(comptime!(tile * of_tile + register)),
+                );
+            }
+        } else {
+            #[unroll]
+            for tile in 0..plan.row_tiles {
+                let sum = sums.extract(comptime!(tile * of_tile + register));
+                store_shared(
+                    at + comptime!((4 * tile * PRODUCT_ROWS) as u32),
+                    u32::reinterpret(sum),
+                );
+            }
+        }
+    }
+}
+
+/// Adds up the partial sums of the cube's slice of input rows, applies the epilogue, and writes the outputs. `first` is the
+/// first output of the tile within its matrix.
+#[cube]
+pub(super) fn finish_outputs<E: Float>(
+    partials: u32,
+    epilogue_inputs: &EpilogueInputs<E>,
+    output: &mut Tensor<Vector<E, Const<4>>>,
+    side: Side,
+    first: u32,
+    rank: u32,
+    rows: u32,
+    #[comptime] plan: BatchPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    let of_row = comptime!((plan.outputs() / WIDTH) as u32);
+    let slice = comptime!(plan.slice() as u32);
+    let width = comptime!(WIDTH as u32);
+    let mut item = UNIT_POS;
+    while item < slice * of_row {
+        let of_slice = item / of_row;
+        let of_tile = item % of_row * width;
+        let row = rank * slice + of_slice;
+        let column = first + of_tile;
+        if row < rows && column < side.outputs {
+            let at =
+                partials + (of_slice * comptime!(plan.partials_stride() as u32) + of_tile) * 4u32;
+            let sums = sum_of_parts(at, plan);
+            let mut through = Vector::<f32, Const<4>>::zeroed();
+            if comptime!(plan.gated) {
+                through = sum_of_parts(at + comptime!((4 * PRODUCT_ROWS) as u32), plan);
+            }
+            let mut values = Vector::<f32, Const<4>>::zeroed();
+            #[unroll]
+            for i in 0..WIDTH {
+                values.insert(
+                    i,
+                    apply_epilogue::<E>(
+                        sums.extract(i),
+                        through.extract(i),
+                        epilogue_inputs,
+                        row as usize,
+                        (column + comptime!(i as u32)) as usize,
+                        plan.gated,
+                        epilogue,
+                    ),
+                );
+            }
+            let to = row as usize * side.all_outputs as usize + (side.column + column) as usize;
+            output[to / WIDTH] = Vector::cast_from(values);
+        }
+        item += comptime!(WARPGROUP as u32);
+    }
+}
+
+/// Adds up the parts of four neighboring sums. `at` is the address of the first part.
+#[cube]
+fn sum_of_parts(at: u32, #[comptime] plan: BatchPlan) -> Vector<f32, Const<4>> {
+    let part_bytes = comptime!(4 * plan.slice() * plan.partials_stride());
+    let mut sum = load_shared_four(at);
+    #[unroll]
+    for part in 1..plan.parts {
+        sum += load_shared_four(at + comptime!((part * part_bytes) as u32));
+    }
+    sum
+}

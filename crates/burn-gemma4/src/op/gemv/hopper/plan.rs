@@ -1,0 +1,252 @@
+//! The division of a batch GEMM among cubes.
+
+use cube_kit::hopper::gemm::{
+    mainloop::{Mainloop, SUBTILE_BYTES},
+    plan::{Major, RingLayout},
+};
+use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
+use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
+use cubecl::prelude::CubeDim;
+
+/// The number of threads per cube: a consumer warpgroup and a producer warp.
+pub(super) const UNITS: usize = WARPGROUP + 32;
+
+/// The smallest number of columns of a `wgmma`, which are the input rows here.
+const LEAST_TOKENS: usize = 8;
+
+/// The number of neighboring outputs that a thread finishes at once. The number of rows of each matrix must be a multiple of
+/// this number.
+pub(super) const WIDTH: usize = 4;
+
+/// The largest number of bytes of shared memory per cube with which two cubes fit on a multiprocessor.
+const SHARED_MEMORY: usize = 113 * 1024;
+
+/// The limits of a plan. They were tuned by decode speed.
+///
+/// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
+/// tokens of context. An empty cell has no measurement. The first row has the limits of the table below, and each other row
+/// differs from it in one limit. These rows were measured with 4 chunks, except for the first.
+///
+/// | limits | 1 | 8 | 16 | 64 |
+/// |---|---|---|---|---|
+/// | at least 2 chunks per part, at most 8 parts and 2 cubes per multiprocessor | 541 | 4,046 | 7,421 | 21,809 |
+/// | at least 4 chunks | 533 | 4,035 | 7,477 | 21,800 |
+/// | at least 8 chunks | | | | 21,620 |
+/// | at most 4 parts | 528 | 4,047 | 7,380 | 21,226 |
+/// | at most 1.2 cubes per multiprocessor | | | | 21,224 |
+/// | at most 3 cubes per multiprocessor | 526 | 3,875 | 7,219 | |
+/// | at most 4 cubes per multiprocessor | 523 | 3,878 | 7,228 | 20,407 |
+/// | 74 KB of shared memory, for three cubes on a multiprocessor | 519 | 3,909 | 7,270 | |
+/// | 225 KB of shared memory, for one cube on a multiprocessor | | | | 20,559 |
+/// | two row tiles from 1 cube per multiprocessor on | 536 | 3,992 | 7,447 | 21,731 |
+/// | without this kernel, on `mma.sync` | 527 | 3,590 | 5,850 | 10,330 |
+struct Limits {
+    /// The largest number of cubes that divide the inner dimension of an output tile. The cubes form a cluster, and
+    /// clusters of up to 8 cubes are portable.
+    parts: usize,
+    /// The smallest number of chunks of the inner dimension that a cube multiplies.
+    chunks: usize,
+    /// The largest number of cubes per multiprocessor in a divided GEMM.
+    cubes: usize,
+    /// The number of cubes per multiprocessor from which a cube multiplies by two row tiles.
+    wide: usize,
+    /// The largest number of stages in the ring buffer.
+    stages: usize,
+}
+
+const LIMITS: Limits = Limits {
+    parts: 8,
+    chunks: 2,
+    cubes: 2,
+    wide: 2,
+    stages: 12,
+};
+
+/// The shape of a batch GEMM.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// The number of input rows.
+    pub rows: usize,
+    /// The number of outputs per input row: the rows of the matrix, or of all concatenated matrices.
+    pub outputs: usize,
+    /// The inner dimension.
+    pub columns: usize,
+    /// True for GeGLU, which multiplies by two matrices.
+    pub gated: bool,
+    /// The number of concatenated matrices.
+    pub sides: usize,
+}
+
+/// The compile-time settings of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in super::super) struct BatchPlan {
+    /// The number of input rows per tile, a power of two. Rows that the input does not have are zeros.
+    pub tokens: usize,
+    /// The number of row tiles of weights per cube. A row tile has 64 weight rows. A gated GEMM has one row tile of the gate
+    /// projection and one of the up projection.
+    pub row_tiles: usize,
+    /// True for GeGLU.
+    pub gated: bool,
+    /// The number of concatenated matrices.
+    pub sides: usize,
+    /// The number of cubes that divide the inner dimension of an output tile. These cubes form a cluster.
+    pub parts: usize,
+    /// The number of stages in the ring buffer.
+    pub stages: usize,
+    /// The precision of the input and of the weights.
+    pub half: Half,
+    /// True if the kernel uses programmatic dependent launch.
+    pub pdl: bool,
+    /// True if the kernel reads weights before it waits for the previous launch. No launch may write these weights.
+    pub reads_ahead: bool,
+}
+
+impl BatchPlan {
+    /// The number of inner elements per chunk. A stage of the ring buffer holds a chunk.
+    pub const DEPTH: usize = SUBTILE;
+
+    /// Divides a GEMM among cubes. A device has `multiprocessors` multiprocessors.
+    pub(super) fn new(shape: Shape, half: Half, multiprocessors: usize, pdl: bool) -> Self {
+        let tokens = shape.rows.next_power_of_two().max(LEAST_TOKENS);
+        let cubes = |outputs: usize| shape.outputs.div_ceil(outputs);
+        let is_wide = cubes(2 * PRODUCT_ROWS) >= LIMITS.wide * multiprocessors;
+        let row_tiles = if shape.gated || is_wide { 2 } else { 1 };
+        let of_cube = match shape.gated {
+            true => PRODUCT_ROWS,
+            false => row_tiles * PRODUCT_ROWS,
+        };
+        let tiles = cubes(of_cube);
+        let chunks = shape.columns.div_ceil(Self::DEPTH);
+        let mut parts = 1;
+        while 2 * parts <= LIMITS.parts
+            && 2 * parts * LIMITS.chunks <= chunks
+            && 2 * parts * tiles <= LIMITS.cubes * multiprocessors
+        {
+            parts *= 2;
+        }
+        let plan = Self {
+            tokens,
+            row_tiles,
+            gated: shape.gated,
+            sides: shape.sides,
+            parts,
+            stages: 1,
+            half,
+            pdl,
+            reads_ahead: false,
+        };
+        let free = SHARED_MEMORY - plan.partials_bytes();
+        let stages = free / (plan.stage_bytes() + RingLayout::BARRIER_BYTES);
+        Self {
+            stages: stages.min(chunks.div_ceil(parts)).min(LIMITS.stages),
+            ..plan
+        }
+    }
+
+    /// The number of outputs that a cube computes for each input row.
+    pub const fn outputs(&self) -> usize {
+        PRODUCT_ROWS * self.row_tiles / if self.gated { 2 } else { 1 }
+    }
+
+    /// The cubes of an output tile, which divide the inner dimension.
+    pub const fn cluster(&self) -> CubeDim {
+        CubeDim::new_1d(self.parts as u32)
+    }
+
+    /// The number of input rows whose sums over all parts one cube adds up.
+    pub const fn slice(&self) -> usize {
+        self.tokens / self.parts
+    }
+
+    /// The distance between two input rows of the partial sums, in f32 numbers. The padding avoids bank conflicts.
+    pub const fn partials_stride(&self) -> usize {
+        PRODUCT_ROWS * self.row_tiles + 4
+    }
+
+    const fn partials_bytes(&self) -> usize {
+        self.tokens * self.partials_stride() * size_of::<f32>()
+    }
+
+    /// The offset of the input rows within a stage, in bytes. The weights come first.
+    pub const fn input_at(&self) -> usize {
+        self.row_tiles * SUBTILE_BYTES
+    }
+
+    pub const fn stage_bytes(&self) -> usize {
+        self.input_at() + self.tokens * ROW_BYTES
+    }
+
+    /// The offset of the partial sums in shared memory.
+    pub const fn partials_at(&self) -> usize {
+        self.stages * self.stage_bytes()
+    }
+
+    pub const fn ring(&self) -> RingLayout {
+        RingLayout {
+            stages: self.stages,
+            barriers_at: self.partials_at() + self.partials_bytes(),
+            arrivals: WARPGROUP / 32,
+        }
+    }
+
+    pub const fn mainloop(&self) -> Mainloop {
+        Mainloop {
+            row_tiles: self.row_tiles,
+            columns: self.tokens,
+            lhs: Major::Inner,
+            rhs: Major::Inner,
+            half: self.half,
+            stages: self.stages,
+            stage_bytes: self.stage_bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(rows: usize, outputs: usize, columns: usize, gated: bool) -> BatchPlan {
+        let shape = Shape {
+            rows,
+            outputs,
+            columns,
+            gated,
+            sides: 1,
+        };
+        BatchPlan::new(shape, Half::Bf16, 132, true)
+    }
+
+    /// Checks that two cubes fit on a multiprocessor, that every part has chunks, and that the parts divide the input rows.
+    #[test]
+    fn plan_of_every_shape_fits_shared_memory() {
+        for rows in 1..=64 {
+            for columns in [8, 64, 72, 256, 1536, 2600, 12_288] {
+                for (outputs, gated) in [(4, false), (1536, false), (6144, true), (262_144, false)]
+                {
+                    let plan = plan(rows, outputs, columns, gated);
+                    let chunks = columns.div_ceil(BatchPlan::DEPTH);
+                    assert!(plan.ring().shared_memory() <= SHARED_MEMORY, "{plan:?}");
+                    assert!(plan.stages >= 1 && plan.parts <= chunks, "{plan:?}");
+                    assert!(plan.tokens.is_multiple_of(plan.parts), "{plan:?}");
+                    assert!(plan.tokens >= rows, "{plan:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plan_of_few_outputs_divides_the_inner_dimension() {
+        // The shapes are the GEMMs of E2B: the down projection, the gate of per-layer embeddings, the gate and up
+        // projections, and the LM head.
+        for (outputs, columns, gated, row_tiles, parts) in [
+            (1536, 6144, false, 1, 8),
+            (256, 1536, false, 1, 8),
+            (6144, 1536, true, 2, 2),
+            (262_144, 1536, false, 2, 1),
+        ] {
+            let plan = plan(64, outputs, columns, gated);
+            assert_eq!((plan.row_tiles, plan.parts), (row_tiles, parts), "{plan:?}");
+        }
+    }
+}
