@@ -39,6 +39,7 @@ mod not_numbers;
 mod packed;
 mod packing;
 mod per_layer_table;
+mod prefixes;
 mod products;
 mod programs;
 mod prompt_graphs;

@@ -34,7 +34,8 @@ pub use error::{Gemma4Error, TensorProblem, catch_panic};
 pub use escaped::Escaped;
 pub use gemma::{Gemma4, Prompt};
 pub use generate::decode::{
-    Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, RowChoice, RowLogits, RowResult,
+    Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, PrefixCache, RowChoice, RowLogits,
+    RowResult,
 };
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;

@@ -81,6 +81,19 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
+/// True if the device is a Hopper card.
+pub(crate) fn is_hopper(device: &burn::tensor::Device) -> bool {
+    #[cfg(feature = "cuda")]
+    if let DispatchDevice::Cube(device @ burn::backend::CubeDevice::Cuda(_)) =
+        device.clone().without_autodiff().as_dispatch()
+    {
+        return cube_kit::hopper::is_hopper(&device.client());
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = device;
+    false
+}
+
 /// Lets consecutive launches of the CUDA graph that is being captured overlap, if the device supports PDL: see
 /// [`cube_kit::pdl`]. The graph's last launch must write `last`.
 #[cfg(feature = "cube")]

@@ -3,9 +3,9 @@
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
 use super::next::Next;
+use super::prefill::Prefill;
 use super::row_logits::{RowChoice, RowLogits, RowResult};
 use crate::error::Gemma4Error;
-use crate::generate::CapturedPrompts;
 use crate::model::cache::Cache;
 use crate::model::cache::kind::CacheKind;
 use crate::model::tokens::Tokens;
@@ -14,133 +14,6 @@ use crate::model::{Gemma4Model, Logits};
 use crate::op::gemv;
 use std::fmt;
 use std::marker::PhantomData;
-
-/// The prefill of one prompt, in chunks that the caller chooses.
-///
-/// ```
-/// # #[cfg(feature = "flex")] {
-/// use burn::tensor::Device;
-/// use burn_gemma4::{Batch, CacheKind, Gemma4, LoadOptions, Prefill, RowChoice, RowResult};
-///
-/// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
-/// let kind = CacheKind::default();
-/// let mut batch = Batch::new(gemma.model(), kind)?;
-/// let mut tokens = Vec::new();
-/// for prompt in ["fn main", "# Title"] {
-///     let mut prefill = Prefill::new(gemma.model(), gemma.tokens(&prompt.into(), gemma.options().chat)?, kind)?;
-///     let logits = loop {
-///         if let Some(logits) = prefill.advance(512)? {
-///             break logits;
-///         }
-///     };
-///     tokens.push(logits.choose(&[RowChoice::Argmax])?.remove(0));
-///     batch.join(&prefill)?;
-/// }
-/// let tokens: Vec<u32> = tokens.iter().filter_map(RowResult::token).collect();
-/// let next = batch.step(&tokens)?.choose(&[RowChoice::Argmax; 2])?;
-/// assert_eq!(next.len(), 2);
-/// # }
-/// # Ok::<(), burn_gemma4::Gemma4Error>(())
-/// ```
-#[derive(Debug)]
-pub struct Prefill {
-    model: Gemma4Model,
-    cache: Cache,
-    tokens: Vec<u32>,
-    /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
-    graphs: Option<CapturedPrompts>,
-}
-
-impl Prefill {
-    /// Creates the prefill of the prompt `tokens`, without running the model yet.
-    ///
-    /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the prompt is empty, or has a token outside the vocabulary, or leaves no position
-    /// for an answer. Returns the same error if the model does not support the storage format `kind`.
-    pub fn new(
-        model: &Gemma4Model,
-        tokens: Vec<u32>,
-        kind: CacheKind,
-    ) -> Result<Self, Gemma4Error> {
-        let config = model.config();
-        let positions = config.max_position_embeddings;
-        let refuse = |reason| {
-            let argument = "prompt";
-            Err(Gemma4Error::Argument { argument, reason })
-        };
-        if tokens.is_empty() {
-            return refuse("has no tokens; it should have at least 1".into());
-        }
-        if tokens.len() >= positions {
-            return refuse(format!(
-                "has {} tokens, but the model has {positions} positions; at least one position must be left for the answer",
-                tokens.len()
-            ));
-        }
-        config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
-        Ok(Self {
-            model: model.clone(),
-            cache: model.cache_of(kind, vec![0])?,
-            tokens,
-            graphs: None,
-        })
-    }
-
-    /// Lets the prefill replay one of `graphs` if it processes the whole prompt at once. The graphs must belong to the
-    /// prefill's model.
-    pub(crate) fn with_graphs(self, graphs: &CapturedPrompts) -> Self {
-        Self {
-            graphs: Some(graphs.clone()),
-            ..self
-        }
-    }
-
-    /// The number of prompt tokens that the model has not processed yet.
-    pub fn remaining(&self) -> usize {
-        self.tokens.len() - self.cache.len()
-    }
-
-    /// True if a call of [`advance`](Self::advance) that processes the whole prompt may replay a CUDA graph. Such a
-    /// prompt should not be divided into chunks.
-    pub fn replays(&self) -> bool {
-        let is_new = self.cache.is_empty();
-        let graphs = self.graphs.as_ref().filter(|_| is_new);
-        graphs.is_some_and(|graphs| graphs.serve(&self.model, self.tokens.len(), self.cache.kind()))
-    }
-
-    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. Returns the logits after the prompt's
-    /// last token, or `None` if tokens remain.
-    ///
-    /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
-    /// [`Gemma4Error::Device`] if the device failed.
-    pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
-        let start = self.cache.len();
-        let end = start.saturating_add(chunk.max(1)).min(self.tokens.len());
-        if end - start == self.tokens.len()
-            && let Some(graphs) = &self.graphs
-            && let Some(hidden) = graphs.read(&self.model, &self.tokens, &mut self.cache)
-        {
-            let next = Next::of_hidden(&self.model, hidden);
-            return Ok(Some(RowLogits::of(next, 1)));
-        }
-        let device = self.model.device();
-        let tokens = Tokens::upload(self.tokens[start..end].to_vec(), [1, end - start], &device);
-        let asked = match end == self.tokens.len() {
-            true => Logits::Last(1),
-            false => Logits::None,
-        };
-        let hidden = self.model.step_hidden(&tokens, &mut self.cache, asked)?;
-        if hidden.is_none() {
-            // Wait until the device has processed these prompt tokens. Otherwise the caller's next decode step would wait for
-            // all prefill chunks that are queued before it.
-            device
-                .sync()
-                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
-        }
-        Ok(hidden.map(|hidden| RowLogits::of(Next::of_hidden(&self.model, hidden), 1)))
-    }
-}
 
 /// While the decode step has a captured graph, the batch keeps its buffers if more than one in `LEAST_SHARE` buffer
 /// rows holds a sequence. With a limit of one in two, a new capture would be needed whenever the number of sequences
@@ -260,17 +133,17 @@ impl Batch {
                 prefill.remaining()
             ));
         }
-        if prefill.cache.kind() != self.kind {
+        if prefill.cache().kind() != self.kind {
             return refuse("has a KV cache of another format than the batch".into());
         }
         let mut lengths = self.lengths();
         #[cfg(feature = "cube")]
         if self.graph.is_some()
             && self.count < self.capacity
-            && self.cache.has_slots_for(&prefill.cache)
+            && self.cache.has_slots_for(prefill.cache())
         {
-            self.cache.overwrite_row(self.count, &prefill.cache);
-            lengths.push(prefill.cache.len());
+            self.cache.overwrite_row(self.count, prefill.cache());
+            lengths.push(prefill.cache().len());
             self.count += 1;
             self.keep_graph(lengths);
             return Ok(self.count - 1);
@@ -283,8 +156,8 @@ impl Batch {
             self.capacity = capacity;
         }
         let index = self.count;
-        self.cache.write_row(index, &prefill.cache, self.capacity);
-        lengths.push(prefill.cache.len());
+        self.cache.write_row(index, prefill.cache(), self.capacity);
+        lengths.push(prefill.cache().len());
         self.count += 1;
         self.set_lengths(lengths);
         Ok(index)

@@ -18,14 +18,18 @@ mod mode;
 mod next;
 #[cfg(feature = "cube")]
 mod position;
+mod prefill;
+mod prefix_cache;
 #[cfg(feature = "cube")]
 mod round;
 mod row_logits;
 
-pub use batch::{Batch, Prefill};
+pub use batch::Batch;
 pub use decoder::Decoder;
 pub use guessed::DraftTokens;
 pub(crate) use guessed::Streams;
 pub use mode::DecodeMode;
 pub use next::Next;
+pub use prefill::Prefill;
+pub use prefix_cache::PrefixCache;
 pub use row_logits::{RowChoice, RowLogits, RowResult};

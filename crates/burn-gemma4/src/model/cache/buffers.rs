@@ -67,6 +67,11 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
+/// Copies the first `count` slots of a buffer of one sequence to a new buffer of `slots` slots.
+pub(super) fn copied(buffer: &Slots, count: usize, slots: usize) -> Slots {
+    write(buffer.empty(slots), buffer.clone(), 0, 0, count)
+}
+
 /// Writes tokens of `new` to a ring buffer, after `past` earlier tokens. If `new` has more tokens than the buffer has slots,
 /// writes only its last tokens.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {

@@ -64,21 +64,22 @@ impl Cache {
     /// Panics if the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // `is_whole` is true if some slots of the ring buffers were never written. The ring buffers then still hold
-        // every token of the text. After a restore that lacks the first tokens, `written` is at least the number of
-        // slots, so `is_whole` is false.
-        let is_whole = self.written < self.ring_slots();
-        match is_whole || column + self.forgettable() >= self.columns {
-            true if is_whole => {
-                (self.columns, self.written) = (column, column);
-                true
-            }
-            true => {
-                self.columns = column;
-                true
-            }
-            false => false,
+        // The ring buffers must hold all keys that a query at the position `column` attends to.
+        let is_whole = self.is_whole();
+        if !is_whole && column + self.forgettable() < self.columns {
+            return false;
         }
+        self.columns = column;
+        if is_whole {
+            self.written = column;
+        }
+        true
+    }
+
+    /// True if some slots of the ring buffers were never written. The ring buffers then still hold every token of the text.
+    /// After a restore that lacks the first tokens, `written` is at least the number of slots, so the result is false.
+    pub(super) fn is_whole(&self) -> bool {
+        self.keeps_all(self.written)
     }
 
     /// Restores this cache to one of its earlier checkpoints, which must not contain more tokens than the cache.
@@ -117,16 +118,11 @@ impl Cache {
 /// kernels overwrite ring buffers in place. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
-    // Allocate one slot more than needed, so that no assignment covers the whole tensor. For such an assignment Burn
-    // may return the source instead of a copy, and the source is a view of the ring buffer.
-    let copy =
-        parts_in_order(ring, past, kept)
-            .into_iter()
-            .fold(ring.empty(kept + 1), |copy, part| {
-                let count = part.dims()[2];
-                let copy = write(copy, part, 0, slot, count);
-                slot += count;
-                copy
-            });
-    copy.narrow(2, 0, kept)
+    let parts = parts_in_order(ring, past, kept).into_iter();
+    parts.fold(ring.empty(kept), |copy, part| {
+        let count = part.dims()[2];
+        let copy = write(copy, part, 0, slot, count);
+        slot += count;
+        copy
+    })
 }

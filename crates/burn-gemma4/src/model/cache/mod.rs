@@ -13,6 +13,7 @@
 mod buffers;
 #[cfg(feature = "cube")]
 mod capacity;
+mod fork;
 mod ragged;
 mod rotated;
 

@@ -1,0 +1,229 @@
+//! The prefill of a prompt whose sequence joins a batch.
+
+use super::next::Next;
+use super::row_logits::RowLogits;
+use crate::error::Gemma4Error;
+use crate::generate::CapturedPrompts;
+use crate::model::cache::Cache;
+use crate::model::cache::checkpoint::Checkpoint;
+use crate::model::cache::kind::CacheKind;
+use crate::model::tokens::Tokens;
+use crate::model::{Gemma4Model, Logits};
+use burn::tensor::Tensor;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The prefill of one prompt, in chunks that the caller chooses.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::Device;
+/// use burn_gemma4::{Batch, CacheKind, Gemma4, LoadOptions, Prefill, RowChoice, RowResult};
+///
+/// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+/// let kind = CacheKind::default();
+/// let mut batch = Batch::new(gemma.model(), kind)?;
+/// let mut tokens = Vec::new();
+/// for prompt in ["fn main", "# Title"] {
+///     let mut prefill = Prefill::new(gemma.model(), gemma.tokens(&prompt.into(), gemma.options().chat)?, kind)?;
+///     let logits = loop {
+///         if let Some(logits) = prefill.advance(512)? {
+///             break logits;
+///         }
+///     };
+///     tokens.push(logits.choose(&[RowChoice::Argmax])?.remove(0));
+///     batch.join(&prefill)?;
+/// }
+/// let tokens: Vec<u32> = tokens.iter().filter_map(RowResult::token).collect();
+/// let next = batch.step(&tokens)?.choose(&[RowChoice::Argmax; 2])?;
+/// assert_eq!(next.len(), 2);
+/// # }
+/// # Ok::<(), burn_gemma4::Gemma4Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Prefill {
+    model: Gemma4Model,
+    cache: Cache,
+    tokens: Vec<u32>,
+    /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
+    graphs: Option<CapturedPrompts>,
+    /// The number of tokens that the cache had from an earlier prompt.
+    reused: usize,
+    /// The position at which the prefill takes a checkpoint of the cache, because other prompts may continue from there.
+    boundary: Option<usize>,
+    /// The checkpoints at earlier positions, in ascending order.
+    checkpoints: Vec<Arc<Checkpoint>>,
+}
+
+/// The state of a finished prefill from which other prompts can continue.
+#[derive(Debug)]
+pub(super) struct Prefilled {
+    pub tokens: Vec<u32>,
+    pub cache: Cache,
+    pub checkpoints: Vec<Arc<Checkpoint>>,
+}
+
+impl Prefill {
+    /// Creates the prefill of the prompt `tokens`, without running the model yet.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the prompt is empty, or has a token outside the vocabulary, or leaves no position
+    /// for an answer. Returns the same error if the model does not support the storage format `kind`.
+    pub fn new(
+        model: &Gemma4Model,
+        tokens: Vec<u32>,
+        kind: CacheKind,
+    ) -> Result<Self, Gemma4Error> {
+        let config = model.config();
+        let positions = config.max_position_embeddings;
+        let refuse = |reason| {
+            let argument = "prompt";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        if tokens.is_empty() {
+            return refuse("has no tokens; it should have at least 1".into());
+        }
+        if tokens.len() >= positions {
+            return refuse(format!(
+                "has {} tokens, but the model has {positions} positions; at least one position must be left for the answer",
+                tokens.len()
+            ));
+        }
+        config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
+        Ok(Self {
+            model: model.clone(),
+            cache: model.cache_of(kind, vec![0])?,
+            tokens,
+            graphs: None,
+            reused: 0,
+            boundary: None,
+            checkpoints: Vec::new(),
+        })
+    }
+
+    /// Lets the prefill replay one of `graphs` if it processes the whole prompt at once. The graphs must belong to the
+    /// prefill's model.
+    pub(crate) fn with_graphs(self, graphs: &CapturedPrompts) -> Self {
+        Self {
+            graphs: Some(graphs.clone()),
+            ..self
+        }
+    }
+
+    /// Continues from the cache of an earlier prompt, whose tokens begin this prompt. `checkpoints` are checkpoints of that
+    /// cache. Only a prefill that has not begun can continue from another prompt.
+    pub(super) fn continue_from(&mut self, cache: Cache, checkpoints: Vec<Arc<Checkpoint>>) {
+        debug_assert!(self.cache.is_empty() && cache.len() < self.tokens.len());
+        self.reused = cache.len();
+        self.cache = cache;
+        self.checkpoints = checkpoints;
+    }
+
+    /// Takes a checkpoint of the cache when it has `boundary` tokens.
+    pub(super) fn take_checkpoint_at(&mut self, boundary: usize) {
+        self.boundary = Some(boundary);
+    }
+
+    /// The tokens of the prompt.
+    pub(super) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    pub(super) fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    pub(super) fn model(&self) -> &Gemma4Model {
+        &self.model
+    }
+
+    pub(super) fn into_prefilled(self) -> Prefilled {
+        Prefilled {
+            tokens: self.tokens,
+            cache: self.cache,
+            checkpoints: self.checkpoints,
+        }
+    }
+
+    /// The number of prompt tokens that the prefill took over from an earlier prompt. See
+    /// [`PrefixCache`](super::PrefixCache).
+    pub fn reused(&self) -> usize {
+        self.reused
+    }
+
+    /// The number of prompt tokens that the model has not processed yet.
+    pub fn remaining(&self) -> usize {
+        self.tokens.len() - self.cache.len()
+    }
+
+    /// True if the next call of [`advance`](Self::advance) may replay a CUDA graph, provided that its chunk contains the whole
+    /// prompt. Callers should then not divide the prompt into smaller chunks.
+    pub fn replays(&self) -> bool {
+        self.cache.is_empty() && self.boundary.is_none() && self.has_graph()
+    }
+
+    /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of it.
+    /// This was measured on Hopper cards only. On slower devices, the computation of the tokens takes most of the time.
+    pub(super) fn is_fastest_whole(&self) -> bool {
+        crate::op::is_hopper(&self.model.device()) && self.has_graph()
+    }
+
+    /// True if a CUDA graph can run the whole prompt.
+    fn has_graph(&self) -> bool {
+        let (count, kind) = (self.tokens.len(), self.cache.kind());
+        let graphs = self.graphs.as_ref();
+        graphs.is_some_and(|graphs| graphs.serve(&self.model, count, kind))
+    }
+
+    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. Runs over fewer tokens at the end of
+    /// the prompt, and before a position from which other prompts may continue. Returns the logits after the prompt's last
+    /// token, or `None` if tokens remain.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
+    /// [`Gemma4Error::Device`] if the device failed.
+    pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
+        let start = self.cache.len();
+        let boundary = self.boundary.filter(|boundary| start < *boundary);
+        let end = start
+            .saturating_add(chunk.max(1))
+            .min(boundary.unwrap_or(self.tokens.len()));
+        let is_last = end == self.tokens.len();
+        let is_whole = start == 0 && (is_last || boundary == Some(end));
+        let replayed = match &self.graphs {
+            Some(graphs) if is_whole => {
+                graphs.read(&self.model, &self.tokens[..end], &mut self.cache)
+            }
+            _ => None,
+        };
+        let hidden = match replayed {
+            Some(hidden) => is_last.then_some(hidden),
+            None => self.run(start..end)?,
+        };
+        if boundary == Some(end) {
+            self.checkpoints.push(Arc::new(self.cache.checkpoint()));
+        }
+        if hidden.is_none() {
+            // Wait until the device has processed these prompt tokens. Otherwise the caller's next decode step would wait for
+            // all prefill chunks that are queued before it.
+            self.model
+                .device()
+                .sync()
+                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
+        }
+        Ok(hidden.map(|hidden| RowLogits::of(Next::of_hidden(&self.model, hidden), 1)))
+    }
+
+    /// Runs the model over a range of the prompt. Returns the hidden state of the prompt's last token, if the range contains
+    /// this token.
+    fn run(&mut self, range: Range<usize>) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let asked = match range.end == self.tokens.len() {
+            true => Logits::Last(1),
+            false => Logits::None,
+        };
+        let tokens = self.tokens[range].to_vec();
+        let shape = [1, tokens.len()];
+        let tokens = Tokens::upload(tokens, shape, &self.model.device());
+        self.model.step_hidden(&tokens, &mut self.cache, asked)
+    }
+}

@@ -1,0 +1,257 @@
+//! Reuse of the keys and values of earlier prompts that begin with the same tokens (prefix caching).
+
+use super::prefill::{Prefill, Prefilled};
+use crate::model::Gemma4Model;
+use crate::model::cache::checkpoint::Checkpoint;
+use burn::module::{ParamId, list_param_ids};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// The smallest number of equal tokens that a prompt reuses. Fewer tokens would not be worth the copy.
+const LEAST: usize = 16;
+
+/// The smallest number of tokens between a reused prefix and a new checkpoint. A checkpoint divides the prefill of its
+/// prompt, and has the size of all ring buffers. Fewer tokens would not be worth that.
+const LEAST_TO_CHECKPOINT: usize = 64;
+
+/// The largest number of checkpoints of a prompt.
+const MOST_CHECKPOINTS: usize = 4;
+
+/// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy, so that the model
+/// runs only over its other tokens.
+///
+/// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only a window in ring buffers, so a
+/// prompt that is longer than the window can be continued only at its end and at checkpoints. The first prompt that shares a
+/// prefix with an earlier one takes a checkpoint at the end of the shared prefix. Prompts after that continue from there.
+///
+/// On a Hopper card, a prompt that a CUDA graph can run as a whole does not continue from another prompt, because the graph
+/// is faster.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::Device;
+/// use burn_gemma4::{CacheKind, Gemma4, LoadOptions, PrefixCache};
+///
+/// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+/// let chunk = 512;
+/// let mut prefixes = PrefixCache::new(gemma.model(), 64 << 20, chunk);
+/// let instructions: Vec<u32> = (2..40).collect();
+/// let mut reused = Vec::new();
+/// for question in [50, 60] {
+///     let prompt = [&instructions[..], &[question]].concat();
+///     let mut prefill = gemma.prefill(prompt, CacheKind::default())?;
+///     prefixes.resume(&mut prefill);
+///     while prefill.advance(chunk)?.is_none() {}
+///     reused.push(prefill.reused());
+///     prefixes.keep(prefill);
+/// }
+/// assert_eq!(reused, [0, 38]);
+/// # }
+/// # Ok::<(), burn_gemma4::Gemma4Error>(())
+/// ```
+#[derive(Debug)]
+pub struct PrefixCache {
+    /// The ids of the model's parameters. Prompts of other models are neither kept nor continued.
+    model: Vec<ParamId>,
+    /// The earlier prompts, in the order of their last use.
+    prompts: Vec<Prefilled>,
+    /// The size of the prompts' keys and values on the device.
+    bytes: usize,
+    most_bytes: usize,
+    chunk: usize,
+    /// True if a log message has said that a prompt does not fit.
+    has_warned: bool,
+}
+
+/// A state of an earlier prompt from which another prompt can continue.
+struct State {
+    /// The index of the prompt.
+    prompt: usize,
+    /// The number of tokens.
+    column: usize,
+}
+
+impl PrefixCache {
+    /// Creates an empty cache for prompts of one model. The cache keeps at most `most_bytes` bytes of keys and values on the
+    /// device, and keeps nothing if this is 0. `chunk` is the largest number of tokens that the caller passes to
+    /// [`Prefill::advance`].
+    pub fn new(model: &Gemma4Model, most_bytes: usize, chunk: usize) -> Self {
+        Self {
+            model: list_param_ids(model),
+            prompts: Vec::new(),
+            bytes: 0,
+            most_bytes,
+            chunk,
+            has_warned: false,
+        }
+    }
+
+    /// Lets a prefill that has not begun continue from a copy of the earlier prompt with the longest usable prefix. Does
+    /// nothing if no earlier prompt has enough tokens in common.
+    pub fn resume(&mut self, prefill: &mut Prefill) {
+        if !prefill.cache().is_empty() || !self.serves(prefill) {
+            return;
+        }
+        let (mut longest, mut best) = (0, None::<State>);
+        for (index, earlier) in self.prompts.iter().enumerate() {
+            let shared = earlier.shared_with(prefill);
+            let column = earlier.last_state(shared);
+            longest = longest.max(shared);
+            if column >= LEAST && best.as_ref().is_none_or(|best| best.column <= column) {
+                best = Some(State {
+                    prompt: index,
+                    column,
+                });
+            }
+        }
+        let column = best.as_ref().map_or(0, |best| best.column);
+        let keeps_all = prefill.cache().keeps_all(prefill.tokens().len());
+        if !keeps_all && longest >= column + LEAST_TO_CHECKPOINT {
+            prefill.take_checkpoint_at(longest);
+        }
+        if let Some(State { prompt, column }) = best {
+            // Move the prompt to the end of the list, because it is the one that was used last.
+            let earlier = self.prompts.remove(prompt);
+            let checkpoint = earlier.checkpoint_at(column);
+            let end = prefill.tokens().len();
+            let cache = earlier.cache.fork(column, checkpoint, end);
+            let checkpoints = earlier.checkpoints_until(column);
+            prefill.continue_from(cache, checkpoints);
+            self.prompts.push(earlier);
+        }
+    }
+
+    /// Keeps the keys and values of a finished prefill for later prompts. Drops the prompts whose last use is longest ago,
+    /// until the others fit into the memory. Ignores a prefill with remaining tokens, and a prompt that alone does not fit.
+    pub fn keep(&mut self, prefill: Prefill) {
+        let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
+        if !is_useful || !self.serves(&prefill) {
+            return;
+        }
+        let mut new = prefill.into_prefilled();
+        let bytes = new.cache.bytes();
+        if bytes > self.most_bytes {
+            if !self.has_warned {
+                self.has_warned = true;
+                log::warn!(
+                    "The prefix cache keeps at most {} MiB, but a prompt of {} tokens takes {} MiB. Such prompts are not kept.",
+                    self.most_bytes >> 20,
+                    new.tokens.len(),
+                    bytes.div_ceil(1 << 20)
+                );
+            }
+            return;
+        }
+        // The new prompt replaces the prompts that it continues.
+        let (replaced, others) = std::mem::take(&mut self.prompts)
+            .into_iter()
+            .partition::<Vec<_>, _>(|earlier| new.continues(earlier));
+        self.prompts = others;
+        for earlier in replaced {
+            new.replace(earlier);
+        }
+        new.limit_checkpoints(self.most_bytes - bytes);
+        self.prompts.push(new);
+        self.bytes = self.count_bytes();
+        while self.bytes > self.most_bytes {
+            self.prompts.remove(0);
+            self.bytes = self.count_bytes();
+        }
+    }
+
+    /// The size of the kept keys and values on the device, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// True if the prefill belongs to this cache's model, and would gain time by an earlier prompt.
+    fn serves(&self, prefill: &Prefill) -> bool {
+        let runs_whole = prefill.is_fastest_whole() && prefill.tokens().len() <= self.chunk;
+        self.most_bytes > 0 && !runs_whole && list_param_ids(prefill.model()) == self.model
+    }
+
+    fn count_bytes(&self) -> usize {
+        // Prompts that continue the same earlier prompt share its checkpoints.
+        let mut counted = HashSet::new();
+        let checkpoints = self.prompts.iter().flat_map(|prompt| &prompt.checkpoints);
+        let checkpoints: usize = checkpoints
+            .filter(|checkpoint| counted.insert(Arc::as_ptr(checkpoint)))
+            .map(|checkpoint| checkpoint.bytes())
+            .sum();
+        let caches = self.prompts.iter().map(|prompt| prompt.cache.bytes());
+        checkpoints + caches.sum::<usize>()
+    }
+}
+
+impl Prefilled {
+    /// Returns the number of first tokens that a new prompt has in common with this prompt. The new prompt's last token does
+    /// not count, because the model must run over it for its logits.
+    fn shared_with(&self, prefill: &Prefill) -> usize {
+        if self.cache.kind() != prefill.cache().kind() {
+            return 0;
+        }
+        let tokens = prefill.tokens();
+        let pairs = self.tokens.iter().zip(&tokens[..tokens.len() - 1]);
+        pairs.take_while(|(one, other)| one == other).count()
+    }
+
+    /// Returns the number of tokens of the last state within the first `shared` tokens, or 0 if there is none.
+    fn last_state(&self, shared: usize) -> usize {
+        if self.cache.can_fork(shared) {
+            return shared;
+        }
+        let columns = self.checkpoints.iter().map(|checkpoint| checkpoint.column);
+        columns
+            .filter(|column| *column <= shared)
+            .max()
+            .unwrap_or(0)
+    }
+
+    fn checkpoint_at(&self, column: usize) -> Option<&Checkpoint> {
+        let mut checkpoints = self.checkpoints.iter().map(Arc::as_ref);
+        checkpoints.find(|checkpoint| checkpoint.column == column)
+    }
+
+    fn checkpoints_until(&self, column: usize) -> Vec<Arc<Checkpoint>> {
+        let checkpoints = self.checkpoints.iter();
+        let earlier = checkpoints.filter(|checkpoint| checkpoint.column <= column);
+        earlier.cloned().collect()
+    }
+
+    /// True if this prompt begins with all tokens of an earlier prompt.
+    fn continues(&self, earlier: &Self) -> bool {
+        self.cache.kind() == earlier.cache.kind() && self.tokens.starts_with(&earlier.tokens)
+    }
+
+    /// Takes over the states of an earlier prompt that this prompt continues.
+    fn replace(&mut self, earlier: Self) {
+        let end = earlier.tokens.len();
+        let mut checkpoints = earlier.checkpoints;
+        // Another prompt may continue from the end of the earlier prompt, too.
+        if end < self.tokens.len() && !self.cache.can_fork(end) {
+            checkpoints.push(Arc::new(earlier.cache.checkpoint()));
+        }
+        for checkpoint in checkpoints {
+            if self.checkpoint_at(checkpoint.column).is_none() {
+                self.checkpoints.push(checkpoint);
+            }
+        }
+        self.checkpoints
+            .sort_unstable_by_key(|checkpoint| checkpoint.column);
+    }
+
+    /// Drops checkpoints until there are at most [`MOST_CHECKPOINTS`] of at most `most_bytes` bytes. Keeps the last
+    /// checkpoints, from which a conversation goes on, and the first, which other conversations may share.
+    fn limit_checkpoints(&mut self, most_bytes: usize) {
+        let bytes = |checkpoints: &[Arc<Checkpoint>]| -> usize {
+            checkpoints
+                .iter()
+                .map(|checkpoint| checkpoint.bytes())
+                .sum()
+        };
+        while self.checkpoints.len() > MOST_CHECKPOINTS || bytes(&self.checkpoints) > most_bytes {
+            let second = usize::from(self.checkpoints.len() > 1);
+            self.checkpoints.remove(second);
+        }
+    }
+}

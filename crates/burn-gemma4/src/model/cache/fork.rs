@@ -1,0 +1,85 @@
+//! Copies of a cache of one sequence, in which another text continues the same first tokens.
+
+use super::{
+    Cache, Store,
+    buffers::{Buffers, capacity, copied},
+    checkpoint::Checkpoint,
+    compact::CompactBuffer,
+    slots::Slots,
+};
+
+impl Cache {
+    /// Copies the first `column` tokens of the only sequence to a new cache. The new cache shares no memory with this
+    /// cache, and has slots for `end` tokens. If the cache alone [cannot be forked](Self::can_fork) at `column`,
+    /// `checkpoint` must be a checkpoint at `column`.
+    ///
+    /// # Panics
+    /// Panics if the cache has several sequences or padding, or if neither the cache nor the checkpoint holds the state.
+    pub(crate) fn fork(&self, column: usize, checkpoint: Option<&Checkpoint>, end: usize) -> Self {
+        assert!(
+            self.batch() == 1 && !self.is_padded() && !self.ragged,
+            "only a cache of one sequence can be copied"
+        );
+        let slots = capacity(end.max(column + 1));
+        let restores = !self.can_fork(column);
+        let grown = |buffer: &Slots| copied(buffer, column, slots);
+        let stores = self.stores.iter().map(|store| match store {
+            // `restore` allocates the ring buffers and fills them from the checkpoint.
+            Store::Ring(Some(_)) if restores => Store::Ring(None),
+            Store::Ring(ring) => {
+                let whole = |ring: &Slots| copied(ring, ring.dims()[2], ring.dims()[2]);
+                Store::Ring(ring.as_ref().map(|ring| Buffers {
+                    key: whole(&ring.key),
+                    value: whole(&ring.value),
+                }))
+            }
+            Store::Growing(buffers) => Store::Growing(buffers.as_ref().map(|buffers| Buffers {
+                key: grown(&buffers.key),
+                value: grown(&buffers.value),
+            })),
+            Store::Compact(layout, buffer) => {
+                let copy = buffer.as_ref().map(|buffer| {
+                    Box::new(CompactBuffer {
+                        slots: grown(&buffer.slots),
+                        keys: buffer.keys.clone(),
+                    })
+                });
+                Store::Compact(*layout, copy)
+            }
+        });
+        let mut fork = Self {
+            stores: stores.collect(),
+            padding: self.padding.clone(),
+            rotated: false,
+            columns: column,
+            // With one written token more than the ring buffers have slots, the first token is lost. The copy must not count
+            // as whole then, although it has fewer tokens.
+            written: match self.is_whole() {
+                true => column,
+                false => column.max(self.written - 1),
+            },
+            #[cfg(feature = "cube")]
+            room: slots,
+            ..*self
+        };
+        if restores {
+            let at_column = checkpoint.filter(|checkpoint| checkpoint.column == column);
+            fork.restore(at_column.expect("the checkpoint holds the state at `column`"));
+        }
+        fork
+    }
+
+    /// True if a cache of `columns` tokens still holds all of them in its ring buffers.
+    pub(crate) fn keeps_all(&self, columns: usize) -> bool {
+        columns < self.ring_slots()
+    }
+
+    /// True if [`fork`](Self::fork) at `column` needs no checkpoint. The ring buffers then hold the `window - 1` keys before
+    /// `column`.
+    ///
+    /// A ring buffer has `window + spare` slots. It therefore still holds these keys if at most `spare + 1` tokens were
+    /// written at `column` and after it.
+    pub(crate) fn can_fork(&self, column: usize) -> bool {
+        self.is_whole() || column + self.spare + 1 >= self.written
+    }
+}
