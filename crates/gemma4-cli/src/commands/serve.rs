@@ -9,7 +9,8 @@ use crate::{
 };
 use burn_gemma4::{CacheKind, ChatTemplate};
 use clap::Parser;
-use gemma4_serve::{Server, ServerOptions, engine::EngineOptions};
+use gemma4_serve::engine::{DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
+use gemma4_serve::{Server, ServerOptions};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -103,6 +104,10 @@ pub struct EngineArguments {
     /// Number of prompt tokens to process between two decode steps [default: 2048; on a CPU 256].
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     prefill_chunk: Option<usize>,
+    /// Memory for the keys and values of earlier prompts, in MiB. A prompt that begins like an earlier one continues from
+    /// there. 0 keeps nothing.
+    #[arg(long, value_name = "MIB", default_value_t = DEFAULT_PREFIX_CACHE_BYTES >> 20)]
+    prefix_cache: usize,
 }
 
 impl EngineArguments {
@@ -114,6 +119,7 @@ impl EngineArguments {
             context: self.context,
             kv_tokens: self.kv_tokens,
             prefill_chunk: self.prefill_chunk,
+            prefix_cache_bytes: self.prefix_cache.saturating_mul(1 << 20),
             cache,
             graph_capture: true,
         }

@@ -87,6 +87,11 @@ impl<'a> Answer<'a> {
         self.usage.tokens
     }
 
+    /// Records the number of prompt tokens whose keys and values came from an earlier prompt.
+    pub fn set_cached_tokens(&mut self, count: usize) {
+        self.usage.cached_tokens = count;
+    }
+
     /// The number of tokens that the answer may still get.
     pub fn remaining(&self) -> usize {
         self.options.max_tokens - self.usage.tokens

@@ -21,8 +21,12 @@ pub struct Metrics {
     pub cache_bytes: IntGauge,
     /// The numbers of finished, failed, cancelled and refused requests. Each finished answer counts as one request.
     pub requests: IntCounterVec,
-    /// The number of prefilled prompt tokens.
+    /// The size of the keys and values of earlier prompts on the device, in bytes.
+    pub prefix_cache_bytes: IntGauge,
+    /// The number of prefilled prompt tokens, without cached tokens.
     pub prompt_tokens: IntCounter,
+    /// The number of prompt tokens whose keys and values came from an earlier prompt.
+    pub cached_prompt_tokens: IntCounter,
     /// The number of generated tokens.
     pub generated_tokens: IntCounter,
     /// The seconds from the arrival of a request to its first token.
@@ -75,8 +79,16 @@ impl Metrics {
             running: gauge("running_answers", "Answers in the batch")?,
             reserved_tokens: gauge("reserved_tokens", "Tokens for which KV cache is reserved")?,
             cache_bytes: gauge("kv_cache_bytes", "Bytes of the KV cache on the device")?,
+            prefix_cache_bytes: gauge(
+                "prefix_cache_bytes",
+                "Bytes of the keys and values of earlier prompts",
+            )?,
             requests,
             prompt_tokens: counter("prompt_tokens_total", "Prompt tokens that were read")?,
+            cached_prompt_tokens: counter(
+                "cached_prompt_tokens_total",
+                "Prompt tokens that were taken over from earlier prompts",
+            )?,
             generated_tokens: counter("generated_tokens_total", "Generated tokens")?,
             first_token: histogram(
                 "time_to_first_token_seconds",

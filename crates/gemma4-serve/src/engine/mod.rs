@@ -24,6 +24,6 @@ mod shared;
 mod stop;
 
 pub use constraint::{Constraint, Grammar, Grammars};
-pub use handle::{Engine, EngineOptions};
+pub use handle::{DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use metrics::Metrics;
 pub use request::{AnswerOptions, AnswerUsage, EndReason, Event, Request, TokenProbability};

@@ -112,8 +112,20 @@ pub enum EndReason {
 /// The numbers of tokens in an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerUsage {
+    /// The number of prompt tokens whose keys and values came from an earlier prompt. Only the first answer to a prompt counts
+    /// them, so that the sum over all answers counts each prompt once.
+    pub cached_tokens: usize,
     /// The number of generated tokens, including the stop token.
     pub tokens: usize,
     /// The number of generated tokens in thoughts.
     pub thinking_tokens: usize,
+}
+
+impl AnswerUsage {
+    /// Adds the tokens of another answer.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.cached_tokens += other.cached_tokens;
+        self.tokens += other.tokens;
+        self.thinking_tokens += other.thinking_tokens;
+    }
 }

@@ -4,7 +4,7 @@ use super::answer::Answer;
 use super::handle::EngineOptions;
 use super::request::Event;
 use super::shared::{Job, Message, Shared};
-use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, RowChoice, RowResult};
+use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -36,6 +36,8 @@ pub(super) struct Scheduler<'a> {
     options: &'a EngineOptions,
     shared: Arc<Shared>,
     batch: Batch,
+    /// The keys and values of earlier prompts.
+    prefixes: PrefixCache,
     chunk: usize,
     queue: VecDeque<Job>,
     prefilling: Option<Prefilling<'a>>,
@@ -54,12 +56,14 @@ impl<'a> Scheduler<'a> {
             true => GPU_CHUNK,
             false => CPU_CHUNK,
         };
+        let chunk = options.prefill_chunk.unwrap_or(chunk).max(1);
         Ok(Self {
             batch: match options.graph_capture {
                 true => batch,
                 false => batch.without_graph_capture(),
             },
-            chunk: options.prefill_chunk.unwrap_or(chunk).max(1),
+            prefixes: PrefixCache::new(gemma.model(), options.prefix_cache_bytes, chunk),
+            chunk,
             gemma,
             options,
             shared,
@@ -219,7 +223,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    fn begin(&self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), Gemma4Error> {
+    fn begin(&mut self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), Gemma4Error> {
         let request = job.request;
         let options = Arc::new(request.options);
         let answers = (0..request.choices).map(|choice| {
@@ -236,10 +240,11 @@ impl<'a> Scheduler<'a> {
             )
         });
         let answers = answers.collect::<Result<Vec<_>, _>>()?;
-        let prefill = match self.options.graph_capture {
+        let mut prefill = match self.options.graph_capture {
             true => self.gemma.prefill(request.prompt, self.options.cache)?,
             false => Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?,
         };
+        self.prefixes.resume(&mut prefill);
         Ok((prefill, answers))
     }
 
@@ -253,7 +258,15 @@ impl<'a> Scheduler<'a> {
         } = prefilling;
         let waited = arrived.elapsed().as_secs_f64();
         self.shared.metrics.first_token.observe(waited);
-        for mut answer in answers {
+        let cached = prefill.reused();
+        self.shared
+            .metrics
+            .cached_prompt_tokens
+            .inc_by(cached as u64);
+        for (index, mut answer) in answers.into_iter().enumerate() {
+            if index == 0 {
+                answer.set_cached_tokens(cached);
+            }
             if self.take(&mut answer, result.clone()) {
                 self.batch.join(&prefill)?;
                 self.running.push(Running {
@@ -263,6 +276,7 @@ impl<'a> Scheduler<'a> {
                 });
             }
         }
+        self.prefixes.keep(prefill);
         Ok(())
     }
 
@@ -341,5 +355,7 @@ impl<'a> Scheduler<'a> {
         metrics.prefilling.set(prefilling.is_some() as i64);
         metrics.reserved_tokens.set(reserved as i64);
         metrics.cache_bytes.set(self.batch.bytes() as i64);
+        let of_prefixes = self.prefixes.bytes() as i64;
+        metrics.prefix_cache_bytes.set(of_prefixes);
     }
 }

@@ -39,6 +39,8 @@ struct Progress {
     status: Option<u16>,
     error: Option<String>,
     prompt_tokens: usize,
+    /// The number of prompt tokens whose keys and values came from an earlier prompt.
+    cached_tokens: usize,
     output_tokens: usize,
     first_token: Option<Duration>,
     /// The number of answers that have not ended.
@@ -79,6 +81,7 @@ impl RequestLog {
     /// Records the end of an answer.
     pub fn ended(&self, usage: AnswerUsage) {
         self.change(|state| {
+            state.cached_tokens += usage.cached_tokens;
             state.output_tokens += usage.tokens;
             state.open = state.open.saturating_sub(1);
         });
@@ -115,7 +118,7 @@ impl Entry {
         json!({
             "time": self.time, "level": "info", "message": "request", "id": self.id, "api": self.api,
             "model": self.model, "status": state.status, "prompt_tokens": state.prompt_tokens,
-            "output_tokens": state.output_tokens, "time_to_first_token": state.first_token.map(seconds),
+            "cached_tokens": state.cached_tokens, "output_tokens": state.output_tokens, "time_to_first_token": state.first_token.map(seconds),
             "duration": seconds(self.started.elapsed()), "outcome": state.outcome(), "error": state.error,
         })
     }

@@ -11,6 +11,7 @@ mod malformed_fields;
 mod malformed_requests;
 mod malformed_tables;
 mod openai;
+mod prefixes;
 mod random_requests;
 mod request_log;
 mod responses;

@@ -185,7 +185,7 @@ fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>>
         true => response.data(),
         false => vec![response.json()],
     };
-    values.iter_mut().for_each(remove_ids);
+    values.iter_mut().for_each(remove_unstable);
     let mut parts = BTreeMap::<_, Vec<Value>>::new();
     for value in values {
         let index = match case.body["stream"] == true {
@@ -197,15 +197,24 @@ fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>>
     parts
 }
 
-fn remove_ids(value: &mut Value) {
+/// Removes ids and times. Also removes the numbers of cached tokens, because the second of two equal requests reuses keys
+/// and values of the first.
+fn remove_unstable(value: &mut Value) {
     match value {
         Value::Object(fields) => {
+            // In Anthropic's API, cached tokens do not count as input tokens.
+            let cached = fields.remove("cache_read_input_tokens");
+            if let Some(cached) = cached.and_then(|cached| cached.as_u64()) {
+                let input = fields["input_tokens"].as_u64().expect("a number of tokens");
+                fields["input_tokens"] = json!(input + cached);
+            }
+            fields.remove("cached_tokens");
             for name in ["id", "created", "created_at", "item_id", "call_id"] {
                 fields.remove(name);
             }
-            fields.values_mut().for_each(remove_ids);
+            fields.values_mut().for_each(remove_unstable);
         }
-        Value::Array(values) => values.iter_mut().for_each(remove_ids),
+        Value::Array(values) => values.iter_mut().for_each(remove_unstable),
         _ => (),
     }
 }

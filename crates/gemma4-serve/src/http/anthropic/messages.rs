@@ -8,7 +8,7 @@ use super::super::request_log::RequestLog;
 use super::super::stream::respond;
 use super::request::MessagesRequest;
 use super::writer::MessageWriter;
-use crate::engine::EndReason;
+use crate::engine::{AnswerUsage, EndReason};
 use crate::error::{ErrorKind, RequestError};
 use axum::{
     Extension, Json,
@@ -91,6 +91,16 @@ fn complete(app: &App, id: String, answer: &CompleteAnswer, prompt_tokens: usize
     json!({
         "id": id, "type": "message", "role": "assistant", "model": app.options.model,
         "content": content.collect::<Value>(), "stop_reason": reason, "stop_sequence": string,
-        "usage": {"input_tokens": prompt_tokens, "output_tokens": answer.usage.tokens},
+        "usage": usage_json(prompt_tokens, answer.usage),
+    })
+}
+
+/// Returns the numbers of tokens. In this API, cached tokens do not count as input tokens.
+pub(super) fn usage_json(prompt_tokens: usize, usage: AnswerUsage) -> Value {
+    json!({
+        "input_tokens": prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.tokens,
     })
 }

@@ -3,8 +3,8 @@
 use super::super::answers::Part;
 use super::super::form::Form;
 use super::super::stream::{Message, StreamWriter};
-use super::messages::{CALL_PREFIX, stop_reason};
-use crate::engine::Event;
+use super::messages::{CALL_PREFIX, stop_reason, usage_json};
+use crate::engine::{AnswerUsage, Event};
 use crate::error::RequestError;
 use serde_json::{Value, json};
 
@@ -113,7 +113,8 @@ impl StreamWriter for MessageWriter {
         let message = json!({
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
             "stop_reason": null, "stop_sequence": null,
-            "usage": {"input_tokens": self.prompt_tokens, "output_tokens": 0},
+            // The prefill has not begun, so that no tokens count as cached yet. `message_delta` has the final numbers.
+            "usage": usage_json(self.prompt_tokens, AnswerUsage::default()),
         });
         let data = json!({"type": "message_start", "message": message});
         vec![Message::named("message_start", &data)]
@@ -130,7 +131,7 @@ impl StreamWriter for MessageWriter {
                 let data = json!({
                     "type": "message_delta",
                     "delta": {"stop_reason": reason, "stop_sequence": string},
-                    "usage": {"input_tokens": self.prompt_tokens, "output_tokens": usage.tokens},
+                    "usage": usage_json(self.prompt_tokens, usage),
                 });
                 messages.push(Message::named("message_delta", &data));
                 self.has_ended = true;

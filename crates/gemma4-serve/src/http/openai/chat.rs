@@ -8,7 +8,7 @@ use super::super::request_log::RequestLog;
 use super::super::stream::{Message, StreamWriter, respond};
 use super::chat_request::{ChatContext, ChatRequest};
 use super::logprobs;
-use crate::engine::{EndReason, Event};
+use crate::engine::{AnswerUsage, EndReason, Event};
 use crate::error::RequestError;
 use axum::{
     Extension, Json,
@@ -43,7 +43,7 @@ async fn answer(
     let request: ChatRequest = read_json(request, &app.options).await?;
     let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
     let id = log.id("chatcmpl-");
-    let writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
+    let mut writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
     if writer.context.stream {
         return Ok(respond(app.options.heartbeat, events, writer));
     }
@@ -73,8 +73,7 @@ struct ChatWriter {
     id: String,
     created: u64,
     prompt_tokens: usize,
-    tokens: usize,
-    thinking_tokens: usize,
+    usage: AnswerUsage,
     choices: Vec<Choice>,
 }
 
@@ -85,8 +84,7 @@ impl ChatWriter {
             id,
             created: now().as_secs(),
             prompt_tokens,
-            tokens: 0,
-            thinking_tokens: 0,
+            usage: AnswerUsage::default(),
             choices: vec![Choice::default(); context.choices],
             context,
         }
@@ -99,15 +97,21 @@ impl ChatWriter {
         })
     }
 
-    fn usage(&self, tokens: usize, thinking_tokens: usize) -> Value {
+    fn usage(&self) -> Value {
+        let AnswerUsage {
+            cached_tokens,
+            tokens,
+            thinking_tokens,
+        } = self.usage;
         json!({
             "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": thinking_tokens},
         })
     }
 
-    fn complete(&self, answers: &[CompleteAnswer]) -> Value {
+    fn complete(&mut self, answers: &[CompleteAnswer]) -> Value {
         let choices = answers.iter().enumerate().map(|(index, answer)| {
             let calls: Vec<Value> = answer.calls().map(call_json).collect();
             let (text, thoughts) = (answer.text(), answer.thoughts());
@@ -129,9 +133,10 @@ impl ChatWriter {
             })
         });
         let mut object = self.object("chat.completion", choices.collect());
-        let tokens = answers.iter().map(|answer| answer.usage.tokens).sum();
-        let thinking = answers.iter().map(|answer| answer.usage.thinking_tokens);
-        object["usage"] = self.usage(tokens, thinking.sum());
+        for answer in answers {
+            self.usage.add(answer.usage);
+        }
+        object["usage"] = self.usage();
         object
     }
 
@@ -204,8 +209,7 @@ impl StreamWriter for ChatWriter {
                 reason,
                 usage,
             } => {
-                self.tokens += usage.tokens;
-                self.thinking_tokens += usage.thinking_tokens;
+                self.usage.add(usage);
                 self.choices[choice].has_ended = true;
                 let reason = finish_reason(&reason, self.choices[choice].calls > 0);
                 vec![self.chunk(choice, json!({}), Value::Null, Some(reason))]
@@ -222,7 +226,7 @@ impl StreamWriter for ChatWriter {
         let mut messages = Vec::new();
         if self.context.include_usage {
             let mut object = self.object("chat.completion.chunk", json!([]));
-            object["usage"] = self.usage(self.tokens, self.thinking_tokens);
+            object["usage"] = self.usage();
             messages.push(Message::data(&object));
         }
         messages.push(Message::done());

@@ -9,7 +9,7 @@ use super::super::stream::{Message, StreamWriter, respond};
 use super::chat::{CALL_PREFIX, finish_reason};
 use super::completions_request::{CompletionContext, CompletionRequest};
 use super::logprobs;
-use crate::engine::{EndReason, Event, TokenProbability};
+use crate::engine::{AnswerUsage, EndReason, Event, TokenProbability};
 use crate::error::RequestError;
 use axum::{
     Extension, Json,
@@ -67,7 +67,7 @@ struct CompletionWriter {
     id: String,
     created: u64,
     prompt_tokens: usize,
-    tokens: usize,
+    usage: AnswerUsage,
     ended: usize,
     /// The number of characters in each answer so far. The field `logprobs` of a response gives each token's offset in
     /// characters.
@@ -81,7 +81,7 @@ impl CompletionWriter {
             id,
             created: now().as_secs(),
             prompt_tokens,
-            tokens: 0,
+            usage: AnswerUsage::default(),
             ended: 0,
             offsets: vec![0; context.choices],
             context,
@@ -95,10 +95,12 @@ impl CompletionWriter {
         })
     }
 
-    fn usage(&self, tokens: usize) -> Value {
+    fn usage(&self) -> Value {
+        let tokens = self.usage.tokens;
         json!({
             "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
         })
     }
 
@@ -120,7 +122,10 @@ impl CompletionWriter {
         });
         let choices = choices.collect();
         let mut object = self.object(choices);
-        object["usage"] = self.usage(answers.iter().map(|answer| answer.usage.tokens).sum());
+        for answer in answers {
+            self.usage.add(answer.usage);
+        }
+        object["usage"] = self.usage();
         object
     }
 
@@ -156,7 +161,7 @@ impl StreamWriter for CompletionWriter {
                 reason,
                 usage,
             } => {
-                self.tokens += usage.tokens;
+                self.usage.add(usage);
                 self.ended += 1;
                 let reason = finish_reason(&reason, false);
                 vec![self.chunk(choice, "", Value::Null, Some(reason))]
@@ -173,7 +178,7 @@ impl StreamWriter for CompletionWriter {
         let mut messages = Vec::new();
         if self.context.include_usage {
             let mut object = self.object(json!([]));
-            object["usage"] = self.usage(self.tokens);
+            object["usage"] = self.usage();
             messages.push(Message::data(&object));
         }
         messages.push(Message::done());

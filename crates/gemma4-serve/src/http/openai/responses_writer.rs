@@ -92,7 +92,8 @@ impl ResponseWriter {
         };
         let usage = self.end.as_ref().map(|(_, usage)| {
             json!({
-                "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens": self.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.tokens,
                 "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
                 "total_tokens": self.prompt_tokens + usage.tokens,
