@@ -57,7 +57,7 @@ fn drawn(rng: &mut StdRng, gemma: &Gemma4, count: usize) -> Vec<u32> {
 #[test]
 fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     on_every_device(|fixture, gemma, device| {
-        // A software driver compiles kernels for each length, which takes minutes per model.
+        // CubeCL devices compile kernels for each length. On software drivers this takes minutes per model.
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
@@ -116,7 +116,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     });
 }
 
-/// A conversation: each prompt begins with the whole earlier prompt, so that its keys and values replace the earlier ones.
+/// Checks a conversation. Each prompt begins with the whole earlier prompt, so that its keys and values replace the earlier
+/// ones.
 #[test]
 fn keep_of_a_continued_prompt_replaces_the_earlier_prompt() {
     on_every_device(|fixture, gemma, device| {
@@ -186,7 +187,7 @@ fn keep_beyond_the_memory_limit_drops_the_least_recently_used_prompt() {
     });
 }
 
-/// Prompts that are about as long as the sliding window of 128 tokens. A shorter prompt keeps all tokens in its ring buffers,
+/// Checks prompts of about 128 tokens, the sliding window. A shorter prompt keeps all tokens in its ring buffers,
 /// so that the next prompt continues from any of them without a checkpoint.
 #[test]
 fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
@@ -211,8 +212,8 @@ fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
             let (tokens, reused) = answer(&gemma, &mut prefixes, &mut batch, &prompt, kind, 50);
             let what = format!("{shared} of {first} tokens shared, {reused} reused");
             assert_eq!(tokens, expected.tokens, "{what}");
-            // The ring buffers hold all tokens of a prompt below the window. From a longer prompt, the window before its
-            // last token or its end remains.
+            // A prompt shorter than the window keeps all tokens. A longer prompt can be continued only at its end, or one
+            // token before it.
             let is_held = first < window || shared + 1 >= first;
             assert_eq!(reused >= shared, is_held, "{what}");
         }
@@ -222,7 +223,7 @@ fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
 /// Two prompts continue the same earlier prompt. The first of them replaces the earlier prompt, but keeps the state at its end
 /// for the second.
 #[test]
-fn resume_from_a_replaced_prompt_reuses_all_of_it() {
+fn resume_from_a_replaced_prompt_reuses_all_its_tokens() {
     on_every_device(|fixture, gemma, device| {
         if device.is_cube() {
             return;

@@ -109,7 +109,7 @@ pub enum EndReason {
     Length,
 }
 
-/// The numbers of tokens in an answer.
+/// The numbers of tokens in an answer and its prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerUsage {
     /// The number of prompt tokens whose keys and values came from an earlier prompt. Only the first answer to a prompt counts

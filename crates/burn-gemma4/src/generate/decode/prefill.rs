@@ -110,8 +110,8 @@ impl Prefill {
         }
     }
 
-    /// Continues from the cache of an earlier prompt, whose tokens begin this prompt. `checkpoints` are checkpoints of that
-    /// cache. Only a prefill that has not begun can continue from another prompt.
+    /// Continues from `cache`, which holds the first tokens of this prompt. `checkpoints` are checkpoints of `cache`. Only a
+    /// prefill that has not begun can continue from another prompt.
     pub(super) fn continue_from(&mut self, cache: Cache, checkpoints: Vec<Arc<Checkpoint>>) {
         debug_assert!(self.cache.is_empty() && cache.len() < self.tokens.len());
         self.reused = cache.len();
@@ -156,14 +156,14 @@ impl Prefill {
         self.tokens.len() - self.cache.len()
     }
 
-    /// True if the next call of [`advance`](Self::advance) may replay a CUDA graph, provided that its chunk contains the whole
-    /// prompt. Callers should then not divide the prompt into smaller chunks.
+    /// True if one call of [`advance`](Self::advance) over the whole prompt may replay a CUDA graph. Callers should then not
+    /// divide the prompt into smaller chunks.
     pub fn replays(&self) -> bool {
         self.cache.is_empty() && self.boundary.is_none() && self.has_graph()
     }
 
     /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of it.
-    /// This was measured on Hopper cards only. On slower devices, the computation of the tokens takes most of the time.
+    /// This was measured on an H200 only (2026-11-29). On slower devices, the computation of the tokens takes most of the time.
     pub(super) fn is_fastest_whole(&self) -> bool {
         crate::op::is_hopper(&self.model.device()) && self.has_graph()
     }

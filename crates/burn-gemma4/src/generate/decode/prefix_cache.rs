@@ -20,12 +20,12 @@ const MOST_CHECKPOINTS: usize = 4;
 /// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy, so that the model
 /// runs only over its other tokens.
 ///
-/// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only a window in ring buffers, so a
-/// prompt that is longer than the window can be continued only at its end and at checkpoints. The first prompt that shares a
+/// Full-attention layers keep the keys and values of all tokens. Sliding layers keep one window in ring buffers. A prompt at
+/// least as long as the window can therefore be continued only at its end and at checkpoints. The first prompt that shares a
 /// prefix with an earlier one takes a checkpoint at the end of the shared prefix. Prompts after that continue from there.
 ///
-/// On a Hopper card, a prompt that a CUDA graph can run as a whole does not continue from another prompt, because the graph
-/// is faster.
+/// On a Hopper card, a prompt that one CUDA graph can run neither continues from another prompt nor is kept, because the
+/// graph is faster.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -67,7 +67,7 @@ pub struct PrefixCache {
 struct State {
     /// The index of the prompt.
     prompt: usize,
-    /// The number of tokens.
+    /// The number of tokens in the state.
     column: usize,
 }
 
@@ -86,8 +86,9 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill that has not begun continue from a copy of the earlier prompt with the longest usable prefix. Does
-    /// nothing if no earlier prompt has enough tokens in common.
+    /// Lets a prefill that has not begun continue from a copy of the earlier prompt with the longest usable prefix, if a
+    /// prompt has enough tokens in common. If a longer prefix is shared but not usable, the prefill will take a checkpoint
+    /// at its end.
     pub fn resume(&mut self, prefill: &mut Prefill) {
         if !prefill.cache().is_empty() || !self.serves(prefill) {
             return;
@@ -122,7 +123,8 @@ impl PrefixCache {
     }
 
     /// Keeps the keys and values of a finished prefill for later prompts. Drops the prompts whose last use is longest ago,
-    /// until the others fit into the memory. Ignores a prefill with remaining tokens, and a prompt that alone does not fit.
+    /// until the others fit into the memory. Ignores unfinished prefills, prompts of fewer than 16 tokens, prompts of other
+    /// models, prompts that a CUDA graph runs faster, and prompts that alone do not fit.
     pub fn keep(&mut self, prefill: Prefill) {
         let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
         if !is_useful || !self.serves(&prefill) {
@@ -134,7 +136,7 @@ impl PrefixCache {
             if !self.has_warned {
                 self.has_warned = true;
                 log::warn!(
-                    "The prefix cache keeps at most {} MiB, but a prompt of {} tokens takes {} MiB. Such prompts are not kept.",
+                    "the prefix cache of {} MiB cannot hold a prompt of {} tokens, which takes {} MiB; increase its limit",
                     self.most_bytes >> 20,
                     new.tokens.len(),
                     bytes.div_ceil(1 << 20)
@@ -195,7 +197,7 @@ impl Prefilled {
         pairs.take_while(|(one, other)| one == other).count()
     }
 
-    /// Returns the number of tokens of the last state within the first `shared` tokens, or 0 if there is none.
+    /// Returns the length of the longest prefix of at most `shared` tokens from which a prompt can continue, or 0.
     fn last_state(&self, shared: usize) -> usize {
         if self.cache.can_fork(shared) {
             return shared;
@@ -240,8 +242,8 @@ impl Prefilled {
             .sort_unstable_by_key(|checkpoint| checkpoint.column);
     }
 
-    /// Drops checkpoints until there are at most [`MOST_CHECKPOINTS`] of at most `most_bytes` bytes. Keeps the last
-    /// checkpoints, from which a conversation goes on, and the first, which other conversations may share.
+    /// Drops checkpoints until there are at most [`MOST_CHECKPOINTS`], of at most `most_bytes` bytes in total. Drops the
+    /// second one first: other conversations may share the first, and this conversation goes on from the last.
     fn limit_checkpoints(&mut self, most_bytes: usize) {
         let bytes = |checkpoints: &[Arc<Checkpoint>]| -> usize {
             checkpoints

@@ -68,7 +68,7 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
 }
 
 /// Copies the first `count` slots of a buffer of one sequence to a new buffer of `slots` slots.
-pub(super) fn copied(buffer: &Slots, count: usize, slots: usize) -> Slots {
+pub(super) fn copy_slots(buffer: &Slots, count: usize, slots: usize) -> Slots {
     write(buffer.empty(slots), buffer.clone(), 0, 0, count)
 }
 

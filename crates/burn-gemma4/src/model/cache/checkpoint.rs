@@ -36,7 +36,7 @@ impl Cache {
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
-        let copy = |ring: &Slots| copied(ring, columns, kept);
+        let copy = |ring: &Slots| copy_ring(ring, columns, kept);
         let rings = self.stores.iter().map(|store| match store {
             Store::Ring(Some(ring)) if kept > 0 => Some(Buffers {
                 key: copy(&ring.key),
@@ -116,7 +116,7 @@ impl Cache {
 
 /// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would change later, because
 /// kernels overwrite ring buffers in place. `kept` must be at least 1.
-fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
+fn copy_ring(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
     let parts = parts_in_order(ring, past, kept).into_iter();
     parts.fold(ring.empty(kept), |copy, part| {

@@ -1,8 +1,8 @@
-//! Copies of a cache of one sequence, in which another text continues the same first tokens.
+//! Copies a KV cache of one sequence, so that another prompt can continue its first tokens.
 
 use super::{
     Cache, Store,
-    buffers::{Buffers, capacity, copied},
+    buffers::{Buffers, capacity, copy_slots},
     checkpoint::Checkpoint,
     compact::CompactBuffer,
     slots::Slots,
@@ -22,12 +22,12 @@ impl Cache {
         );
         let slots = capacity(end.max(column + 1));
         let restores = !self.can_fork(column);
-        let grown = |buffer: &Slots| copied(buffer, column, slots);
+        let grown = |buffer: &Slots| copy_slots(buffer, column, slots);
         let stores = self.stores.iter().map(|store| match store {
             // `restore` allocates the ring buffers and fills them from the checkpoint.
             Store::Ring(Some(_)) if restores => Store::Ring(None),
             Store::Ring(ring) => {
-                let whole = |ring: &Slots| copied(ring, ring.dims()[2], ring.dims()[2]);
+                let whole = |ring: &Slots| copy_slots(ring, ring.dims()[2], ring.dims()[2]);
                 Store::Ring(ring.as_ref().map(|ring| Buffers {
                     key: whole(&ring.key),
                     value: whole(&ring.value),
@@ -52,8 +52,8 @@ impl Cache {
             padding: self.padding.clone(),
             rotated: false,
             columns: column,
-            // With one written token more than the ring buffers have slots, the first token is lost. The copy must not count
-            // as whole then, although it has fewer tokens.
+            // The ring buffers have lost a token if `written` exceeds their slots. `written - 1` then is still at least the
+            // number of slots, so the copy does not count as whole.
             written: match self.is_whole() {
                 true => column,
                 false => column.max(self.written - 1),
@@ -69,7 +69,7 @@ impl Cache {
         fork
     }
 
-    /// True if a cache of `columns` tokens still holds all of them in its ring buffers.
+    /// True if `columns` tokens leave a slot of each ring buffer free. The ring buffers then hold all tokens.
     pub(crate) fn keeps_all(&self, columns: usize) -> bool {
         columns < self.ring_slots()
     }

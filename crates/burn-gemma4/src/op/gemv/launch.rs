@@ -115,7 +115,7 @@ pub(super) fn multiply(
     }
     let rows = tensors.input.meta.shape()[0];
     if rows > GEMV_MAX_ROWS {
-        // Chunks of `most_rows` rows may still be too many for this shape. The recursion then divides them again.
+        // A chunk of `most_rows` rows may still be too large for this shape. The recursion then divides it again.
         let of_device = most_rows(&tensors.input.client, tensors.input.dtype);
         let of_chunk = match rows > of_device {
             true => of_device,

@@ -10,11 +10,11 @@ use cubecl::prelude::*;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Ring {
-    /// The address of the first stage, which is the begin of the cube's shared memory.
+    /// The address of the first stage, which is the start of the cube's shared memory.
     pub stages: u32,
-    /// The barrier that completes when TMA has filled the first stage.
+    /// The address of the barrier that completes when TMA has filled the first stage.
     pub full: u32,
-    /// The barrier that completes when the consumers have read the first stage.
+    /// The address of the barrier that completes when the consumers have read the first stage.
     pub empty: u32,
 }
 

@@ -113,7 +113,7 @@ impl StreamWriter for MessageWriter {
         let message = json!({
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
             "stop_reason": null, "stop_sequence": null,
-            // The prefill has not begun, so that no tokens count as cached yet. `message_delta` has the final numbers.
+            // The prefill may not have begun, so `cached_tokens` is unknown. `message_delta` has the final numbers.
             "usage": usage_json(self.prompt_tokens, AnswerUsage::default()),
         });
         let data = json!({"type": "message_start", "message": message});

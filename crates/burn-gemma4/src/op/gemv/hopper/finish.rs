@@ -1,7 +1,7 @@
 //! The end of a batch GEMM: adds up the partial sums of the cluster's cubes, and writes the outputs.
 //!
-//! A cube adds up a slice of the input rows. The partial sums in its shared memory are
-//! `[part, input row of the slice, weight row of the tile]`, and every cube of the cluster writes one part.
+//! Each cube of the cluster adds up the partial sums of one slice of the input rows. The partial sums in its shared memory
+//! are `[part, input row of the slice, weight row of the tile]`. Every cube of the cluster writes one part there.
 
 use super::super::concat::Side;
 use super::super::sums::{Epilogue, EpilogueInputs, apply_epilogue};
@@ -28,7 +28,7 @@ pub(super) fn leave_partials<N: Size>(
     let of_tile = comptime!(plan.tokens / 2);
     #[unroll]
     for register in 0..of_tile {
-        // The registers of two neighboring weight rows and of all row tiles have the same input row.
+        // A register has the same input row in all row tiles, so the remote address is computed once for all of them.
         let token = lane % 4u32 * 2u32 + comptime!(column(register) as u32);
         let row = weight_row + comptime!(if is_second(register) { 8u32 } else { 0 });
         let at = partials + ((rank * slice + token % slice) * stride + row) * 4u32;

@@ -18,14 +18,15 @@ const LEAST_TOKENS: usize = 8;
 /// this number.
 pub(super) const WIDTH: usize = 4;
 
-/// The largest number of bytes of shared memory per cube with which two cubes fit on a multiprocessor.
+/// The largest number of bytes of shared memory per cube with which two cubes fit on a multiprocessor. A multiprocessor has
+/// 228 KB, and the system reserves 1 KB per cube.
 const SHARED_MEMORY: usize = 113 * 1024;
 
-/// The limits of a plan. They were tuned by decode speed.
+/// The limits of a plan. They were tuned for decode speed.
 ///
-/// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
-/// tokens of context. An empty cell has no measurement. The first row has the limits of the table below, and each other row
-/// differs from it in one limit. These rows were measured with 4 chunks, except for the first.
+/// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences: E2B in bf16, 1,024 tokens of context, one H200, 2026-11-29. An
+/// empty cell has no measurement. The first row has the values of [`LIMITS`]. The row with 4 chunks was the baseline of all
+/// other rows: each differs from it in one limit.
 ///
 /// | limits | 1 | 8 | 16 | 64 |
 /// |---|---|---|---|---|
@@ -105,7 +106,7 @@ impl BatchPlan {
     /// The number of inner elements per chunk. A stage of the ring buffer holds a chunk.
     pub const DEPTH: usize = SUBTILE;
 
-    /// Divides a GEMM among cubes. A device has `multiprocessors` multiprocessors.
+    /// Divides a GEMM among cubes. `multiprocessors` is the device's number of multiprocessors.
     pub(super) fn new(shape: Shape, half: Half, multiprocessors: usize, pdl: bool) -> Self {
         let tokens = shape.rows.next_power_of_two().max(LEAST_TOKENS);
         let cubes = |outputs: usize| shape.outputs.div_ceil(outputs);
@@ -148,12 +149,12 @@ impl BatchPlan {
         PRODUCT_ROWS * self.row_tiles / if self.gated { 2 } else { 1 }
     }
 
-    /// The cubes of an output tile, which divide the inner dimension.
+    /// The dimension of a cluster: the cubes of an output tile.
     pub const fn cluster(&self) -> CubeDim {
         CubeDim::new_1d(self.parts as u32)
     }
 
-    /// The number of input rows whose sums over all parts one cube adds up.
+    /// The number of input rows whose partial sums one cube adds up.
     pub const fn slice(&self) -> usize {
         self.tokens / self.parts
     }
