@@ -113,6 +113,12 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
     Ok(chosen)
 }
 
+/// Returns the backends of this build, the GPU vendors' own runtimes first.
+pub fn of_build() -> Vec<DeviceName> {
+    let all = GPUS.into_iter().chain([DeviceName::Flex]);
+    all.filter(|name| is_built(*name)).collect()
+}
+
 fn find(name: DeviceName) -> Result<Chosen, Error> {
     if !matches!(name, DeviceName::Auto | DeviceName::Gpu) {
         return named(name, Drivers::All);
@@ -148,7 +154,7 @@ fn find(name: DeviceName) -> Result<Chosen, Error> {
 }
 
 /// True if NVIDIA's driver is installed. The check looks for files that exist while the driver runs.
-fn has_nvidia_driver() -> bool {
+pub(crate) fn has_nvidia_driver() -> bool {
     let traces = [
         "/proc/driver/nvidia/version",
         r"C:\Windows\System32\nvcuda.dll",
@@ -267,7 +273,7 @@ impl DeviceName {
     }
 }
 
-fn is_built(name: DeviceName) -> bool {
+pub(crate) fn is_built(name: DeviceName) -> bool {
     match name {
         DeviceName::Auto | DeviceName::Gpu => true,
         DeviceName::Cuda => cfg!(feature = "cuda"),

@@ -1,6 +1,7 @@
 //! The commands of the program, with one module per command.
 
 mod chat;
+mod doctor;
 #[cfg(feature = "training")]
 mod evaluate;
 #[cfg(feature = "training")]
@@ -16,6 +17,7 @@ mod serve;
 mod train;
 
 pub use chat::Chat;
+pub use doctor::Doctor;
 #[cfg(feature = "training")]
 pub use evaluate::Evaluate;
 #[cfg(feature = "training")]
@@ -53,6 +55,7 @@ enum Command {
     Evaluate(Box<Evaluate>),
     #[cfg(feature = "training")]
     Quantize(Box<Quantize>),
+    Doctor(Doctor),
 }
 
 impl Gemma4 {
@@ -71,6 +74,7 @@ impl Gemma4 {
             Command::Evaluate(command) => command.execute(),
             #[cfg(feature = "training")]
             Command::Quantize(command) => command.execute(),
+            Command::Doctor(command) => command.execute(),
         }
     }
 }

@@ -1,0 +1,161 @@
+//! The part of the report about attention: the engine for each of Gemma 4's shapes, its time, and why other engines refuse.
+
+use super::measure::seconds;
+use attention_cube::{
+    AttentionOptions, AttentionProblem, Explanation, explain, try_fused_attention,
+};
+use burn::tensor::{DType, Device, Tensor};
+use burn_gemma4::catch_panic;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+/// The shape of one attention call in a Gemma 4 model, with 8 query heads that share one key head.
+struct Shape {
+    name: &'static str,
+    head_dim: usize,
+    window: Option<usize>,
+    /// True for a decode step, which has one query.
+    is_decode: bool,
+}
+
+const SHAPES: [Shape; 4] = [
+    Shape {
+        name: "prompt, sliding layer",
+        head_dim: 256,
+        window: Some(512),
+        is_decode: false,
+    },
+    Shape {
+        name: "prompt, full layer",
+        head_dim: 512,
+        window: None,
+        is_decode: false,
+    },
+    Shape {
+        name: "decode step, sliding layer",
+        head_dim: 256,
+        window: Some(512),
+        is_decode: true,
+    },
+    Shape {
+        name: "decode step, full layer",
+        head_dim: 512,
+        window: None,
+        is_decode: true,
+    },
+];
+
+/// The number of query heads in every shape.
+const HEADS: usize = 8;
+
+/// Returns a table of the engines with the time of the forward, and the list of refusals. `tokens` is the number of keys.
+/// Without `measures`, the table has no times.
+pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: bool) -> String {
+    let mut text = format!(
+        "\nAttention in {dtype:?}, {HEADS} query heads, 1 key head, {tokens} keys:\n\n\
+         | shape | head size | forward | backward | time of the forward |\n|---|---|---|---|---|\n"
+    );
+    let mut refusals = BTreeMap::<String, Vec<&str>>::new();
+    for shape in SHAPES {
+        let inputs = inputs(&shape, device, dtype, tokens);
+        let explanation = catch_panic(|| explained(&inputs, device));
+        let Ok(Ok(explanation)) = explanation else {
+            let error = match explanation {
+                Ok(Err(error)) | Err(error) => error,
+                Ok(Ok(_)) => continue,
+            };
+            let _ = writeln!(
+                text,
+                "| {} | {} | failed: {error} | | |",
+                shape.name, shape.head_dim
+            );
+            continue;
+        };
+        let time = match measures {
+            true => catch_panic(|| time(&inputs, device))
+                .unwrap_or_else(|panic| format!("failed: {panic}")),
+            false => "not measured".into(),
+        };
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {time} |",
+            shape.name,
+            shape.head_dim,
+            explanation.forward.kernel.engine(),
+            explanation.backward.kernel.engine()
+        );
+        for selection in [&explanation.forward, &explanation.backward] {
+            for (engine, reason) in &selection.refusals {
+                let shapes = refusals.entry(format!("{engine}: {reason}")).or_default();
+                if !shapes.contains(&shape.name) {
+                    shapes.push(shape.name);
+                }
+            }
+        }
+    }
+    if !refusals.is_empty() {
+        text += "\nFaster engines that refused:\n\n";
+    }
+    for (refusal, shapes) in refusals {
+        match shapes.len() == SHAPES.len() {
+            true => _ = writeln!(text, "- {refusal}"),
+            false => _ = writeln!(text, "- {refusal} ({})", shapes.join("; ")),
+        }
+    }
+    text
+}
+
+/// The tensors and options of a call.
+struct Inputs {
+    query: Tensor<4>,
+    key: Tensor<4>,
+    options: AttentionOptions,
+}
+
+fn inputs(shape: &Shape, device: &Device, dtype: DType, tokens: usize) -> Inputs {
+    let q_len = if shape.is_decode { 1 } else { tokens };
+    // A decode step reads a ring buffer of one window.
+    let keys = match (shape.is_decode, shape.window) {
+        (true, Some(window)) => window.min(tokens),
+        _ => tokens,
+    };
+    let tensor = |heads, rows| Tensor::<4>::ones([1, heads, rows, shape.head_dim], (device, dtype));
+    let mut options = AttentionOptions::new().scale(1.0);
+    if !shape.is_decode {
+        options = options.causal();
+        if let Some(window) = shape.window {
+            options = options.window(Some(window - 1), Some(0));
+        }
+    }
+    Inputs {
+        query: tensor(HEADS, q_len),
+        key: tensor(1, keys),
+        options,
+    }
+}
+
+fn explained(inputs: &Inputs, device: &Device) -> Result<Explanation, String> {
+    let problem = AttentionProblem::new(&inputs.query, &inputs.key, &inputs.key, &inputs.options);
+    let explanation = explain(&problem.map_err(|error| error.to_string())?, device);
+    match explanation.error {
+        Some(error) => Err(error.to_string()),
+        None => Ok(explanation),
+    }
+}
+
+/// Returns the time of a forward as text.
+fn time(inputs: &Inputs, device: &Device) -> String {
+    let attend = || {
+        let Inputs {
+            query,
+            key,
+            options,
+        } = inputs;
+        try_fused_attention(query.clone(), key.clone(), key.clone(), options.clone())
+            .map_err(|error| error.to_string())
+    };
+    match attend().and_then(|_| seconds(device, attend)) {
+        Ok(seconds) => format!("{:.3} ms", 1e3 * seconds),
+        Err(error) => format!("failed: {error}"),
+    }
+}
