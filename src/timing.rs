@@ -194,7 +194,8 @@ impl Timer {
     }
 }
 
-/// Returns the time of `run` in seconds, and the method of the measurement. Burn's profiler measures the time on the device.
+/// Measures `run` with Burn's profiler. Returns the time in seconds, and whether the device or the host measured the
+/// time.
 fn window<O: Send + 'static>(
     device: &Device,
     run: impl FnOnce() -> O + Send,

@@ -29,7 +29,7 @@ pub struct Attention {
     /// True if every fourth block of 256 tokens is an image whose tokens all see each other. Intervals of visible keys
     /// then replace the causal mask.
     images: bool,
-    /// The storage of prompts with different lengths, which [`RAGGED`] lists. `None` if all prompts have the same
+    /// How the prompts of [`RAGGED`], which have different lengths, are stored. `None` if all prompts have the same
     /// length.
     ragged: Option<Rows>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
@@ -53,7 +53,7 @@ pub struct Attention {
 /// A mask that hides the same keys in every sequence and head.
 #[derive(Clone, Copy)]
 enum Mask {
-    /// The mask is a tensor `[1, 1, length, length]`.
+    /// The mask is a tensor `[1, 1, length, length]`, which attention broadcasts to all sequences and heads.
     Own,
     /// The mask is a tensor `[1, 1, length, length]`, expanded with stride 0 to all sequences and heads.
     Expanded,
@@ -592,8 +592,8 @@ impl Prepared {
     }
 
     /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. A
-    /// second measurement has a leaf tensor in place of the output. It gives the time to differentiate the loss alone,
-    /// which is subtracted.
+    /// second measurement has a leaf tensor in place of the output, so it times the differentiation of the loss without
+    /// attention. This second time is subtracted from the first.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

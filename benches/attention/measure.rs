@@ -24,8 +24,9 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch in seconds when launches follow each other without a pause. For the backward, this time is a
-    /// difference of measured times. It is `None` if noise makes the difference zero or negative.
+    /// The time per launch in seconds when launches follow each other without a pause. For the backward, it is the time
+    /// of a training step minus the times of the forward and of the loss. The field is `None` if noise makes this
+    /// difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }

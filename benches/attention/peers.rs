@@ -30,7 +30,7 @@ pub struct Prepared<'a> {
     peer: Peer,
     workload: &'a Workload,
     pub inputs: Inputs,
-    /// The explicit mask, which is true for hidden keys, or `None` if the implementation needs no such mask.
+    /// The mask tensor, which is true for hidden keys, or `None` if the implementation needs no mask tensor.
     hidden: Option<Tensor<4, Bool>>,
     /// A note on how the inputs were converted for this implementation, or `None` without a conversion. The timing
     /// excludes the conversion.
@@ -75,8 +75,8 @@ impl<'a> Prepared<'a> {
         prepared
     }
 
-    /// Estimates the bytes that a pass of a peer allocates beyond its inputs and outputs. Such a peer stores all
-    /// scores.
+    /// Estimates the bytes that a pass of [`Peer::Burn`] or [`Peer::Composed`] allocates beyond its inputs and outputs.
+    /// Both peers store all scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
         // The forward stores the scores, the probabilities and a temporary of the same size. For the backward, autodiff
         // keeps every result, which doubles the memory.
@@ -147,7 +147,8 @@ fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads * group, length, width])
 }
 
-/// Returns the mask that hides the keys before the window. Burn's causal option hides the keys after the query.
+/// Returns the mask that hides the keys before the window. The mask need not hide the keys after the query, because
+/// Burn's causal option hides them.
 fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
     let (rows, columns) = (problem.q_len, problem.kv_len);
     let left = problem.window_left.unwrap_or(columns);

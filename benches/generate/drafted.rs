@@ -49,7 +49,8 @@ pub struct Drafted {
     /// The decoder's execution mode: `graph` (CUDA graph), `kernels` (one launch per kernel) or `layers`
     /// (`Gemma4Model::step`).
     pub mode: String,
-    /// The kernel launches of a pass and its draft tokens. Graph capture is off while the launches are recorded.
+    /// The kernel launches of a pass, including those that compute its draft tokens. Graph capture is off while the
+    /// launches are recorded.
     pub launches: Option<Launches>,
 }
 

@@ -57,7 +57,8 @@ struct Cli {
     /// Quantize the weights to this form, as `generate` does
     #[arg(long, value_enum, value_name = "FORM")]
     quantize: Option<WeightForm>,
-    /// The memory that holds the table of per-layer embeddings; `host` writes the table to files as large as the model
+    /// The memory that holds the table of per-layer embeddings; `host` first saves the whole model to files and leaves
+    /// the table there
     #[arg(long, value_enum, default_value = "device")]
     per_layer_table: Table,
     /// The number of tokens per prompt [default: 128,2048,8192; 24,96 on a CPU]
@@ -400,7 +401,8 @@ impl Bench {
         }
     }
 
-    /// Prefills one prompt at once. From its second prefill, a short prompt replays a captured CUDA graph.
+    /// Prefills one whole prompt in one run of the model. From the second prefill of a short prompt on, the prefill
+    /// replays a captured CUDA graph.
     fn replayed(
         &self,
         graphs: &PromptGraphs,

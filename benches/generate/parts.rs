@@ -1,5 +1,5 @@
-//! Times the parts of a decode step, such as attention, that the decoder reports. The benchmark waits for the device
-//! after each part.
+//! Times the parts of a decode step, such as attention. The decoder reports the end of each part to the benchmark,
+//! which then waits for the device.
 
 use crate::choice::Choice;
 use attention_workspace::Error;

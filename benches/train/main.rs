@@ -68,8 +68,8 @@ struct Cli {
     /// Quantize the frozen weights under an adapter to this form, as `finetune` does
     #[arg(long, value_enum, value_name = "FORM", requires = "rank")]
     quantize: Option<WeightForm>,
-    /// The memory that holds the table of per-layer embeddings; `host` writes the table to files as large as the model, and
-    /// does not train the table
+    /// The memory that holds the table of per-layer embeddings; `host` first saves the whole model to files, leaves the
+    /// table there, and does not train it
     #[arg(long, value_enum, value_name = "PLACE", default_value = "device")]
     per_layer_table: Table,
     #[command(flatten)]

@@ -248,7 +248,7 @@ impl Case {
 /// Returns the dtype in `ATTENTION_TEST_DTYPE`, or `None` if the variable is not set.
 ///
 /// # Panics
-/// Panics if `ATTENTION_TEST_DTYPE` is not the name of a float dtype.
+/// Panics if `ATTENTION_TEST_DTYPE` is not `f32`, `f16` or `bf16`.
 pub fn dtype_under_test() -> Option<DType> {
     match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
         Err(_) => None,

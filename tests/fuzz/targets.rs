@@ -365,8 +365,8 @@ fn template() -> Read {
     })
 }
 
-/// Returns the folder from which the model was loaded, and the model. The model's weights come from the corpus of the format
-/// `safetensors`.
+/// Loads a model with the configuration of [`smallest`] and with weights from the corpus of the format `safetensors`.
+/// Returns the folder from which the model was loaded, and the model.
 fn of_corpus() -> (TempDir, Gemma4Model) {
     let base = with_config();
     let corpus = crate::worker::corpus("safetensors");

@@ -1,5 +1,6 @@
-//! Tests batches that sequences join and leave between decode steps. A sequence must generate the same tokens in a batch as
-//! alone. The number of other sequences, their lengths, and the storage format of the KV cache must not matter.
+//! Tests batches that sequences join and leave between decode steps. A sequence must generate the same tokens in a
+//! batch as without other sequences. The number of other sequences, their lengths, and the storage format of the KV
+//! cache must not matter.
 
 use crate::fixture::{greedy, on_every_device};
 use burn_gemma4::{
@@ -31,7 +32,8 @@ fn token(results: &[RowResult]) -> u32 {
     results[0].token().expect("the logits are finite")
 }
 
-/// Runs `sequences` in a batch with random joins and leaves. Each sequence must generate the same tokens as alone.
+/// Runs `sequences` in a batch with random joins and leaves. Each sequence must generate its expected tokens, which
+/// come from a generation without a batch.
 fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64, name: &str) {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut batch = Batch::new(gemma.model(), kind).expect("the format is supported");
@@ -68,8 +70,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
                 _ => RowChoice::Argmax,
             })
             .collect();
-        // Half of the steps call `follow`, which may start the next step early. The early step is lost if a sequence
-        // then joins or leaves.
+        // Half of the steps call `follow`, which may start the next step early. The early step is discarded if a
+        // sequence then joins or leaves.
         let next = match rng.random_bool(0.5) {
             true => batch.follow(&tokens, rng.random_bool(0.7)),
             false => batch.step(&tokens).and_then(|next| next.choose(&choices)),
@@ -112,7 +114,7 @@ fn step_of_a_changing_batch_equals_single_sequences() {
         }
         // The first schedule has ten sequences, which is more than the eight that the decode kernels support. In the
         // second schedule, the prompts nearly fill the allocated 256 cache slots (token positions) per sequence. The
-        // answers then need more slots, while the batch has free rows.
+        // answers then need more slots, while some allocated rows of the batch have no sequence.
         let kinds = [
             (10, 1..60, false, KvPrecision::Model),
             (6, 250..257, false, KvPrecision::Model),

@@ -194,7 +194,8 @@ fn decode_left_padded_batch_equals_single_sequences() {
     }
 }
 
-/// In a batch of prompts of different lengths, each prompt gets the same answer as alone, greedy or sampled.
+/// In a batch of prompts of different lengths, each prompt gets the same answer as without the batch, with greedy
+/// decoding and with sampling.
 #[test]
 fn generate_batch_of_ragged_prompts_equals_single_prompts() {
     for device in devices() {

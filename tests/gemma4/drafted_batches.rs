@@ -1,6 +1,6 @@
 //! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
-//! lengths, accept different numbers of draft tokens, and end separately. Tokens are chosen greedily or sampled. Some
-//! passes have few enough rows for the decode kernels, and others have too many.
+//! lengths, accept different numbers of draft tokens, and end at different times. Tokens are chosen greedily or
+//! sampled. Some passes have few enough rows for the decode kernels, and others have too many.
 
 use crate::devices::devices;
 use crate::drafts;

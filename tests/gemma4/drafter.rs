@@ -37,7 +37,7 @@ fn whole(numbers: &Reference) -> Vec<u32> {
 }
 
 /// A drafter gives the same draft tokens and hidden states as Hugging Face Transformers. The expected results are those
-/// for the exact window (`strict_window`), because the library's own window has one key more.
+/// for the exact window (`strict_window`), because in Transformers itself, the drafter's window has one key more.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {

@@ -87,8 +87,9 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
+/// A seed gives the same tokens with draft tokens as without, because the random numbers are drawn in the same order.
 /// Penalties and other sampling options depend on the earlier text. For a draft token, the earlier text includes the
-/// draft tokens before it. The random numbers are drawn in the same order as without draft tokens.
+/// draft tokens before it.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");

@@ -1,5 +1,5 @@
-//! Tests the program `evaluate` and its library function. The cross entropy of a text equals the loss in Hugging Face
-//! Transformers. Each token counts once, regardless of how documents are divided into windows and rows. In
+//! Tests the subcommand `evaluate` and its library function. The cross entropy of a text equals the loss in Hugging
+//! Face Transformers. Each token counts once, regardless of how documents are divided into windows and rows. In
 //! conversations, only the trained tokens count.
 
 use crate::{

@@ -304,8 +304,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// Adapters of unsupported kinds are refused. For them, PEFT does not compute `weight + alpha / r · B · A`. A and B are
-/// the LoRA matrices of the rank `r`.
+/// Adapters of unsupported kinds are refused, because PEFT does not compute `weight + alpha / r · B · A` for them. A
+/// and B are the LoRA matrices of the rank `r`.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
@@ -494,8 +494,8 @@ fn adapter_factors_of_towers_are_counted_and_ignored() {
 
     let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
     rename(written.path(), str::to_owned, &unknown);
-    // The adapter now has the tensor names of a text model, and one tensor of an unknown module. The loader refuses the
-    // unknown tensor.
+    // The tensors get the names of a text model's adapter. The tensor of the unknown module remains, and the loader
+    // refuses it.
     let text = |name: &str| name.replace("language_model.layers", "layers");
     rename(written.path(), text, &[]);
     check("unknown", merged(written.path()), &["smell_tower"]);

@@ -250,8 +250,8 @@ fn load_compiled_model_ignores_orig_mod() {
     assert!(twice.error().to_string().contains("twice"));
 }
 
-/// For a checkpoint, `written_dtype` returns the dtype of most elements. Training programs often leave the embedding, a norm
-/// or a router in f32.
+/// For a checkpoint, `written_dtype` returns the dtype of most elements, because training programs often leave the
+/// embedding, a norm or a router in f32.
 #[test]
 fn load_written_dtype_is_that_of_most_numbers() {
     let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {

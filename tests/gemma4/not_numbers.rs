@@ -166,8 +166,8 @@ fn generate_with_nan_weights_is_an_error() {
     }
 }
 
-/// Generation ends with an error if a decode step reads a token whose embedding is NaN. The prompt does not contain that
-/// token, so the prefill does not read its embedding.
+/// Generation ends with an error if a decode step reads a token whose per-layer embedding is NaN. The prompt does not
+/// contain that token, so the prefill does not read its embedding.
 #[test]
 fn generate_with_a_nan_embedding_is_an_error() {
     for device in devices() {

@@ -122,7 +122,8 @@ fn packed_model_is_saved_unpacked() {
         let config =
             fs::read_to_string(saved.path().join("config.json")).expect("the file is readable");
         assert!(!config.contains("quantization_config"));
-        // A GEMM over packed weights sums in another order than a GEMM over floats, so both models hold floats.
+        // A GEMM over packed weights sums in another order than a GEMM over floats. To make the logits equal, both
+        // models are loaded with dequantized weights.
         let whole = |folder: &Path| {
             let options = LoadOptions::new().quantization(Quantization::Whole);
             Gemma4Model::load(folder, &Device::flex(), options).expect("the model is valid")

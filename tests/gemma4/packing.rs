@@ -1,5 +1,5 @@
-//! Tests packed documents: each document has the same logits and gradients in a packed row as alone. In half precision,
-//! neither packed documents nor padding make a gradient NaN.
+//! Tests packed documents: each document has the same logits and gradients in a packed row as in a row without other
+//! documents. In half precision, neither packed documents nor padding make a gradient NaN.
 
 use crate::{
     devices::devices,
@@ -16,8 +16,8 @@ struct Packed {
 }
 
 impl Packed {
-    /// Creates documents that are shorter and longer than the window. One row is full, one row has padding, and one row has a
-    /// single document.
+    /// Creates documents, of which some are shorter and some are longer than the window. One row is full, one row has
+    /// padding, and one row has a single document.
     fn new(fixture: &Fixture) -> Self {
         let text = [&fixture.prompt[..], &fixture.generated].concat();
         let part = |start: usize, length: usize| text[start..start + length].to_vec();

@@ -180,8 +180,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
     }
 }
 
-/// Captured decode passes can read a table that is on the host. Before each replay, the host provides the table rows for the
-/// tokens of the pass. The passes have one or several tokens, for one or several sequences.
+/// Captured decode passes can read a table that is on the host. Before each replay, the host provides the table rows
+/// for the tokens of the pass. The test decodes two sequences, with one token of each sequence per pass.
 #[test]
 fn per_layer_table_on_host_is_read_by_decode_steps() {
     for device in devices() {
@@ -271,8 +271,8 @@ fn per_layer_table_with_drafts_and_batches_gives_equal_texts() {
     }
 }
 
-/// A table on the host has no gradient. All other trained parameters have the same gradients as with the table on the device.
-/// The cases train all weights or adapters.
+/// A table on the host has no gradient. All other trained parameters have the same gradients as with the table on the
+/// device. The first case trains all weights, and the second case trains only an adapter.
 #[test]
 fn per_layer_table_on_host_leaves_other_gradients_unchanged() {
     /// A visitor that collects the gradients, keyed by the paths of their parameters.

@@ -1,5 +1,5 @@
-//! Tests the prefix cache: a prompt that continues from an earlier prompt's keys and values must generate the same tokens as
-//! alone. Earlier prompts stay usable after their sequences were decoded in a batch.
+//! Tests the prefix cache: a prompt that continues from an earlier prompt's keys and values must generate the same
+//! tokens as without the prefix cache. Earlier prompts stay usable after their sequences were decoded in a batch.
 
 use crate::fixture::{greedy, on_every_device};
 use burn::tensor::Device;
@@ -12,8 +12,8 @@ use std::ops::ControlFlow;
 
 const TOKENS: usize = 5;
 
-/// Prefills a prompt with the prefix cache, decodes its answer in a batch, and keeps its keys and values. Returns the answer,
-/// and the number of reused tokens.
+/// Prefills a prompt with the prefix cache, decodes its answer in a batch, and keeps the prompt's keys and values in
+/// the prefix cache. Returns the answer, and the number of reused prompt tokens.
 fn answer(
     gemma: &Gemma4,
     prefixes: &mut PrefixCache,
@@ -23,7 +23,8 @@ fn answer(
     chunk: usize,
 ) -> (Vec<u32>, usize) {
     let choose = |results: Vec<RowResult>| results[0].token().expect("the logits are finite");
-    // `Gemma4::prefill` would run the prompt with a CUDA graph, which is faster than a reused prefix on a Hopper card.
+    // On a Hopper card, a prefill from `Gemma4::prefill` would not use the prefix cache, because running the whole
+    // prompt with a CUDA graph is faster.
     let mut prefill = Prefill::new(gemma.model(), prompt.to_vec(), kind).expect("the prompt fits");
     prefixes.resume(&mut prefill);
     let reused = prefill.reused();
@@ -52,8 +53,9 @@ fn drawn(rng: &mut StdRng, gemma: &Gemma4, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Prompts share prefixes that are longer than the sliding window of 8 or 16 tokens. The third prompt with a shared prefix
-/// reuses the whole prefix, because the second has taken a checkpoint there.
+/// Four prompts share a prefix that is longer than the sliding window of 8 or 16 tokens. The second prompt takes a
+/// checkpoint (a copy of the ring buffers) at the end of the prefix. The third and fourth prompts reuse the whole
+/// prefix from there.
 #[test]
 fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     on_every_device(|fixture, gemma, device| {
@@ -80,7 +82,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
             };
             let mut rng = StdRng::seed_from_u64(11);
             let mut prefixes = PrefixCache::new(gemma.model(), usize::MAX, usize::MAX);
-            // 256 tokens fill a block of slots, so that the copies to the batch cover whole buffers.
+            // A prefix of 256 tokens fills a whole block of slots, the unit in which the buffers of full-attention
+            // layers grow.
             let numbers: &[usize] = match device.is_cube() {
                 true => &[256],
                 false => &[66, 100, 256],
@@ -105,7 +108,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
                     assert!(reused < prompt.len(), "{what}");
                     all_reused.push(reused);
                 }
-                // A drawn token may equal the other prompt's token by chance, so more tokens than the prefix may be reused.
+                // The token after the prefix is random and may equal another prompt's token by chance. So a prompt may
+                // reuse more tokens than the prefix has.
                 assert!(
                     all_reused[0] < shared && all_reused[2..].iter().all(|count| *count >= shared),
                     "{}: {shared} shared tokens, reused {all_reused:?}",
@@ -116,8 +120,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     });
 }
 
-/// Checks a conversation. Each prompt begins with the whole earlier prompt, so that its keys and values replace the earlier
-/// ones.
+/// In a conversation, each prompt begins with the whole earlier prompt. The prefix cache then replaces the earlier
+/// prompt's keys and values by those of the new prompt.
 #[test]
 fn keep_of_a_continued_prompt_replaces_the_earlier_prompt() {
     on_every_device(|fixture, gemma, device| {
@@ -144,7 +148,8 @@ fn keep_of_a_continued_prompt_replaces_the_earlier_prompt() {
             prompt.extend(&tokens);
             prompt.extend(drawn(&mut rng, gemma, 25));
         }
-        // One prompt of up to 256 tokens is kept. The caches of four prompts would take several times as much memory.
+        // The prefix cache must hold only the last prompt, which has fewer than 256 tokens. The KV caches of all four
+        // prompts would take several times as much memory.
         let mut alone = PrefixCache::new(gemma.model(), usize::MAX, usize::MAX);
         prompt.truncate(before);
         answer(gemma, &mut alone, &mut batch, &prompt, kind, usize::MAX);
@@ -170,7 +175,8 @@ fn keep_beyond_the_memory_limit_drops_the_least_recently_used_prompt() {
         let prompts: Vec<Vec<u32>> = (0..3).map(|_| drawn(&mut rng, gemma, 50)).collect();
         let mut one = PrefixCache::new(gemma.model(), usize::MAX, usize::MAX);
         answer(gemma, &mut one, &mut batch, &prompts[0], kind, 64);
-        // Two prompts fit. The first prompt is used again before the third, so that the second is dropped.
+        // Two prompts fit into the prefix cache. The first prompt is used again before the third prompt is kept, so the
+        // second prompt is dropped.
         let mut prefixes = PrefixCache::new(gemma.model(), one.bytes() * 5 / 2, usize::MAX);
         let mut reused = |index: usize| {
             let prompt = [&prompts[index][..], &[7]].concat();
@@ -187,8 +193,9 @@ fn keep_beyond_the_memory_limit_drops_the_least_recently_used_prompt() {
     });
 }
 
-/// Checks prompts of about 128 tokens, the sliding window. A shorter prompt keeps all tokens in its ring buffers,
-/// so that the next prompt continues from any of them without a checkpoint.
+/// Tests prompts that are about as long as the sliding window of 128 tokens. If a prompt is shorter than the window,
+/// its ring buffers hold all of its tokens. The next prompt can then continue after any of these tokens without a
+/// checkpoint.
 #[test]
 fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
     let device = Device::flex();
@@ -212,16 +219,17 @@ fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
             let (tokens, reused) = answer(&gemma, &mut prefixes, &mut batch, &prompt, kind, 50);
             let what = format!("{shared} of {first} tokens shared, {reused} reused");
             assert_eq!(tokens, expected.tokens, "{what}");
-            // A prompt shorter than the window keeps all tokens. A longer prompt can be continued only at its end, or one
-            // token before it.
+            // The ring buffers hold all tokens of a prompt that is shorter than the window. The ring buffers of any
+            // other prompt hold only its last tokens. The next prompt can then continue only before or after the last
+            // token.
             let is_held = first < window || shared + 1 >= first;
             assert_eq!(reused >= shared, is_held, "{what}");
         }
     }
 }
 
-/// Two prompts continue the same earlier prompt. The first of them replaces the earlier prompt, but keeps the state at its end
-/// for the second.
+/// Two prompts continue the same earlier prompt. The first of the two replaces the earlier prompt in the prefix cache,
+/// but keeps a checkpoint at the earlier prompt's end. The second continues from this checkpoint.
 #[test]
 fn resume_from_a_replaced_prompt_reuses_all_its_tokens() {
     on_every_device(|fixture, gemma, device| {

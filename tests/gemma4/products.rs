@@ -1,5 +1,5 @@
-//! Tests the GEMMs of linear layers and the gradients of these GEMMs, for any matrix size. The error is at most the error of
-//! rounding the exact result once. A GEMM must not read the memory around a sliced matrix.
+//! Tests the GEMMs of linear layers and the gradients of these GEMMs, for any matrix size. The error is at most twice
+//! the error of rounding the exact result once. A GEMM must not read the memory around a sliced matrix.
 
 use crate::{devices::devices, fixture::values};
 use burn::{

@@ -1,7 +1,8 @@
 //! Tests prompts whose prefill replays a CUDA graph. A graph processes a fixed number of tokens, to which shorter
 //! prompts are padded. The logits, the KV cache and the next decode steps must equal those of separate launches.
 //!
-//! Devices without CUDA graphs run the padded pass once without a capture. Afterwards they use separate launches.
+//! On a device without CUDA graphs, the first prompt that a graph would process runs the padded pass without a capture.
+//! All later prompts use separate launches.
 
 use crate::fixture::{assert_close, greedy, on_every_device, tokens, values};
 use burn_gemma4::{Gemma4, Logits, PromptGraphs};

@@ -217,7 +217,8 @@ fn qlora_decode_of_one_token_uses_the_adapter() {
     }
 }
 
-/// A saved model includes the adapter. An adapter that is saved separately can be merged into the unquantized weights.
+/// A saved model includes the adapter. An adapter that is saved without the model can later be merged into the
+/// quantized model.
 #[test]
 fn qlora_model_and_adapter_are_saved() {
     let device = Device::flex().autodiff();

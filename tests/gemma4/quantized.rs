@@ -335,8 +335,8 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert!(merged.model().is_quantized());
     assert_close(&logits(&merged), &expected, "an adapter that adds nothing");
 
-    // A program that quantizes while loading keeps the adapter separate, because a merge would dequantize the weights
-    // that the adapter changes.
+    // A program that quantizes while loading attaches the adapter instead of merging it, because a merge would
+    // dequantize the weights that the adapter changes.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
         adapter: Some(folder.path().into()),

@@ -17,8 +17,8 @@ use tempfile::TempDir;
 /// The scores of the test models have a standard deviation of 8, so the error changes the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
-/// The maximum relative difference between two computations over the same text with an int8 cache. They may differ,
-/// because rounding in f32 decides the code of an element that lies midway between two codes.
+/// The maximum relative difference between the results of two computations over the same text with an int8 cache. The
+/// results may differ, because rounding in f32 decides the code of an element that lies midway between two codes.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -77,8 +77,9 @@ fn by_portions(
     logits
 }
 
-/// Returns the values of `compact_keys` to test. If the model computes values from the key projection, both false and true
-/// are returned. In other models, `compact_keys` has no effect, so only false is returned.
+/// Returns the values of `compact_keys` to test. Compact keys (only the rotated channels) are possible if keys and
+/// values come from the same projection. The function then returns both false and true. In other models, `compact_keys`
+/// has no effect, so only false is returned.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],
@@ -87,8 +88,8 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
 }
 
 /// The logits with the int8 cache are near the logits with the full-precision cache. Dividing the prefill into portions
-/// does not change the logits. Devices that run CubeCL kernels compile new kernels for every number of rows, so they
-/// test only one fixture.
+/// does not change the logits. Devices that run CubeCL kernels compile new kernels for every number of rows, so only
+/// one fixture runs on these devices.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -119,8 +120,8 @@ fn int8_cache_logits_stay_near_full_precision() {
     });
 }
 
-/// Over the int8 cache, the decode kernels give the same logits as the model's layers. The sequences of a batch have equal
-/// or different lengths, and exceed the window and the allocated buffers.
+/// Over the int8 cache, the decode kernels give the same logits as a prefill by the model's layers. The sequences of a
+/// batch have different lengths, and are longer than the sliding window.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
@@ -330,8 +331,8 @@ fn int8_cache_session_computed_in_another_dtype_is_refused() {
     assert!(text.contains("computed in f32"), "{text}");
 }
 
-/// A key or value element takes one byte. Each head in a slot takes 4 more bytes for the scale of its key, and 4 for the
-/// scale of its value. A compact key shares the scale of its value.
+/// A key or value element takes one byte. Each head in a slot takes 4 more bytes for the scale of its key, and 4 for
+/// the scale of its value. A compact key stores only its rotated channels, and shares the scale of its value.
 #[test]
 fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
     let device = Device::flex();

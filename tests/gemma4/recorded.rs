@@ -152,7 +152,8 @@ fn collected(model: &Gemma4Model, gradients: &GradientsParams) -> Vec<Vec<f32>> 
     collected.found
 }
 
-/// A mapper that applies a step of gradient descent. Each updated parameter lies in new memory.
+/// A mapper that applies a step of gradient descent. Each updated parameter lies in new memory, and the next replay
+/// must compute with the new values.
 struct Descent<'a> {
     gradients: &'a GradientsParams,
     rate: f64,

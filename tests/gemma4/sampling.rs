@@ -31,8 +31,8 @@ fn largest(logits: &[f32]) -> u32 {
     largest.expect("the row is not empty").0
 }
 
-/// Applies the logits processors of Hugging Face Transformers in f32. The repetition penalty on the tokens of prompt
-/// and text comes first, and the suppression of tokens comes second.
+/// Applies the logits processors of Hugging Face Transformers in f32. The repetition penalty comes first, and applies
+/// to all tokens of the prompt and of the generated text. The suppression of tokens comes second.
 fn processed(mut logits: Vec<f32>, read: &[u32], sampling: &Sampling) -> Vec<f32> {
     for (token, logit) in (0u32..).zip(&mut logits) {
         if read.contains(&token) {
@@ -142,8 +142,8 @@ fn sampling_min_p_applies_after_temperature() {
     assert_frequencies(&min_p(0.0, 1.0), &[], &logits, &[0.1, 0.4, 0.2, 0.3]);
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
-    // The largest probability is 0.4. At temperature 0.5 the probabilities are squared. The probability 0.2 then becomes a quarter
-    // of the largest one instead of a half, so a min-p of 0.4 removes its token.
+    // The largest probability is 0.4. At temperature 0.5 the probabilities are squared. The probability 0.2 then
+    // becomes a quarter of the largest one instead of a half. Its token is therefore removed by a min-p of 0.4.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],
@@ -244,7 +244,8 @@ fn sampling_option_out_of_range_is_refused() {
     }
 }
 
-/// Equal prompts of a batch get different answers. Each answer equals the answer of a single run with the seed of the sequence.
+/// Equal prompts of a batch get different answers. Each answer equals the answer that the prompt alone gets with the
+/// seed of the sequence.
 #[test]
 fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     let fixture = Fixture::open("dense-ple");

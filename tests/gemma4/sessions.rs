@@ -1,6 +1,7 @@
-//! Tests sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common beginning of
-//! the new and the old text. The generated text equals the text of a new session. Ring buffers are restored from
-//! checkpoints, also from a session file.
+//! Tests sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common
+//! beginning of the new and the old text. The generated text equals the text of a new session. Sliding layers overwrite
+//! old tokens in ring buffers. To go back in its text, a session restores the ring buffers from checkpoints, which a
+//! session file contains too.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
@@ -39,7 +40,7 @@ fn text(seed: u32, count: usize) -> Vec<u32> {
 }
 
 /// If a prompt branches off from a session's text, the session prefills the prompt from the last checkpoint before the
-/// branch. The caches have ring buffers of different sizes.
+/// branch. The tested options need ring buffers of different sizes.
 #[test]
 fn session_branch_is_read_from_the_last_checkpoint() {
     for device in devices() {
@@ -82,7 +83,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
                     found
                 };
                 let first = expect(&mut session, trunk.clone(), 40);
-                // The KV cache contains the answer except for its last token.
+                // The KV cache contains the answer except for its last token. The session therefore prefills this token
+                // and the 3 new tokens.
                 if is_flex {
                     let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
                     expect(&mut session, longer, 4);
@@ -104,7 +106,7 @@ fn session_branch_is_read_from_the_last_checkpoint() {
     }
 }
 
-/// As long as its text is shorter than the window, a session can go back to any token position.
+/// A session can go back to any token position of its text as long as the text is shorter than the window.
 #[test]
 fn session_of_short_texts_needs_no_checkpoint() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
@@ -117,8 +119,8 @@ fn session_of_short_texts_needs_no_checkpoint() {
     assert_eq!(found.tokens, alone(&gemma, branch, &options).tokens);
 }
 
-/// A ring buffer is restored from a file. The file contains fewer tokens than the ring buffer has slots, as many tokens, or
-/// more tokens.
+/// A ring buffer is restored from a file with fewer tokens than the ring buffer has slots, with as many tokens, and
+/// with more tokens.
 #[test]
 fn session_full_ring_buffer_is_restored_from_disk() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
@@ -177,8 +179,9 @@ fn session_window_of_one_column_is_restored_from_disk() {
     }
 }
 
-/// The chat templates of the test. The first template only appends turns. The second template begins an answer with an empty
-/// thought, and omits this thought from earlier answers. The third template formats the last question differently.
+/// The chat templates of the test. The first template only appends turns. The second template begins an answer with an
+/// empty thought, and omits this thought from earlier answers. The third template formats the last question differently
+/// from earlier questions.
 const TEMPLATES: [&str; 3] = [
     // The empty string stands for the template of the checkpoint.
     "",
@@ -223,8 +226,8 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 // from the generated tokens in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
-                // The third template rewrites a question when the next question follows. The session then goes back to an
-                // earlier checkpoint, which may not exist in the first two turns.
+                // The third template changes the text of a question as soon as another question follows. The session
+                // then goes back to an earlier checkpoint, which may not exist in the first two turns.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
@@ -295,7 +298,7 @@ fn session_is_continued_from_its_file() {
                 assert!(found.timings.prefill_tokens < 10, "{:?}", found.timings);
             }
         }
-        // A session that has not generated anything has no token in its cache.
+        // A session that has not generated anything can be saved and restored, too. It has no token in its cache.
         let session = gemma.session();
         session.save(&path, &[]).expect("the save succeeds");
         let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
@@ -306,8 +309,8 @@ fn session_is_continued_from_its_file() {
     }
 }
 
-/// A session file matches its model, whatever numbers the configuration contains. A JSON parser may round the number of this
-/// test to a neighboring floating-point number.
+/// A session file matches the model that wrote the file, whatever numbers the configuration contains. This test uses a
+/// number that a JSON parser may round to a neighboring floating-point number.
 #[test]
 fn session_file_matches_its_model_with_any_config_number() {
     let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");

@@ -1,5 +1,5 @@
 //! Tests chat templates from unknown sources. The loader finds templates in the same files as Hugging Face Transformers
-//! does, and bounds the computation and the output of a template.
+//! does. Limits bound the computation and the output of a template.
 
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
 use serde_json::{Value, json};
@@ -187,8 +187,8 @@ fn template_with_a_circular_value_is_refused() {
             &["namespace"],
         );
     }
-    // A list may contain another list twice. Forty such steps double the number of elements forty times, so the template is
-    // refused.
+    // A list may contain another list twice. If a template nests lists in this way forty times, the number of elements
+    // doubles forty times, so the template is refused.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
@@ -432,7 +432,8 @@ fn template_with_nested_chains_of_branches_is_refused() {
     }
 }
 
-/// The time limit is checked between instructions that read a whole text, and between the elements that a filter processes.
+/// A template without a loop can also exceed the time limit. Therefore, the limit is checked between instructions that
+/// read a whole text, and between the elements that a filter processes.
 #[test]
 fn template_that_reads_long_texts_without_a_loop_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}";

@@ -139,8 +139,8 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
     }
 }
 
-/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a
-/// loop that is too long. So the plan divides the sum over the broadcast dimensions among many units.
+/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently
+/// ends a loop that is too long. So the plan divides the sum over the broadcast dimensions among many units (threads).
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {

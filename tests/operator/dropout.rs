@@ -109,8 +109,9 @@ fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     }
 }
 
-/// Checks dropout so high that the probabilities P could overflow in f16. In f16, the backward stores P times 4096. Dropout
-/// multiplies each kept probability by about 100. The first queries see few keys, so their probabilities are near 1.
+/// Checks dropout so high that the probabilities P could overflow in f16. In f16, the backward stores P times 4096.
+/// Dropout multiplies each kept probability by about 100. The first queries see few keys, so their probabilities are
+/// near 1, and 100 · 4096 exceeds 65504, the largest f16 number.
 #[test]
 fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     for dtype in [DType::F16, DType::BF16] {
@@ -126,7 +127,7 @@ fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     }
 }
 
-/// Checks heads so wide that the warps of a CTA divide the output columns among them.
+/// Checks heads so wide that the warps of a CTA divide the output columns among themselves.
 #[test]
 fn dropout_of_wide_heads_matches_reference() {
     for dtype in [DType::F32, DType::BF16] {
@@ -146,8 +147,8 @@ fn dropout_of_wide_heads_matches_reference() {
     }
 }
 
-/// Checks the share of dropped probabilities. All scores are equal and all values are 1, so an output is the share of
-/// kept probabilities times the scale of dropout.
+/// Checks the share of dropped probabilities. All scores are equal and all values are 1. An output is therefore the
+/// share of kept probabilities times the factor by which dropout scales these probabilities.
 #[test]
 fn dropout_drops_the_given_share() {
     let (queries, keys) = (128, 256);

@@ -272,8 +272,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// Checks the gradients of a reference call without keys or without queries. The query must have a gradient, and the
-/// gradient must be 0, even if the query is NaN.
+/// Checks the gradients of a reference call without keys or without queries. The query tensor must have a gradient of
+/// its own shape. All elements of this gradient must be 0, even if the query is NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

@@ -123,8 +123,8 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Asserts that the engine `Blocks` serves both passes of `problem`, and that the unit engine's refusal satisfies `matches` and
-/// contains each string in `text`.
+/// Asserts that the engine `Blocks`, which serves every problem, serves the forward and the backward of `problem`.
+/// Asserts also that the unit engine's refusal satisfies `matches` and contains each string in `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -285,7 +285,8 @@ fn plan_joint_gradients_fit_the_largest_buffer() {
     assert_eq!(parts(64, 128), None);
 }
 
-/// Checks that the limits that WebGPU guarantees (16 KB of shared memory, 256 units, 8 buffers) are enough for every head size.
+/// Checks that the limits that WebGPU guarantees are enough for every head size: 16 KB of shared memory, 256 units
+/// (threads) per cube, and 8 buffers.
 #[test]
 fn select_sixteen_kilobytes_serve_every_head_dim() {
     let small = DeviceProfile {
@@ -319,8 +320,8 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks a device on which an engine is disabled. The device must run the next engine, here `Blocks`, and the refusal
-/// must name the reason.
+/// Checks a device on which an engine is disabled. The device must run the next engine, which is `Blocks` here, and the
+/// refusal of the disabled engine must name the reason.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {

@@ -1,5 +1,5 @@
 //! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles.
-//! To fill the device, kernels split the sum that a tile computes over several cubes (CTAs).
+//! To fill the device, kernels divide the sum for each tile among several cubes (CTAs).
 
 use crate::case::{Case, FULL};
 use crate::cliffs::{chosen, hopper, problem};
@@ -33,8 +33,8 @@ fn planned_splits(problem: &AttentionProblem, device: &DeviceProfile) -> Gradien
     }
 }
 
-/// Checks that a gradient kernel with few tiles is split until its cubes fill the device. The other gradient kernel of
-/// the same problem has many tiles and is not split.
+/// Checks that a gradient kernel with few tiles is split until its cubes fill the device. The kernel for the gradient
+/// of the other side (queries or keys) has many tiles and is not split.
 #[test]
 fn plan_few_tiles_fill_the_device() {
     for device in [hopper(), ampere()] {

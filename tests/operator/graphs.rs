@@ -124,7 +124,8 @@ fn check<O>(
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // The tensors in `direct` and `direct_of_other` stay alive to the end, so that a graph cannot reuse their memory.
+    // The tensors in `direct` and `direct_of_other` stay alive to the end. Otherwise, a graph could reuse their memory
+    // and find the expected results in it.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
     assert!(

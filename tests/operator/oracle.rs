@@ -76,9 +76,9 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 /// factor of a dropped probability is 0. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A call of the generator gives two words for eight scores: the first word for query i, and the second word for query i +
-    // 8. Each of the four bytes of a word is the high byte of the random number for one key. The keys are j + 8, j, j + 9 and
-    // j + 1, where j is even.
+    // A call of the generator gives two words for eight scores: the first word for query i, and the second word for
+    // query i + 8. Each of the four bytes of a word is the high byte of the random number for one key. In the order of
+    // the bytes, the keys are j + 8, j, j + 9 and j + 1, where j is even.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -110,7 +110,8 @@ struct Drops {
 impl Drops {
     /// Returns the rule for a dropout probability. Normally, a number above the threshold drops an attention
     /// probability. NaN is above no threshold, so even the threshold −∞ keeps the attention probabilities whose number
-    /// is NaN. To drop more than this rule can, a number above the threshold keeps an attention probability instead.
+    /// is NaN. If more must be dropped than the threshold −∞ drops, the rule is reversed: a number above the threshold
+    /// keeps an attention probability.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());

@@ -95,7 +95,8 @@ fn values(results: (Tensor<4>, Tensor<3>)) -> Vec<f64> {
     [host(output.into_data()), host(lse.into_data())].concat()
 }
 
-/// Checks that results over pages have the same bits as results over contiguous keys.
+/// Checks that results over pages equal results over contiguous keys. If both run the same kernel, their bits must be
+/// equal.
 ///
 /// If a page size makes a device choose another kernel, the results may differ by some roundings of the dtype.
 #[track_caller]
@@ -149,8 +150,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // The contiguous keys come from `pages` too, with one page per sequence. The same keys are therefore NaN as in
-        // the tested pages.
+        // The contiguous keys come from `pages` too, with one page per sequence. Therefore, the same keys are NaN in
+        // the contiguous keys and in the tested pages.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(

@@ -138,8 +138,8 @@ fn int8_rows_of_any_scale_match_reference() {
             .value
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
-        // `huge` is the scale of every seventh value. Some rows of the keys are all zeros, so that some queries attend
-        // mainly to these huge values.
+        // `huge` is the scale of every seventh row of values. Some of these rows belong to keys of zeros. The scores of
+        // such keys are 0, so queries give these huge values a noticeable weight.
         let huge = match quantized.case.dtype {
             // A larger scale would overflow the output, which is in f16.
             DType::F16 => 400.0,

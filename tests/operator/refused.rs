@@ -1,4 +1,5 @@
-//! Helpers for tests of calls that are refused: the call, the expected error, and the check of every function of the operator.
+//! Helpers for tests of calls that are refused: the call, the expected error, and a check that every function of the
+//! operator refuses the call with this error.
 
 use attention_cube::{
     AttentionError, AttentionOptions, attention_with_lse, fused_attention, reference,

@@ -77,8 +77,9 @@ fn keys_of(i: usize) -> (usize, usize) {
     }
 }
 
-/// Returns the options of the shard with the keys `first..end`: the part of each query's interval in the shard. Only
-/// the first shard also has the sinks, because a sink must count only once.
+/// Returns the options of the shard with the keys `first..end`. Each query's interval is cut to the keys of the shard,
+/// and is relative to the first key of the shard. Only the first shard also has the sinks, because a sink must count
+/// only once.
 fn options(first: usize, end: usize, sinks: &Tensor<1>, device: &Device) -> AttentionOptions {
     let side = |key: fn(usize) -> usize| {
         let keys = (0..BATCH * Q_LEN).map(|query| key(query % Q_LEN).clamp(first, end) - first);

@@ -52,9 +52,9 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
     }
 }
 
-/// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the attention
-/// probability of the key. All half-precision cases have a bias. With a bias, the backward stores the row maximum and
-/// the logarithm of the row sum separately.
+/// Checks the gradient of a value whose key has a score that is 3 less than a large sink. This gradient is the
+/// attention probability of the key. Half precision is tested only with a bias. With a bias, the backward stores the
+/// row maximum and the logarithm of the row sum as two separate numbers.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());

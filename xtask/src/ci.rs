@@ -117,8 +117,8 @@ fn clippy(features: &[&str]) -> Result<()> {
     )
 }
 
-/// Checks the build of `attention-cube` for the CPU alone, without kernels. All builds of the workspace contain
-/// kernels, so they would miss an error that occurs only without kernels.
+/// Checks the build of `attention-cube` that runs only on the CPU and has no kernels. All builds of the workspace
+/// contain kernels, so they would miss an error that occurs only without kernels.
 fn without_kernels() -> Result<()> {
     process::run(process::cargo().args([
         "check",

@@ -17,7 +17,8 @@ const MARKER: &str = "complete";
 
 const MODEL: &str = "tiny";
 
-/// Runs the clients. Only prints a note if this machine lacks Python, its module venv, or the package index.
+/// Runs the clients. If this machine lacks Python, its module venv, or the package index, the function prints a note
+/// instead.
 pub fn check_if_possible() -> Result<()> {
     let folder = process::target_folder().join("python-clients");
     let Some(python) = environment(&folder) else {

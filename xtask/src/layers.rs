@@ -193,8 +193,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns the module of a file: the first two components of its path in `folder`, without the extension. The path may
-/// have only one component.
+/// Returns the module of a file: the first two components of its path in `folder`, or the only component, without the
+/// extension.
 fn module_of(folder: &Path, file: &Path) -> String {
     let inside = file.strip_prefix(folder).unwrap_or(file).with_extension("");
     let names: Vec<_> = inside

@@ -54,7 +54,7 @@ impl fmt::Display for Explanation {
 
 /// Reports which kernel would serve `problem` on `device` for contiguous inputs, and why the faster kernels refuse it.
 ///
-/// Every call also logs its own kernel choice at debug level.
+/// Every attention call also logs its kernel choice at debug level.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, AttentionProblem, explain};

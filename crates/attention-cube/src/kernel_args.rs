@@ -12,8 +12,9 @@ use crate::types::tensors::AttentionInputs;
 use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cubecl::prelude::TensorArg;
 
-/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous and start at a multiple of
-/// `size` elements, and its length must be a multiple of `size` elements. Burn aligns the start of the tensor.
+/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous and start at a
+/// multiple of `size` elements, and its length must be a multiple of `size` elements. The function does not check where
+/// the tensor starts, because Burn aligns the start.
 pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();

@@ -21,10 +21,10 @@
 //! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served by the engine
 //! [`Blocks`](Engine::Blocks), which then computes in f64.
 //!
-//! Scores are f32 for every input dtype. The operations on a score are, in order: scale, softcap, [score
-//! mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask), sink (if any) and softmax.
-//! The probabilities are then multiplied with the values, and the output is rounded to the input's dtype. The softmax
-//! and all sums are f32.
+//! Except for f64 inputs, the scores, the softmax and all sums are f32. The operations on a score are, in order: scale,
+//! softcap, [score mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask), sink (if
+//! any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
+//! dtype.
 //!
 //! | case | result |
 //! |---|---|
@@ -141,7 +141,8 @@ pub fn try_fused_attention(
     compute_output(query, key, value, options)
 }
 
-/// Computes [`fused_attention`] and the logsumexp (LSE) of every query's scores. The LSE is a natural logarithm in f32.
+/// Computes [`fused_attention`] and the logsumexp (LSE) of every query's scores. The LSE is a natural logarithm in f32,
+/// or in f64 for f64 inputs.
 ///
 /// Both results are differentiable. With the logsumexp, [`shards::merge`] merges attention results over different keys.
 ///

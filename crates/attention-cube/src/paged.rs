@@ -180,7 +180,7 @@ pub fn append(
     )))
 }
 
-/// Quantizes new keys, or new values, to the format of the pages, and writes them to their slots like [`append`].
+/// Quantizes new keys, or new values, to the format of the pages, and writes them to their slots as [`append`] does.
 ///
 /// # Shapes
 /// `pages` are quantized rows of the shape `[pages, kv_heads, page_len, columns]`, and `rows` is
@@ -219,8 +219,8 @@ pub fn append_quantized(
     }
 }
 
-/// Returns the scales of e4m3 pages, or an error if pages or slots have separate scales. New rows use the existing
-/// scales.
+/// Returns the scales of e4m3 pages, with which new rows are quantized. Returns an error if each page or each slot has
+/// a scale of its own, because then no existing scale fits the new rows.
 fn scales_of_pages(scales: &Tensor<3>) -> Result<Tensor<3>, AttentionError> {
     let has = scales.dims();
     for (dimension, index) in [("pages", 0), ("page_len", 2)] {
@@ -277,7 +277,8 @@ fn check_append(
     }
 }
 
-/// The name that error messages give to the new rows. All arguments of an append must be on the device of the new rows.
+/// The name of the new rows in error messages about devices. All other arguments of an append must be on the device of
+/// the new rows.
 const OF_ROWS: &str = "new row";
 
 fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {

@@ -82,7 +82,7 @@ impl QuantizedRows {
         Self::try_new(rows).unwrap_or_else(|error| panic!("QuantizedRows::new: {error}"))
     }
 
-    /// Quantizes rows like [`new`](Self::new), but returns an error instead of a panic.
+    /// Quantizes rows as [`new`](Self::new) does, but returns an error instead of a panic.
     ///
     /// # Errors
     /// Returns [`AttentionError`] if `columns` is 0 or not a multiple of 4, or if attention does not support the device.
@@ -110,7 +110,7 @@ impl QuantizedRows {
         Self::try_e4m3(rows, scales).unwrap_or_else(|error| panic!("QuantizedRows::e4m3: {error}"))
     }
 
-    /// Converts rows like [`e4m3`](Self::e4m3), but returns an error instead of a panic.
+    /// Converts rows as [`e4m3`](Self::e4m3) does, but returns an error instead of a panic.
     ///
     /// # Errors
     /// Returns [`AttentionError`] if `columns` is 0 or not a multiple of 4, if the scales do not fit the rows, or if attention

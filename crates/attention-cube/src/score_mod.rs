@@ -73,7 +73,7 @@
 //! # Ready-made types
 //! | type | code |
 //! |---|---|
-//! | [`Alibi`] | − slope · distance (ALiBi) |
+//! | [`Alibi`] | − slope · magnitude of the distance (ALiBi) |
 //! | [`DistanceBias`] | + a bias that depends on head and distance, such as T5's relative bias |
 //! | [`SoftWindow`] | − falloff · the distance beyond a window |
 //! | [`SameDocument`] | hides keys of other documents |

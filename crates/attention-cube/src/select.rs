@@ -150,8 +150,9 @@ fn first_plan<K>(
 
 /// Refuses a plan whose kernels are not compiled into this build.
 ///
-/// Without the Cargo feature `cuda`, CubeCL compiles through LLVM, which has neither asynchronous copies nor TMA. A missing
-/// Cargo feature can therefore look like a missing device feature.
+/// Without the Cargo feature `cuda`, CubeCL compiles through LLVM, which has neither asynchronous copies nor TMA. A
+/// missing Cargo feature can therefore look like a missing device feature. In this case, the function replaces
+/// [`Refusal::MissingFeature`] by [`Refusal::NotBuilt`].
 fn if_built<K>(
     engine: Engine,
     device: &DeviceProfile,

@@ -9,8 +9,8 @@
 //! must be added.
 //!
 //! In a call on a shard, key positions count from the shard's first key, also in the code of a [score
-//! mod](crate::score_mod). Replace a causal mask by [`visible_between`](AttentionOptions::visible_between), with the end of
-//! each query's visible keys in the shard. Pass sinks to one shard only.
+//! mod](crate::score_mod). Replace a causal mask by [`visible_between`](AttentionOptions::visible_between), which gets
+//! the end of each query's visible keys, counted from the shard's first key. Pass sinks to one shard only.
 //!
 //! The method is the one of ring attention (Liu et al., 2023, arXiv:2310.01889).
 
@@ -217,7 +217,7 @@ pub fn backward(
     })
 }
 
-/// Refuses shards whose gradients the kernels cannot compute.
+/// Refuses shards whose gradients the kernels cannot compute: a shard without keys, and a shard of one key with a bias.
 fn check_shard(problem: &AttentionProblem) -> Result<(), AttentionError> {
     let least = 1 + usize::from(problem.bias.is_some());
     if problem.kv_len >= least {

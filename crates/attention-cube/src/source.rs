@@ -30,7 +30,8 @@ macro_rules! optional {
 }
 pub(crate) use optional;
 
-/// Writes the kernels listed in the environment variable `KERNELS` to the folder `kernels` of the temporary directory.
+/// Calls `write` for each kernel that the environment variable `KERNELS` lists, or for the kernels in `default` without
+/// this variable. The output goes to the folder `kernels` of the temporary directory.
 pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     let names = env::var("KERNELS").unwrap_or_else(|_| default.into());
     let folder = env::temp_dir().join("kernels");

@@ -19,13 +19,13 @@
 //! # }
 //! ```
 //!
-//! [`Sequences::options`] turns the cumulative lengths into an [interval of keys](AttentionOptions::visible_between) per
-//! query, once for all layers of a model. The host does not wait for the device.
+//! [`Sequences::options`] turns the cumulative lengths into an [interval of keys](AttentionOptions::visible_between)
+//! per query, once for all layers of a model. The device computes the intervals, so the host does not wait.
 //!
 //! # Contract
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over the tokens of each sequence alone |
+//! | attention | [the definition](crate::reference) over the tokens of each sequence, without the tokens of other sequences |
 //! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences |
 //! | dropout | the random bits depend on the positions in the packed rows |
 //! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |

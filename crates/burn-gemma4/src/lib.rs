@@ -1,7 +1,8 @@
 //! Gemma 4 in [Burn](https://burn.dev). The crate loads checkpoints from Hugging Face and GGUF files without conversion,
 //! generates text and trains models.
 //!
-//! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model alone.
+//! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model without tokenizer
+//! and chat template.
 
 mod cancellation;
 mod checkpoint;

@@ -12,9 +12,10 @@ use std::{arch::x86_64::*, ops::Range};
 
 /// The number of bf16 elements in a vector.
 pub(crate) const HALVES: usize = 32;
-/// The number of vectors in a block of bf16 weights.
+/// The number of vectors in a block of bf16 weights. A kernel reads a row block by block.
 pub(crate) const FLOAT_STEPS: usize = 4;
-/// The number of 4-bit codes in the 16 bits of a lane. A block of quantized weights has this number of vectors.
+/// The number of vectors in a block of quantized weights. A block is one vector of words. Each 16-bit lane of these
+/// words holds four 4-bit codes, and vector `i` consists of the `i`-th code of each lane.
 pub(crate) const CODE_STEPS: usize = 4;
 
 /// True if the kernels of this module support quantized rows of `layout`.

@@ -1,8 +1,8 @@
 //! Converts the elements of a row to vectors of f32, for each format in which a row may be stored.
 //!
 //! A kernel reads a row in blocks, and a block in steps of one vector each. A format chooses which columns form a
-//! vector, so that few instructions convert the elements. Neighboring elements of one word are therefore in different
-//! steps.
+//! vector, so that few instructions convert the elements. For example, one shift moves an element of every word into
+//! place. Neighboring elements of a word are therefore in different steps.
 
 use crate::simd::Simd;
 
@@ -70,12 +70,12 @@ impl<S: Simd> Floats<S> for Bf16 {
     }
 }
 
-/// A format of integer codes. A block has one vector of words. The vector of step `i` holds the `i`-th code of each
-/// word.
+/// A format of integer codes. The lower bits of the codes of a block fill one vector of words. The vector of step `i`
+/// consists of the `i`-th code of each word.
 pub(crate) trait Codes<S: Simd> {
     /// The number of codes whose lower bits fit into a word.
     const CODES: usize;
-    /// The number of upper bits of a code, which are stored apart from the lower bits.
+    /// The number of upper bits of a code. In a row, the upper bits of all codes follow the lower bits of all codes.
     const TOP_BITS: usize;
     /// The argument of the conversion from codes to floats: a lookup table, or the zero point.
     type Table: Copy;

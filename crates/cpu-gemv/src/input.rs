@@ -27,14 +27,15 @@ impl Rows<'_> {
     }
 }
 
-/// Input rows, rearranged as `[blocks, rows, steps, lanes]`. Columns past the end are 0.
+/// Input rows, rearranged as `[blocks, rows, steps, lanes]`. In each step, a kernel reads one vector of `lanes`
+/// elements per row. Columns past the end are 0.
 #[derive(Default)]
 pub(crate) struct Input {
     pub numbers: Vec<f32>,
     /// The elements in bf16 if the kernel reads bf16. The list `numbers` is then empty.
     pub halves: Vec<bf16>,
-    /// The sum of the input elements that each word of a block multiplies, `[blocks, rows, words]`. The list is empty
-    /// if the format has no minimums.
+    /// `[blocks, rows, words]`: the sum of the input elements that the codes of each word of the weights multiply. The
+    /// list is empty if the format has no minimums.
     pub sums: Vec<f32>,
 }
 
@@ -112,8 +113,8 @@ fn rearranged<T: Copy, N: Copy + Default>(
     numbers
 }
 
-/// Sums the input elements that each word of a block multiplies. A word corresponds to `of_word` neighboring lanes in
-/// each step of the block.
+/// For each word of the weights, sums the input elements that the word's codes multiply. A word corresponds to
+/// `of_word` neighboring lanes in each step of the block.
 fn sums<T: Copy>(
     numbers: &[T],
     width: usize,

@@ -100,7 +100,8 @@ pub(crate) enum Format {
 pub(crate) struct Kernel {
     /// Multiplies the input by a range of rows of the weights.
     pub run: unsafe fn(&Task, Range<usize>),
-    /// The number of input rows that the kernel reads. This number may exceed the number of rows in the input.
+    /// The number of input rows that the kernel reads. This number may exceed the number of rows in the input, because
+    /// not every number of rows has its own kernel.
     pub rows: usize,
     pub order: Order,
     /// True if the kernel reads the input in bf16, and false if it reads the input in f32.

@@ -111,8 +111,8 @@ unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
     }
 }
 
-/// Adds the products of one vector of weights and each input row to `totals`. `input` points to a block of `steps`
-/// steps.
+/// Adds the products of one vector of weights and each input row to `totals`. `input` points to a block of the input
+/// rows, which has `steps` vectors per row.
 #[inline(always)]
 unsafe fn add_step<S: Simd, const R: usize, const A: usize>(
     totals: &mut [[S::Floats; A]; R],
@@ -138,8 +138,9 @@ unsafe fn added<S: Simd, const A: usize>(parts: [S::Floats; A]) -> S::Floats {
     sum
 }
 
-/// The distance in bytes at which the kernels of quantized weights prefetch weights. The CPU's own prefetcher works
-/// only while addresses increase. A row's scales lie after its codes, but are read first.
+/// The distance in bytes at which the kernels of quantized weights prefetch weights. The CPU's own prefetcher follows
+/// only increasing addresses, but a kernel does not read a row in this order. A row's scales lie after its codes, and
+/// are read first.
 pub(crate) const AHEAD: usize = 2048;
 
 /// Prefetches the scales of a later row, which lies about [`AHEAD`] bytes after `row`.
@@ -192,7 +193,8 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
 
 /// The computation for groups that have only a scale, which multiplies the sum of the group's products.
 const PLAIN: u8 = 0;
-/// The computation for groups that have a scale and a minimum. The minimum multiplies the sum of the inputs.
+/// The computation for groups that have a scale and a minimum. The minimum multiplies the sum of the group's input
+/// elements.
 const LEAST: u8 = 1;
 /// The computation that dequantizes each element by itself, because elements are rounded, or because each group has its
 /// own zero point.
@@ -208,7 +210,8 @@ struct Row<'a, S: Simd> {
 }
 
 impl<S: Simd> Row<'_, S> {
-    /// Returns a vector for each input row. Each lane holds the sum of the products in this lane.
+    /// Returns a vector for each input row. Each lane of the vector holds the sum of the products that this lane has
+    /// computed.
     ///
     /// # Safety
     /// The pointers point to a row of `layout`, whose codes have the format `C`, and the CPU has the instruction set.

@@ -1,8 +1,8 @@
 //! The device layout of quantized rows, in 32-bit words. The layout is the same for all file formats and all devices.
 //!
 //! A row holds the lower bits of all codes, then the upper bits of 5-bit and 6-bit codes, then the scales of each group of
-//! columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel can read
-//! any row on its own.
+//! columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel can
+//! read any row without reading other rows.
 //!
 //! Burn 0.22's own quantized tensors cannot replace this layout. They are symmetric, and lack the minimums or zero
 //! points of half of the formats. Burn's GEMM and row selection also dequantize the whole matrix.
@@ -53,7 +53,7 @@ pub enum Scales {
     BytesAndLeast,
 }
 
-/// The dtype to which an element is rounded (half to even) before it is converted to the requested dtype.
+/// The dtype to which an element is rounded (ties to even) before it is converted to the requested dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
     /// No rounding.

@@ -37,8 +37,8 @@ use std::ops::Range;
 /// The largest number of input rows of a product.
 pub const MAX_ROWS: usize = 8;
 
-/// The number of bytes of weights in one part, which one thread reads. The parts are small, so that a thread that
-/// another process delays keeps the other threads waiting only for a short time.
+/// The number of bytes of weights in one part of a product, which one thread reads. The parts are small. If another
+/// process delays a thread, the other threads therefore wait only for a short time.
 const PART_BYTES: usize = 1 << 17;
 
 /// A matrix of weights, `[columns out, columns in]`, row by row.
@@ -79,7 +79,7 @@ impl Weights<'_> {
         length / of_row
     }
 
-    /// Writes the rows `rows` in f32, `[rows, columns]`.
+    /// Writes the rows `rows` in f32 to `numbers`, `[rows, columns]`.
     ///
     /// # Panics
     /// Panics if `numbers` has another length than the rows.
@@ -153,7 +153,7 @@ pub fn multiply(input: Rows, columns: usize, weights: Weights, output: &mut [f32
 /// Computes [`multiply`] with the kernels of a given instruction set.
 ///
 /// # Panics
-/// Panics like [`multiply`], and if this CPU lacks the instruction set.
+/// Panics in the same cases as [`multiply`], and if this CPU lacks the instruction set.
 pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
     assert!(
         isa == Isa::best() || Isa::available().contains(&isa),
@@ -176,7 +176,8 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         _ => None,
     };
     if let Some(layout) = layout {
-        // The kernels read as many bytes as the layout says, so its public fields must be those of a valid layout.
+        // The kernels read as many bytes as the layout says, so the layout's public fields must be those of a valid
+        // layout.
         assert!(
             Layout::new(layout.format, layout.columns) == Some(layout),
             "weights: expected a layout of `Layout::new`"

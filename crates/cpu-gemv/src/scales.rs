@@ -137,7 +137,7 @@ pub(crate) enum Lanes<S: Simd> {
 }
 
 impl<S: Simd> Lanes<S> {
-    /// Describes groups of `words` words.
+    /// Creates the mapping for groups of `words` words.
     ///
     /// # Safety
     /// The CPU has the instruction set.

@@ -1,7 +1,8 @@
 //! A team of threads that stay alive between products. A product divides its work into parts, which the calling thread
 //! and the team's threads take one by one.
 //!
-//! A team serves one call at a time. A call that finds the team busy computes all parts on its own thread.
+//! A team serves one call of [`parallel`] at a time. A call that finds the team busy computes all parts on its own
+//! thread.
 
 use std::{
     cell::UnsafeCell,
@@ -46,8 +47,8 @@ struct Team {
     threads: usize,
 }
 
-// SAFETY: only the owner writes `call`, and only while no thread is inside a call. Threads read the cell after they entered
-// an open call, which the owner opens after the write.
+// SAFETY: only the owner writes `call`, and only while no thread is inside a call. Other threads read `call` only after
+// they have entered an open call, and the owner opens a call only after the write.
 unsafe impl Sync for Team {}
 
 /// Returns the number of threads that compute a product, including the caller's thread.
@@ -55,7 +56,8 @@ pub fn threads() -> usize {
     team().threads
 }
 
-/// Calls `work` with each index below `parts`, on all CPU cores. Returns when all calls have returned.
+/// Calls `work` with each index below `parts`, on all CPU cores if the team is not busy. Returns when `work` has
+/// returned for every index.
 ///
 /// # Panics
 /// Panics if `work` panics.
@@ -146,7 +148,7 @@ impl Team {
                 continue;
             };
             last = state / CALL;
-            // SAFETY: this thread is inside an open call, so the owner does not write the cell.
+            // SAFETY: this thread is inside an open call, so the owner does not write `call`.
             if let Some(call) = unsafe { *self.call.get() } {
                 let outcome = catch_unwind(AssertUnwindSafe(|| self.take_parts(call)));
                 if let Err(payload) = outcome {
@@ -258,7 +260,8 @@ mod tests {
             }
             thread::sleep(Duration::from_millis(1));
         };
-        // Repeat the call, because another test may own the team. In that case the call runs only on its own thread.
+        // Repeat the call, because another test may own the team. In that case, all parts run on the thread of this
+        // test.
         let mut calls = 0;
         while calls < 100 && (calls == 0 || threads() > 1 && helpers.load(Ordering::Relaxed) == 0) {
             parallel(20, work);

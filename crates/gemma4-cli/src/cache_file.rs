@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// The path that `--cache` names, or `None` if the session is in the file at this path. The path is set if another
-    /// program has changed that file, because the session is then in a new file.
+    /// The path that `--cache` names, if another program has changed the file at this path. The session is then in a
+    /// new file. Otherwise `None`, and the session is in the file that `--cache` names.
     taken: Option<PathBuf>,
 }
 

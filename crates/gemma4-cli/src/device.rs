@@ -258,7 +258,7 @@ impl std::fmt::Display for Unusable {
 impl std::error::Error for Unusable {}
 
 impl DeviceName {
-    /// Returns the device's name on the command line, which is also the name of its Cargo feature.
+    /// Returns the name on the command line. The name of a backend is also the name of the backend's Cargo feature.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Auto => "auto",

@@ -82,9 +82,9 @@ fn one_line(text: &str) -> String {
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Installs a logger, which prints the log records of training like the program's own notes and errors. Records of the
-/// request log are printed with `--log-format json`. Records of other crates are printed only if `RUST_LOG` is set,
-/// because drivers log errors from which they recover.
+/// Installs a logger, which prints the log records of training in the form of the program's own notes and errors.
+/// Records of the request log are printed with `--log-format json`. Records of other crates are printed only if
+/// `RUST_LOG` is set, because drivers log errors from which they recover.
 pub(crate) fn install_logger() {
     let others =
         std::env::var_os("RUST_LOG").map(|_| env_logger::Builder::from_default_env().build());

@@ -24,7 +24,8 @@ pub fn now() -> String {
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_secs());
     let (days, second) = (seconds / 86400, seconds % 86400);
-    // Years begin in March, so that the leap day is the last day of a year (Howard Hinnant, days_from_civil).
+    // In this computation, years begin in March, so that the leap day is the last day of a year (Howard Hinnant,
+    // days_from_civil).
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -78,8 +78,8 @@ pub fn read_input() -> Result<String, Error> {
     Ok(text)
 }
 
-/// Reads all of standard input like [`read_input`]. Returns `None` if the input does not end within `patience`, because a
-/// parent process may leave a pipe open without writing.
+/// Reads all of standard input, as [`read_input`] does. Returns `None` if the input does not end within `patience`,
+/// because a parent process may leave a pipe open without writing.
 ///
 /// # Errors
 /// Passes on the errors of [`read_input`].
@@ -93,7 +93,7 @@ pub fn read_input_within(patience: Duration) -> Result<Option<String>, Error> {
     }
 }
 
-/// Reads the next line of standard input, without its newline. Returns `None` at the end.
+/// Reads the next line of standard input, without its newline. Returns `None` at the end of the input.
 ///
 /// # Errors
 /// Returns [`WrongArgument`] if the line is not UTF-8, and the system's error if the line cannot be read.
@@ -170,8 +170,8 @@ impl Output {
                 interrupt.flow()
             })
         })?;
-        // Prints the text that the callback has not printed yet. The callback is called once per token, but the last piece
-        // of text may become complete after the last token.
+        // Print the text that the callback has not printed yet. The callback is called once per token, but the last
+        // piece of text may become complete after the last token.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));

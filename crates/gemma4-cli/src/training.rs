@@ -14,8 +14,8 @@ use gemma4_train::{
 };
 use std::{process::ExitCode, sync::Arc};
 
-/// Runs a program as one of several processes or as the only one. Returns its exit code like [`terminal::exit_code`].
-/// If one process fails, all other processes end with the error of the failed process.
+/// Runs a program as one of several processes or as the only one. Returns the same exit codes as
+/// [`terminal::exit_code`]. If one process fails, all other processes end with the error of the failed process.
 pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) -> ExitCode {
     terminal::exit_code(|| {
         let rank = Rank::of_process()?;

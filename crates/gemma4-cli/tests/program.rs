@@ -1,5 +1,5 @@
-//! Tests that run the program `gemma4` as a process. The workspace's other tests also run this program. Cargo builds
-//! the program because this integration test exists.
+//! Tests that run the program `gemma4` as a process. The workspace's other tests also run this program, and Cargo
+//! builds the program for them only because this integration test exists.
 
 use std::process::{Command, Output};
 

@@ -5,7 +5,7 @@ use crate::engine::AnswerOptions;
 use burn_gemma4::Gemma4;
 use burn_gemma4::Sampling;
 
-/// Returns the embedded model on the CPU.
+/// Returns the small model that `burn-gemma4` embeds, on the CPU.
 #[cfg(feature = "flex")]
 pub fn gemma() -> Gemma4 {
     let device = burn::tensor::Device::flex();

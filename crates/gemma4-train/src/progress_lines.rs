@@ -72,7 +72,7 @@ impl ProgressLines {
         }
     }
 
-    /// Counts one device's report of a step. After the last device's report, prints a line if one is due.
+    /// Handles the end of one device's report of a step. After the last device's report, prints a line if one is due.
     fn part(&mut self, learning_rate: f64) {
         let Schedule {
             steps,

@@ -1,4 +1,4 @@
-//! Runs a training with Burn's learner.
+//! Runs the training of a model with Burn's learner.
 
 use crate::{
     Error,
@@ -149,7 +149,8 @@ impl Run<'_> {
             restored: self.resume.map(|done| after(rates.clone(), done)),
         };
         let skipped = SkippedSteps::default();
-        // Only the first process writes the history of the metrics into the run's folder.
+        // Only the first process writes the history of the metrics into the run's folder. All other processes write it
+        // to a temporary folder.
         let scratch = tempfile::tempdir()?;
         let history = match rank.is_first() {
             true => self.folder,

@@ -47,8 +47,9 @@ pub struct TrainableModel {
     records: bool,
     /// The largest allowed global norm of the gradients, or `None` if gradients are not clipped.
     largest_norm: Option<f32>,
-    /// The number of devices. The learner reports the mean loss over the devices. Each device multiplies its share of
-    /// the loss by this number, so that the mean equals the sum of the shares.
+    /// The number of devices of this process. The learner reports the mean loss over the devices. Without an
+    /// all-reduce, each device multiplies its share of the loss by this number, so that the mean equals the sum of the
+    /// shares.
     devices: usize,
     /// The all-reduce of gradients, or `None` if Burn's learner sums the gradients.
     all_reduce: Option<AllReduce>,
@@ -109,8 +110,8 @@ impl TrainableModel {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
         let mut sum = GradientsParams::new();
-        // A captured graph writes the gradients to the same memory in every replay. So the graph is used only if the step
-        // has a single batch.
+        // A captured graph writes the gradients to the same memory in every replay, so a second batch would overwrite
+        // the gradients of the first. The graph is therefore used only if the step has a single batch.
         let records = self.records && step.batches.len() == 1;
         for batch in step.batches {
             let share = batch.counted as f64 / step.targets.max(1) as f64;

@@ -1,5 +1,5 @@
-//! Tests truncated, bit-flipped and made-up GGUF files. Each file gives an error with a clear text, regardless of what the
-//! file's header claims.
+//! Tests truncated, bit-flipped and made-up GGUF files. Each malformed file gives an error with a clear text,
+//! regardless of what the file's header claims.
 
 use super::{Copy, parts, path};
 use attention_workspace::testing::gguf::text_bytes;

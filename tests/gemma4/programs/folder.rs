@@ -94,8 +94,8 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            // The embeddings of a token and of the next token share one direction. The embedding of the next token is longer,
-            // so its logit is larger.
+            // The embeddings of a token and of the next token share one direction. The embedding of the next token is
+            // longer, so the next token has the largest logit.
             let embedding = tensors
                 .get_mut("model.embed_tokens.weight")
                 .expect("the tensor exists");

@@ -50,8 +50,8 @@ impl Tuning {
         command
     }
 
-    /// Returns the cross entropy of the training data, as reported by the command `evaluate`. In `arguments`, a text that does
-    /// not begin with `--` is the name of a file in the folder.
+    /// Returns the cross entropy of the training data, as reported by the command `evaluate`. An argument that does not
+    /// begin with `--` is the name of a file or folder in the test's folder.
     fn told(&self, model: &Path, arguments: &[&str]) -> f64 {
         let mut command = gemma4("evaluate");
         command.args(["--device", "flex", "--json", "--length", "64", "--model"]);

@@ -51,8 +51,8 @@ fn processes_give_the_losses_of_one_process() {
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
     let in_parts = [&short[..], &["--shard-optimizer"]].concat();
     let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
-    // With a sharded optimizer, only one of the processes updates a parameter. All processes still sum their gradients as
-    // without sharding, so the losses are equal.
+    // With a sharded optimizer, each parameter is updated by only one of the processes. All processes still sum their
+    // gradients as without sharding, so the losses are equal.
     assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
@@ -207,7 +207,7 @@ fn processes_with_devices_option_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
     let ended = run(&mut several(2, &train(&out, &["--devices", "0,0"])));
-    // Each process and the launcher print an error, so standard error contains more than one error.
+    // Each process and the launcher print an error, so the test cannot use `check`, which expects exactly one error.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     let reason = "error: --devices: the run has several processes";
     assert!(ended.stderr.contains(reason), "{ended:?}");

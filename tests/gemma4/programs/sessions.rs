@@ -48,8 +48,9 @@ fn program_session_file_is_continued() {
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
-    // The session keeps the 6 tokens that both prompts begin with, and removes the other 8 tokens of the earlier prompt. The
-    // longer prompt has 16 tokens, so 10 tokens remain to prefill.
+    // Both prompts begin with the same 14 tokens. The session goes back to its checkpoint, which is 8 tokens before the
+    // end of the earlier prompt, and keeps the 6 tokens before it. The longer prompt has 16 tokens, so 10 tokens remain
+    // to prefill.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([
@@ -103,8 +104,8 @@ fn program_session_file_is_continued() {
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
-    // The command `run` reuses the keys and values of the chat for its prompt. The conversation in the session file stays
-    // unchanged.
+    // The command `run` may reuse the chat's keys and values for its own prompt, but must not change the conversation
+    // in the session file.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));

@@ -42,7 +42,7 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Returns the losses that a program has printed, each with the number of its step.
+/// Returns the losses that follow the text `kind` in the lines of a program's output, each with the number of its step.
 pub fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     let loss = |line: &str| {
         let step = line.strip_prefix("step ")?.split('/').next()?;
@@ -91,8 +91,8 @@ fn train_killed_and_resumed_gives_the_losses_of_one_run() {
     child.wait().expect("the process ends");
 
     let resumed = succeed(&mut train(&killed, &["--resume"]));
-    // Checkpoints are written while the next steps run. The last complete checkpoint is from step 10, or from step 5 if the
-    // disk was slow.
+    // Checkpoints are written while the next steps run. When the process is killed after step 12, the last complete
+    // checkpoint is from step 10, or from step 5 if the disk was slow.
     let of_resumed = losses(&resumed.stdout, "  loss ");
     let begun = of_steps.len() - of_resumed.len();
     assert!([5, 10].contains(&begun), "{resumed:?}");
@@ -218,14 +218,14 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // Training works with a per-layer table on the host. The run with `host` uses the default of `--checkpointing`, and the
-    // run with `merge` uses `--checkpointing layers`.
+    // Both adapter runs keep the per-layer table on the host. The first run uses the default of `--checkpointing`, and
+    // the run with `--merge` uses `--checkpointing layers`.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
     assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
     assert!(path("adapter").join("adapter_model.safetensors").exists());
-    // The merged checkpoint contains the table that stayed on the host.
+    // The merged checkpoint must contain the per-layer table, although the table stays on the host.
     let merge = [
         "--merge",
         "--checkpointing",
@@ -295,7 +295,8 @@ fn finetune_weighs_answers_by_their_tokens() {
         let mut command = finetune(&base, &data, &out, &["--length", "40"]);
         let ended = succeed(command.args(arguments));
         assert!(!ended.stderr.contains("and cut"), "{ended:?}");
-        // A row holds exactly one conversation, because two conversations do not fit and no conversation is cut.
+        // A row holds exactly one conversation, because two conversations do not fit and no conversation is cut. Of the
+        // 40 conversations, 38 are for training and 2 for validation.
         assert!(ended.stderr.contains("38 rows"), "{ended:?}");
         (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
     };

@@ -1,7 +1,8 @@
-//! Tests of the engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
-//! cover partly filled tiles, every option that hides keys, tiles that several heads share, and split-KV.
+//! Tests of the engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The
+//! cases cover partly filled tiles, every option that hides keys, tiles that several heads share, and split-KV.
 //!
-//! Each check asserts that this engine serves the case forward and backward. Without a Hopper device the tests do nothing.
+//! Each check asserts that this engine serves the forward and, for head sizes up to 512, the backward. Without a Hopper
+//! device the tests do nothing.
 //!
 //! For few rows the operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is needed to test the
 //! forward of this engine.

@@ -59,7 +59,8 @@ fn wgmma_uneven_segments_with_dynamic_scheduler_match_reference() {
     }
 }
 
-/// Checks documents that consist of complete tiles. A second case is a decode call, whose keys are split over CTAs.
+/// Checks documents that consist of complete tiles. Checks also a decode call over packed documents, whose keys are
+/// split over CTAs.
 #[test]
 fn wgmma_segments_of_whole_tiles_match_reference() {
     for width in [64, 128, 256, 512] {

@@ -27,8 +27,8 @@ fn wgmma_persistent_ctas_match_reference() {
     }
 }
 
-/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A call with a single sequence
-/// has fewer tiles than CTAs. It must give the same bits as this sequence in the call with all sequences.
+/// Checks tiles without visible keys. In a call with all sequences, persistent CTAs process such tiles between other
+/// tiles. A call with a single sequence has fewer tiles than CTAs, and must give the same bits for this sequence.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);

@@ -1,5 +1,5 @@
-//! Tests of options that hide keys: causal masks, windows, and masks of any size. Kernels pack a mask into one bit per score
-//! and one summary per block.
+//! Tests of options that hide keys: causal masks, windows, and masks of any size. Kernels pack a mask into one bit per
+//! score, and into one summary per block that says how much of the block is visible.
 
 use super::{WIDTHS, check, check_poisoned, check_with, each_width, hopper_devices, sized};
 use crate::case::{Case, FULL};
@@ -7,7 +7,7 @@ use crate::dense::{Dense, read};
 use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// Additional pairs of `(head_dim, value_dim)` for the test without options.
+/// Additional pairs of `(head_dim, value_dim)` for the test without any option that hides keys.
 const OTHER_WIDTHS: [(usize, usize); 6] = [
     (8, 8),
     (80, 80),
@@ -137,8 +137,9 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // Only the keys 200 to 289 are NaN, because no query sees these keys. The function `nobody_sees` is
-                        // also true for keys with key % 16 = 5, but fully visible blocks show those keys.
+                        // Only the keys 200 to 289 are hidden from all queries here, so only these keys are NaN. The
+                        // function `nobody_sees` is also true for keys with key % 16 = 5, but the fully visible blocks
+                        // show those keys.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },
@@ -192,8 +193,9 @@ fn wgmma_sink_of_minus_infinity_matches_reference() {
     }
 }
 
-/// Checks forward and backward with a mask that has more elements than 32 bits can count. The kernels read this mask
-/// without copying it. The last head must get the same results as in a call with only that head and its mask.
+/// Checks forward and backward with a mask that has more elements than 32 bits can count. The kernels pack the mask
+/// directly from this tensor, so they must compute its offsets with more than 32 bits. The last head must get the same
+/// results as in a call with only that head and its mask.
 #[test]
 fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];

@@ -59,7 +59,8 @@ pub struct Variant {
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
-    /// The number of keys of every problem is a multiple of this number.
+    /// The number of keys of every problem is a multiple of this number. With a multiple of 8, the rows of a bias can
+    /// start at multiples of 16 bytes, so that TMA can load them.
     key_step: usize,
     sizes: Sizes,
 }

@@ -314,8 +314,8 @@ impl Data {
 
 impl Drawn {
     /// Returns `got`, but with the expected results in place of all undefined results. If a visible key or value is
-    /// NaN, the results of each query that sees any key of this KV head are undefined. The gradients of the head's keys
-    /// and values, and all sums over queries, are undefined too.
+    /// NaN, the results of each query that sees any key of the same KV head are undefined. The gradients of that head's
+    /// keys and values, and all sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

@@ -123,8 +123,8 @@ fn varlen_bounds_of_every_dtype_are_clamped() {
                 };
                 visible(on, sizes, &sequences, AttentionOptions::new().causal())
             };
-            // The expected lengths are the given ones, clamped to the number of rows. The clamped bounds decide the causal
-            // alignment of the second sequence.
+            // The expected cumulative lengths are the given ones, clamped to the number of rows. The clamped lengths
+            // decide the causal alignment of the second sequence.
             for (given, clamped) in [
                 (([0, 2, beyond], [0, 2, 6]), ([0, 2, 6], [0, 2, 6])),
                 (([0, 2, 5], [0, 4, beyond]), ([0, 2, 5], [0, 4, 9])),

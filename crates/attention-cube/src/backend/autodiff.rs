@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex};
 /// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the gradient to this slot,
 /// and the backward of the output's node reads it from there.
 ///
-/// A node of Burn's graph has only one tensor. The logsumexp therefore has its own node, a child of the output's node.
-/// The backward of the child runs first and passes zeros to the output's node. The output's node then runs one
+/// A node of Burn's graph produces only one tensor. The logsumexp therefore has its own node, a child of the output's
+/// node. The backward of the child runs first and passes zeros to the output's node. The output's node then runs one
 /// attention backward with the gradients of both the output and the logsumexp.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 

@@ -1,5 +1,5 @@
-//! Integration into Burn: an extension trait with one forward and one backward. Every backend to which Burn dispatches
-//! implements the trait.
+//! Integration into Burn: the extension trait [`AttentionBackend`] with the forward, the backward, quantization, and
+//! appending to pages. Every backend to which Burn dispatches implements the trait.
 //!
 //! | backend | implementation |
 //! |---|---|

@@ -57,7 +57,7 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
-    /// Reads the bounds of a call. The block `whole` covers all its queries and keys.
+    /// Reads the bounds of a call. The block `whole` covers all queries and keys of the call.
     pub fn new<B: Backend>(whole: &Block<B>) -> Self {
         Self {
             problem: whole.problem.clone(),
@@ -181,7 +181,7 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
         let count = all.len() / problem.batch;
         all[index * count..(index + 1) * count].to_vec()
     };
-    // Keep only the lowest 32 bits, because segment ids must fit in 32 bits.
+    // Keep only the lowest 32 bits. They hold the whole id, because segment ids must fit in 32 bits.
     let ids = |all: &[i64], index| own(all, index).into_iter().map(|id| id as i32).collect();
     let of_index = |index| Sequence {
         q_len: q_lens[index],

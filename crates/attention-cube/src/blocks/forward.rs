@@ -16,9 +16,9 @@ use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 use std::slice;
 
-/// Computes the forward of a whole call. The block `whole` covers all its queries and keys. The logsumexp of the
-/// returned [`AttentionOutput`] has two parts: the largest score, and the logarithm of the softmax sum. The second part
-/// is −0 for a query that sees no key.
+/// Computes the forward of a whole call. The block `whole` covers all queries and keys of the call. The logsumexp of
+/// the returned [`AttentionOutput`] has two parts: the largest score, and the logarithm of the softmax sum. The second
+/// part is −0 for a query that sees no key.
 pub(super) fn of_blocks<B: Backend>(whole: Block<B>, sizes: Sizes) -> AttentionOutput<B> {
     let problem = &whole.problem;
     let device = whole.inputs.query.device();
@@ -149,7 +149,8 @@ impl<B: Backend> Rows<B> {
             let sinks = B::float_sub(sinks.clone(), self.largest.clone());
             sum = B::float_add(sum, B::float_exp(sinks));
         }
-        // Queries with neither visible keys nor a sink. Their sum is set to 1 to avoid a division by zero.
+        // `unseeing` marks the queries with neither visible keys nor a sink. Their sum is set to 1 to avoid a division
+        // by zero.
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
         let output = self.output.map(|output| {

@@ -1,4 +1,4 @@
-//! Builds a tensor from tiles. Tiles at the same place are added, and the sums of all places are concatenated.
+//! Builds a tensor from tiles. Tiles that cover the same part of the tensor are added, and the sums are concatenated.
 
 use crate::reference::tensors::{cast, float_dtype};
 use burn::backend::{

@@ -67,7 +67,8 @@ fn visible<B: Backend>(
     }
     let all = (0..problem.batch, 0..problem.kv_heads);
     let block = heads.part(all.0, all.1, queries.clone(), keys.clone());
-    // Keep the positions for score mods and mask mods. Their code reads positions, which depend on the lengths.
+    // A block without hidden keys needs its positions only for score mods and mask mods, whose code reads them. The
+    // positions depend on the lengths, which `without_positions` removes.
     match seen == Seen::Everything && !problem.has_code() {
         true => Some(block.without_positions()),
         false => Some(block),

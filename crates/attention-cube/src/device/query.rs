@@ -71,8 +71,8 @@ impl DeviceProfile {
             bindings: hardware.max_bindings as usize,
             largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
             cube_count: hardware.max_cube_count.0,
-            // `processors` is `None` for a GPU. Runtimes report a physical device for every GPU, so a device without a
-            // physical device is a software driver on the CPU.
+            // `processors` is `None` for a GPU. Runtimes report a physical device for every GPU. If a runtime reports
+            // none, the device is a software driver on the CPU.
             processors: properties.identity.physical.is_none().then(processors),
             multiprocessors: hardware
                 .num_streaming_multiprocessors
@@ -156,8 +156,8 @@ fn fragments(client: &Client) -> FragmentSupport {
     FragmentSupport {
         kinds: properties.features.matmul.cmma.iter().filter_map(of_dtype).collect(),
         plane_sizes: (hardware.plane_size_min as usize, hardware.plane_size_max as usize),
-        // All Intel devices are marked as faulty, because the runtime does not report the GPU's generation. Only some
-        // generations are faulty (<https://github.com/tracel-ai/cubecl/issues/1444>).
+        // Mark the cmma of all Intel devices as faulty. Only some generations are faulty
+        // (<https://github.com/tracel-ai/cubecl/issues/1444>), but the runtime does not report the GPU's generation.
         fault: is_intel.then_some(
             "Intel's Vulkan driver loads the first tile of shared memory instead of the requested one on some of its cards",
         ),

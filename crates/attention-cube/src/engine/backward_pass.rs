@@ -100,8 +100,8 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets`
-    /// locates the sequence lengths and segment bounds in the buffer that packs them.
+    /// Completes `gradients` with the gradients of bias and sinks, and drops gradients that were not requested.
+    /// `offsets` locates the sequence lengths and segment bounds in the buffer that packs them.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,
@@ -139,8 +139,8 @@ impl<'a> BackwardPass<'a> {
         )
     }
 
-    /// Computes the gradient of the sinks, which has one element per query head. A separate kernel converts the result to
-    /// half precision, because the rounding of Burn's conversion depends on the driver.
+    /// Computes the gradient of the sinks, which has one element per query head. If the sinks have half precision, the
+    /// kernel `sum_parts` rounds the result, because the rounding of Burn's conversion depends on the driver.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();

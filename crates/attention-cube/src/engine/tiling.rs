@@ -134,13 +134,13 @@ const COLUMNS_WITH_BOUNDS: usize = 512;
 /// Returns the number of heads whose tiles are in flight at the same time. There are `planes` heads, counted over all
 /// sequences.
 ///
-/// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in flight
-/// must fit the L2 cache. Without a causal mask, the heads run one after another.
+/// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in
+/// flight must fit the L2 cache. With no causal mask, no segments and no intervals, the heads run one after another.
 ///
 /// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another,
-/// the long tiles of the last head would run alone at the end. On an H200 (2026-11-28), intervals for image blocks of
-/// 256 tokens make causal attention slower. At head size 256, the factor is 1.19 with one head in flight and 1.08 with
-/// all 16 heads. At head size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
+/// only the long tiles of the last head would still run at the end. On an H200 (2026-11-28), intervals for image blocks
+/// of 256 tokens make causal attention slower. At head size 256, the factor is 1.19 with one head in flight and 1.08
+/// with all 16 heads. At head size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.has_bounds() && problem.head_dim + problem.value_dim <= COLUMNS_WITH_BOUNDS {
         return HEADS_WITH_BOUNDS.clamp(1, planes.max(1));

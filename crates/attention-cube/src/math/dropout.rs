@@ -76,7 +76,7 @@ impl Threshold {
         f64::from(LEVELS) / f64::from(self.kept_levels())
     }
 
-    /// True if dropout keeps the probability of a score whose random bits are `bits`.
+    /// True if dropout keeps the probability of a score whose random bits are `random_bits`.
     pub(crate) fn keeps(self, random_bits: u32) -> bool {
         is_above(random_bits, self.bits) == self.keeps_hits
     }

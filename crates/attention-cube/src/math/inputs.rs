@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Q, K and V of a forward, and the scales of quantized K and V.
+/// Q, K and V of a forward pass, and the scales of quantized K and V.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     /// Q, `[batch, q_heads, q_len, head_dim]`.

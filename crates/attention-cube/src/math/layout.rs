@@ -25,8 +25,8 @@ pub(crate) struct Rows {
     pub head_stride: usize,
 }
 
-/// One input of a tile multiplication: a tensor, and the rows that a kernel reads. For codes, offset and strides count 32-bit
-/// words, and `columns` counts codes.
+/// One input of a tile multiplication: a tensor, and the rows that a kernel reads. If the tensor holds quantized codes,
+/// the offset and the strides count 32-bit words of four codes, and `columns` counts codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -144,7 +144,7 @@ pub(crate) fn page_in<E: Numeric, N: Size>(
     min(max(entry, 0i32) as u32, pages.shape(0) as u32 - 1u32)
 }
 
-/// Moves an operand from the rows of sequence 0 to the rows of a page. Kernels still address a row by its index within the
+/// Moves an operand from the rows of page 0 to the rows of `page`. Kernels still address a row by its index within the
 /// sequence, but may read only the rows in the page.
 #[cube]
 pub(crate) fn in_page<'a, E: Numeric, N: Size>(
@@ -154,7 +154,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The subtraction may wrap around below 0. The sum of this offset and the offset of a row in the page wraps back.
+        // The subtraction may wrap around below 0. The offset of a row in the page is at least the subtracted number,
+        // so adding it wraps back.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // Limit the rows and the fallback row to the page, because no load may leave the page, not even a load whose result

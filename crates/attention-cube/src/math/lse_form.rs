@@ -1,14 +1,15 @@
-//! The form in which the LSE/delta tensor stores the logsumexp of a query for the backward.
+//! The form in which the LSE/delta tensor stores the logsumexp of a query for the backward pass.
 
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
 
-/// The range of scales in which kernels can keep `q·k` unscaled until the exponential. In this range, f32 does not overflow
-/// or underflow.
+/// The range of the attention scale (the factor of `q·k`) in which kernels can keep `q·k` unscaled until the
+/// exponential. In this range, f32 does not overflow or underflow.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
-/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of two numbers: a
-/// reference score near the row maximum, and the logarithm of row_sum.
+/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of two numbers: the
+/// reference score and the logarithm of row_sum. The reference score is the score that the softmax subtracts, which is
+/// near the row maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. All scores must be near 0, because an f32 rounds large logsumexps too coarsely.
@@ -16,7 +17,7 @@ pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32, if the reference score is near 0. Otherwise the f32 is a marker value, and two other
     /// rows of the tensor store the reference score and the logarithm.
     Marked,
-    /// The reference score and the logarithm as two separate f32 values.
+    /// The reference score and the logarithm as two f32 values, in two rows of the tensor.
     Apart,
 }
 

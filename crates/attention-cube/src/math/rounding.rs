@@ -25,7 +25,8 @@ mod tests {
         }
     }
 
-    /// Runs the kernel and returns the bits of the rounded values, before any conversion to the element type.
+    /// Runs the kernel and returns the bits of the rounded values. The values are rounded to `element`, but are still
+    /// f32.
     fn before_conversion(values: &[u32], element: FloatKind) -> Vec<u32> {
         let client = cube_device().client();
         let source = client.create_from_slice(u32::as_bytes(values));
@@ -49,7 +50,7 @@ mod tests {
     fn samples() -> Vec<u32> {
         let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         let about_ties = (0..1 << 16).flat_map(|upper| lower.map(|lower| (upper << 16) | lower));
-        // The product of an index and an odd constant permutes all u32 values, so the samples spread evenly.
+        // Multiplication by an odd constant permutes all u32 values, so the samples spread evenly.
         let all_over = (0..1 << 20).map(|index: u32| index.wrapping_mul(0x9e37_79b1));
         about_ties.chain(all_over).collect()
     }

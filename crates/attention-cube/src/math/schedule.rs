@@ -2,10 +2,10 @@
 //!
 //! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles
 //! are numbered in descending order of their queries. Short tiles come last, so that at the end of the launch no cube
-//! runs a long tile alone.
+//! still runs a long tile while the other multiprocessors are idle.
 //!
-//! The scheduler divides the (head, sequence) pairs into groups. The operands of a group fit the L2 cache. All tiles of a
-//! group start before the tiles of the next group.
+//! The scheduler divides the (head, sequence) pairs into groups. The operands of a group fit the L2 cache. All tiles of
+//! a group start before the tiles of the next group, so they find the operands in the cache.
 
 use cubecl::prelude::*;
 
@@ -52,7 +52,8 @@ pub(crate) struct WorkTile {
     pub batch: u32,
 }
 
-/// Returns the tile of cube `index`. If `last_first`, the cubes take the tiles of a head in descending order.
+/// Returns the tile of cube `index`. If `last_first`, the cubes take the tiles of a head in descending order of their
+/// index, beginning with the last tile.
 #[cube]
 pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -> WorkTile {
     let whole = grid.together * grid.tiles * grid.splits;
@@ -79,12 +80,12 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// False if the cube has no tile in this iteration. If work items are pairs of tiles and a head has an odd number of
-    /// tiles, the middle tile has no partner.
+    /// False if the cube has no tile in this iteration. This happens if work items are pairs of tiles and a head has an
+    /// odd number of tiles, because the middle tile then has no partner.
     pub exists: bool,
 }
 
-/// Returns the tile of the work item `item` that the cube computes in the `turn`-th iteration of its loop.
+/// Returns the tile that the cube computes in iteration `turn` of its loop. The tile is part of the work item `item`.
 ///
 /// A work item may be a pair of mirrored tiles, such as the first and the last tile of a sequence. Under a causal mask, all
 /// pairs have equal work.

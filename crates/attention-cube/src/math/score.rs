@@ -23,20 +23,21 @@ pub(crate) fn is_hidden(score: f32) -> bool {
 /// The bits of −0, which are saved as the logarithm of the softmax sum if a query sees no key.
 const NO_KEYS: u32 = 0x8000_0000;
 
-/// Returns the second part of the logsumexp that a forward saves: `ln(sum)`, or −0 for a query that sees no key. The first
-/// part is the reference score, which is near the row maximum.
+/// Returns the second part of the logsumexp that a forward pass saves: `ln(sum)`, or −0 for a query that sees no key.
+/// The first part is the reference score, which is near the row maximum.
 ///
-/// No softmax sum has −0 as its logarithm, so a backward can recognize a query that sees no key.
+/// For a query that sees keys, the result is never −0. A backward pass can therefore recognize a query that sees no
+/// key.
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // Replaces a logarithm of −0 by +0, because −0 marks a query that sees no key. The replacement selects bits, because
-    // shading languages may drop the sign of a zero in arithmetic.
+    // If a device computes the logarithm of 1 as −0, this −0 becomes +0, because −0 marks a query that sees no key. The
+    // replacement selects bits, because shading languages may drop the sign of a zero in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
 
-/// True if a logarithm that a forward saved marks a query that sees no key.
+/// True if a logarithm that a forward pass saved marks a query that sees no key.
 #[cube]
 pub(crate) fn saw_no_key(logarithm: f32) -> bool {
     u32::reinterpret(logarithm) == comptime!(NO_KEYS)
@@ -166,8 +167,8 @@ fn slope(
     slope
 }
 
-/// Adds a bias to the score with the sequence, head, query and key in `place`. If the bias is −∞, the result is `hidden`,
-/// whatever the score is.
+/// Adds the bias of the sequence, head, query and key in `place` to their score. If the bias is −∞, the result is
+/// `hidden`, whatever the score is.
 #[cube]
 fn biased<F: Float>(
     score: f32,

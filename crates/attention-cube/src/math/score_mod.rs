@@ -34,8 +34,8 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The distance from the key to the query's own position, in keys, as f32. The field stays 0 where an f32 distance would
-    /// cost an integer conversion per score.
+    /// The distance from the key to the query's own position, in keys, as f32. A kernel sets this field only if it can
+    /// compute the distance without an integer conversion per score. Otherwise the field is 0.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -56,7 +56,8 @@ impl ScorePlace {
         }
     }
 
-    /// Returns a copy of `self` with the distance of query and key in f32, which the kernel has computed.
+    /// Returns a copy of `self` that holds `float_distance`. The kernel has computed this distance from the key to the
+    /// query's own position.
     #[allow(dead_code, reason = "kernels call only the expansion")]
     pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
         ScorePlace {

@@ -8,7 +8,8 @@
 //! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
 //! polynomial.
 
-/// The largest softcap that is not wide. The error of the softcapped score is then within 8·10⁻⁶, one ulp of the softcap.
+/// The largest softcap that is not wide. At this cap, the error of the softcapped score is within 8·10⁻⁶, one ulp of
+/// the softcap.
 pub(crate) const WIDE: f64 = 64.0;
 
 /// The ratio of score to softcap below which a polynomial replaces the tanh.

@@ -230,22 +230,23 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     }
 }
 
-/// Two ranges of keys for a tile of queries, or two ranges of queries for a tile of keys. The first range is visible to at
-/// least one row of the tile, and the second range is visible to every row.
+/// Two ranges of keys for a tile of queries, or two ranges of queries for a tile of keys. The first range contains the
+/// keys or queries that form a visible score with at least one row of the tile. The second range contains those that
+/// form a visible score with every row. The ranges consider only causal mask, window and lengths.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
-    /// The range of keys or queries that are visible to at least one row of the tile.
+    /// The range of keys or queries that form a visible score with at least one row of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range of keys or queries that are visible to every row of the tile. The range is empty if the tile reaches past
-    /// the end of the sequence.
+    /// The range of keys or queries that form a visible score with every row of the tile. The range is empty if the
+    /// tile reaches past the end of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
 
-/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows
-/// of the tensor.
+/// Returns the two ranges of keys for the queries `first..=last` of a tile. `full` is true if all rows of the tile are
+/// rows of the tensor.
 #[cube]
 pub(crate) fn visible_keys(
     seq_info: &SeqInfo,
@@ -273,8 +274,8 @@ pub(crate) fn visible_keys(
     }
 }
 
-/// Returns the range of queries that see the keys `first..=last` of a tile. `full` is true if all rows of the tile are rows of
-/// the tensor.
+/// Returns the two ranges of queries for the keys `first..=last` of a tile. `full` is true if all rows of the tile are
+/// rows of the tensor.
 #[cube]
 pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: bool) -> Run {
     Run {
@@ -488,7 +489,7 @@ pub(crate) fn interval_of(
     }
 }
 
-/// The range of document ids that occur in a block.
+/// The range of document ids (segment ids) that occur in a block.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -498,7 +499,8 @@ pub(crate) struct Documents {
     pub last: i32,
 }
 
-/// Returns the range of document ids in a block. If the problem has no segments, all tokens are in one document.
+/// Returns the range of document ids (segment ids) in a block. If the problem has no segments, all tokens are in one
+/// document.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn documents_of(
@@ -523,7 +525,7 @@ pub(crate) fn documents_of(
     }
 }
 
-/// Returns the document id of an existing token.
+/// Returns the document id (segment id) of an existing token.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn id_of(

@@ -125,7 +125,8 @@ impl MultiHeadAttention {
         config.init(device).into()
     }
 
-    /// Computes the context but not the probabilities, with memory that is linear in the sequence length.
+    /// Computes the context (the output of the module) but not the probabilities. The memory is linear in the sequence
+    /// length.
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
@@ -142,7 +143,8 @@ impl MultiHeadAttention {
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` →
-    /// `weights [batch, n_heads, q_len, kv_len]`, `context [batch, q_len, d_model]`. The weights include active dropout.
+    /// `weights [batch, n_heads, q_len, kv_len]`, `context [batch, q_len, d_model]`. The weights are the probabilities
+    /// after dropout.
     ///
     /// # Panics
     /// Panics if an input or a mask has a wrong shape.

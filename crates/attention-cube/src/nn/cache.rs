@@ -44,8 +44,8 @@ impl MultiHeadAttention {
     /// context. The contexts of earlier tokens do not change. With a causal mask in the first call, the contexts equal
     /// the output of one causal [`forward`](Self::forward) over the whole sequence.
     ///
-    /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`, and need no
-    /// [`causal`](MhaInput::causal).
+    /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`. They need no
+    /// [`causal`](MhaInput::causal), because a causal mask hides no key from the last query.
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.

@@ -24,8 +24,8 @@ impl Masks {
         }
     }
 
-    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension has size 1 if both
-    /// masks are broadcast along it.
+    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension has size 1 if
+    /// every given mask is broadcast along it.
     ///
     /// # Shapes
     /// `[batch, 1, q_len, kv_len]`.

@@ -1,4 +1,5 @@
-//! A block of an attention problem: ranges of its sequences, heads, queries and keys, with these parts of the tensors.
+//! A block of an attention problem: ranges of its sequences, heads, queries and keys, with the parts of the tensors in
+//! these ranges.
 
 use super::score_mod::Tables;
 use super::tensors::cast;
@@ -34,8 +35,8 @@ pub(crate) struct Place {
 
 /// The tensors and sizes of a block, and the block's place. Keys and values are contiguous, not in pages.
 pub(crate) struct Block<B: Backend> {
-    /// The parts of the inputs that the block covers. The sequence lengths still count from the first row of the whole
-    /// call.
+    /// The parts of the inputs that the block covers. The lengths of sequences are still those of the whole call, not
+    /// of the block.
     pub inputs: AttentionInputs<B>,
     /// The options of the call, with the sizes of the block.
     pub problem: AttentionProblem,
@@ -65,8 +66,8 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// Returns a part of this block. The ranges count from the first row of this block. `heads` are key heads, and the part
-    /// has all query heads that read them.
+    /// Returns a part of this block. The ranges are relative to this block. `heads` are key heads, and the part has all
+    /// query heads that read them.
     pub fn part(
         &self,
         sequences: Range<usize>,
@@ -183,8 +184,8 @@ impl<B: Backend> Block<B> {
     }
 }
 
-/// Returns the ranges of a tensor, such as the mask, that is broadcast to the scores. `scores` are the ranges of the
-/// scores. A dimension of size 1 has the range `0..1`.
+/// Converts ranges of the scores to ranges of a tensor that is broadcast to the scores, such as the mask. A dimension
+/// of size 1 has the range `0..1`.
 fn broadcast(shape: &Shape, scores: &[Range<usize>; 4]) -> [Range<usize>; 4] {
     [0, 1, 2, 3].map(|dim| match shape[dim] {
         1 => 0..1,

@@ -29,7 +29,8 @@ pub(crate) fn e4m3_words<B: Backend>(rows: FloatTensor<B>, scales: FloatTensor<B
     packed::<B>(codes::<B>(rows))
 }
 
-/// Returns the code nearest to each number, as a signed byte. Ties go to the even code.
+/// Returns the code of the e4m3 number nearest to each number, as a signed byte from −128 to 127. Ties go to the even
+/// code.
 fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let bools = bool_dtype::<B>(&numbers);
     let is_nan = B::float_is_nan(numbers.clone(), bools);
@@ -37,7 +38,7 @@ fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let magnitudes = B::float_abs(B::float_mask_fill(numbers, is_nan.clone(), 0.0.into()));
     let magnitudes = B::float_clamp_max(magnitudes, LARGEST_E4M3.into());
     // A code is `base` plus the rounded product of the magnitude and `units`. `base` and `units` depend on the largest
-    // power of two up to the magnitude.
+    // power of two that is not above the magnitude.
     let mut units = B::float_add_scalar(
         B::float_mul_scalar(magnitudes.clone(), 0.0.into()),
         512.0.into(),

@@ -10,7 +10,8 @@ use burn::tensor::Shape;
 ///
 /// # Shapes
 /// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is
-/// `reference + logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
+/// `reference + logarithm`. `delta` is `rowsum(do ∘ o) − dlse`, where `o` is the output, `do` its gradient and `dlse`
+/// the gradient of the LSE. The gradient is `[q_heads]`, in the dtype of `reference`.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     reference: FloatTensor<B>,

@@ -75,8 +75,8 @@ pub(super) fn packed<B: Backend>(codes: IntTensor<B>) -> IntTensor<B> {
     )
 }
 
-/// Returns the number that each code represents times the code's scale, in `dtype`. The multiplication is done in f32,
-/// or in f64 if `dtype` is f64.
+/// Multiplies the number that each code represents by the scale of its row, and returns the products in `dtype`. The
+/// multiplication is done in f32, or in f64 if `dtype` is f64.
 pub(crate) fn dequantize<B: Backend>(
     rows: QuantizedTensors<B>,
     format: CodeFormat,
@@ -110,7 +110,8 @@ pub(crate) fn dequantize<B: Backend>(
 
 /// Interprets bytes as int8 codes, and returns the codes as floats.
 fn int8_numbers<B: Backend>(bytes: IntTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    // Add 128 before the mask to 8 bits, so that codes are non-negative. The mask would change a negative code.
+    // Adding 128 modulo 256 maps the codes −128 to 127 to the numbers 0 to 255, in this order. The later subtraction of
+    // 128 gives the signed codes.
     let raised = B::int_add_scalar(bytes, 128i32.into());
     let raised = B::bitwise_and_scalar(raised, 255i32.into());
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())

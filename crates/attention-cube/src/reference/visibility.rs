@@ -1,4 +1,5 @@
-//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask and bias can hide keys.
+//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask, bias and mask mod can hide
+//! keys.
 
 use super::block::Block;
 use super::score_mod;
@@ -139,7 +140,7 @@ fn within_intervals<B: Backend>(
         intervals: count,
         ..
     } = block.problem;
-    // Clamp before the cast, because i32 may not represent all integers of this dtype.
+    // Clamp before the cast, because i32 may not represent all integers of the intervals' dtype.
     let limit = (block.place.kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
@@ -168,8 +169,8 @@ fn within_intervals<B: Backend>(
         .expect("a problem with interval tensors has at least one interval")
 }
 
-/// Clamps a side of the window to 2³⁰, so that the sum with a position fits in i32. The result still exceeds every sequence
-/// length.
+/// Clamps a side of the window to 2³⁰, so that its sum with a position fits in i32. A side of 2³⁰ still exceeds every
+/// sequence length.
 fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }

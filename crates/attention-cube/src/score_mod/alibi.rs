@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Subtracts `slope · distance` from each score (ALiBi), with one slope per head. The table is [`Alibi::slopes`].
+/// Subtracts `slope · |distance|` from each score (ALiBi), with one slope per head. The table is [`Alibi::slopes`].
 ///
 /// ```
 /// use attention_cube::AttentionOptions;

@@ -18,7 +18,8 @@ const LEAST_E4M3: f32 = 1.0 / 512.0;
 /// The exponent bias of f32 minus the one of e4m3, shifted to the exponent bits of an f32.
 const BIASES: u32 = (127 - 7) << 23;
 
-/// Returns the element type of words with codes in `format`. Kernels derive the format from an operand's element type.
+/// Returns the element type of words with codes in `format`: u32 for int8, and i32 for e4m3. The element types differ,
+/// so that kernels can derive the format from an operand's element type.
 pub(crate) fn word_element(format: CodeFormat) -> ElemType {
     match format {
         CodeFormat::Int8 => ElemType::UInt(cubecl::ir::UIntKind::U32),
@@ -109,7 +110,8 @@ fn e4m3_numbers<C: Float>(word: u32) -> Four<C> {
 pub(crate) fn e4m3_code(x: f32) -> u32 {
     let magnitude = u32::reinterpret(x) & 0x7fff_ffffu32;
     let clamped = min(magnitude, comptime!(LARGEST_E4M3.to_bits()));
-    // Adding almost half of the last kept bit, and the last kept bit itself, rounds to the nearest code with ties to even.
+    // Adding 2¹⁹ − 1 (almost half of the last kept bit's value) plus the last kept bit (0 or 1) rounds to the nearest
+    // code, with ties to even.
     let rounded = clamped + 0x7_ffffu32 + ((clamped >> 20u32) & 1u32);
     let normal = (rounded - comptime!(BIASES)) >> 20u32;
     // The addition of 2²³ rounds the magnitude to a multiple of 2⁻⁹, with ties to even.

@@ -26,7 +26,7 @@ fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
 }
 
 /// Loads the columns `column` to `column + 3` of the row at `offset`. A column past the row's end gives zero or an
-/// element of another column.
+/// element of another column, which has no effect on the stored results.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -180,9 +180,9 @@ pub(crate) fn store_transposed(
 /// is in global memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SumTiling {
-    /// The number of 4-row vectors per unit.
+    /// The number of vectors of 4 rows that a unit has.
     row_vectors: usize,
-    /// The number of 4-column vectors per unit in each pass over the accumulator's columns.
+    /// The number of vectors of 4 columns that a unit has in each pass over the accumulator's columns.
     column_vectors: usize,
     /// The number of units along a row of the accumulator.
     across: usize,

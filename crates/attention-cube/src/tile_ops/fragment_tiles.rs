@@ -87,8 +87,8 @@ impl UnitTiles {
     }
 
     /// True if the operand B of the second product (`O += P B`) is in shared memory when the second product begins,
-    /// although the streamed operands are not [resident](Self::is_resident). The first product that ran last (S or dP)
-    /// has then copied all columns of B.
+    /// although the streamed operands are not [resident](Self::is_resident). The previous multiplication (the first
+    /// product for S or dP) has then copied all columns of B.
     ///
     /// The result is true under two conditions. Both stationary operands of the backward pass stay in shared memory,
     /// and one chunk of `depth` columns is at least as wide as the output.
@@ -208,8 +208,8 @@ impl UnitTiles {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from the first row to the `k`-th row that a unit reads. The rows are chosen so
-    /// that each unit reads only scores that its own plane has computed.
+    /// Returns the distance, in rows of S, from the first row that a unit reads to its row `k`, counted from 0. The
+    /// rows are chosen so that each unit reads only scores that its own plane has computed.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();

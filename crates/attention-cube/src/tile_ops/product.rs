@@ -1,4 +1,5 @@
-//! Tile multiplications by the units of a cube. They run on any CubeCL device without plane operations, in f32 throughout.
+//! Tile multiplications by the units of a cube, in f32 throughout. They use no plane operations, so they run on any
+//! CubeCL device.
 //!
 //! Algorithm: a cube of `units` units keeps `rows` stationary rows (such as queries). It streams the rows of the opposite
 //! side (such as keys) in blocks of `columns` rows. The first product is `S = A Bᵀ`, the second is `O += P B`. Both products
@@ -145,8 +146,9 @@ pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies a block's rows of both streamed operands (such as K and V) to shared memory, if the rows stay there for both
-/// `S = A Bᵀ` and `O += P B`. `b` is streamed operand 0 and `other` is streamed operand 1.
+/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. If the tiles do not keep these
+/// rows there for both products (`S = A Bᵀ` and `O += P B`), the function does nothing. `b` is streamed operand 0 and
+/// `other` is streamed operand 1.
 #[cube]
 pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
@@ -182,7 +184,7 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds, and writes them to shared memory like [`store_tile`]. The tile starts at
+/// Rounds the elements that a unit holds, and writes them to shared memory as [`store_tile`] does. The tile starts at
 /// vector `at`.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(

@@ -52,8 +52,8 @@ struct RowVector {
 /// Returns the vector that a unit copies in iteration `step` of a copy to shared memory. In each iteration, every unit
 /// copies one vector, and the vectors of all units are consecutive. A row has `vectors` vectors.
 ///
-/// If one iteration covers whole rows, a unit copies the same columns in every iteration, and its row grows by a constant.
-/// The unit then computes its base address only once.
+/// If one iteration covers whole rows, a unit copies the same columns in every iteration, and its row index grows by a
+/// constant. The unit then computes its base address only once.
 #[cube]
 fn turn(
     #[comptime] step: usize,
@@ -85,8 +85,8 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance in shared memory between the four rows of `b` that a unit reads, as a number of rows. The field is 0 if
-    /// the rows are in order.
+    /// The distance in shared memory between the four rows of the right operand B that a unit reads, as a number of
+    /// rows. The field is 0 if the rows are stored in order.
     ///
     /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighboring
     /// units then read neighboring slots.

@@ -129,8 +129,8 @@ impl UnitTiles {
         self.column_units * self.column_vectors + self.padding()
     }
 
-    /// Returns the pitch of a row's partial maxima or sums, in floats. An odd pitch places rows in different banks of
-    /// shared memory.
+    /// Returns the pitch of a row's partial maxima or sums, in floats. Each unit along a row of S has one partial
+    /// maximum or sum of this row. An odd pitch places rows in different banks of shared memory.
     pub const fn partial_pitch(&self) -> usize {
         self.column_units + 1
     }

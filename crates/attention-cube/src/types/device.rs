@@ -7,8 +7,9 @@ use burn::tensor::DType;
 /// The number of multiprocessors that plans assume if the runtime does not report their number.
 pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 
-/// The largest number of loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe ends loops
-/// silently after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
+/// The largest number of loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe counts
+/// the iterations of all loops together, and ends loops silently after 65,535 iterations
+/// (`LP_MAX_TGSI_LOOP_ITERATIONS`).
 pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 
 /// The properties of a device that determine which kernels selection chooses.

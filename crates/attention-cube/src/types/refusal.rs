@@ -125,7 +125,7 @@ pub enum Refusal {
         "a unit would run up to {needed} loop iterations, and this software driver ends loops after {limit}"
     )]
     Iterations {
-        /// The largest number of loop iterations that one unit may run, summed over all its loops.
+        /// The largest number of loop iterations that a unit would run, summed over all its loops.
         needed: usize,
         /// The limit that the engine allows, somewhat below the driver's own limit.
         limit: usize,

@@ -220,8 +220,8 @@ pub struct AttentionSaved<B: Backend> {
     pub output: FloatTensor<B>,
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
-    /// The gradient of the logsumexp, in the shape of `logsumexp`. The backward pass reads only the first half of the
-    /// first dimension.
+    /// The gradient of the logsumexp, in the shape of `logsumexp`. Both halves of the first dimension have the same
+    /// gradient, because the LSE is their sum. The backward pass therefore reads only the first half.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }

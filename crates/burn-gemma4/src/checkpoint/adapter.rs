@@ -226,7 +226,8 @@ impl Gemma4Model {
     /// Attaches the LoRA adapter in `folder` without merging it into the layers' quantized weights.
     ///
     /// The folder holds the files of [`merge_adapter`](Self::merge_adapter). The quantized weights stay quantized. The
-    /// forward pass adds the adapter's output to the output of the quantized matrix, as in QLoRA training.
+    /// forward pass adds the adapter's output to the output of the quantized matrix, as in QLoRA training. The adapters
+    /// of all other matrices are merged into the weights.
     ///
     /// # Errors
     /// Returns the errors of [`merge_adapter`](Self::merge_adapter).
@@ -293,8 +294,8 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // An adapter of a linear projection in a layer can stay separate. Adapters of all other matrices are merged
-            // into the weights.
+            // An adapter of a quantized linear projection in a layer can stay beside the weight. Adapters of all other
+            // matrices are merged into the weights.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,

@@ -9,7 +9,7 @@ use serde::{
 use serde_json::{Map, Value};
 use std::{fmt, marker::PhantomData};
 
-/// The fields of `adapter_config.json`. `others` holds all fields that this crate does not interpret.
+/// The fields of `adapter_config.json`. `others` holds all remaining fields of the file.
 #[derive(Deserialize)]
 struct File {
     peft_type: String,
@@ -189,7 +189,8 @@ impl<V: Copy> Patterns<V> {
     fn compile(field: &'static str, pairs: Option<Pairs<V>>) -> Result<Self, String> {
         let pairs = pairs.map_or_else(Vec::new, |pairs| pairs.0);
         let compile = |(pattern, value): (String, V)| {
-            // The expression matches a full name, or the last dot-separated parts of a name, like PEFT's `get_pattern_key`.
+            // The expression matches a full name, or the last dot-separated parts of a name, as in PEFT's
+            // `get_pattern_key`.
             let regex = Regex::new(&format!(r"^(.*\.)?({pattern})$")).map_err(|error| {
                 format!("{field}: {pattern:?} is not a supported regular expression: {error}")
             })?;

@@ -58,8 +58,8 @@ impl Drafter {
         Self::load_for(folder, |_| Ok(()), device, options)
     }
 
-    /// Loads a drafter like [`load`](Self::load), but first calls `check` on the drafter's configuration. Returns the
-    /// error of `check`, if any.
+    /// Loads a drafter as [`load`](Self::load) does, but first calls `check` on the drafter's configuration. Returns
+    /// the error of `check`, if any.
     pub(crate) fn load_for(
         folder: impl AsRef<Path>,
         check: impl FnOnce(&DrafterConfig) -> Result<(), Gemma4Error>,

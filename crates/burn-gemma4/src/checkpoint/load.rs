@@ -39,7 +39,7 @@ impl Gemma4Model {
         Self::load_weights(path, &config, device, options)
     }
 
-    /// Loads a folder like [`load`](Self::load), with a configuration that has been read already.
+    /// Loads a folder as [`load`](Self::load) does, with a configuration that has been read already.
     pub(crate) fn load_weights(
         folder: &Path,
         config: &Gemma4Config,
@@ -52,7 +52,7 @@ impl Gemma4Model {
         load_folder(folder, files, &json, config, device, options)
     }
 
-    /// Loads a GGUF file like [`load`](Self::load), with a configuration that has been read already.
+    /// Loads a GGUF file as [`load`](Self::load) does, with a configuration that has been read already.
     pub(crate) fn load_gguf(
         gguf: Gguf,
         config: &Gemma4Config,

@@ -43,8 +43,8 @@ impl WeightForm {
     }
 }
 
-/// Loads the parameters of `model` from the files. The callback `prepare` runs first, and parameters that it has loaded
-/// are not loaded again.
+/// Loads the parameters of `model` from the files. The callback `prepare` runs after the check of the tensors.
+/// Parameters that it has loaded are not loaded again.
 pub(super) fn load_module<M: Module>(
     path: &Path,
     weights: &dyn WeightSource,

@@ -68,8 +68,8 @@ impl Gemma4Model {
         write_file(&folder.join("config.json"), config.as_bytes())
     }
 
-    /// Saves the model like [`save`](Self::save), in the layout of the checkpoint `base`, from which the model was
-    /// loaded.
+    /// Saves the model as [`save`](Self::save) does, but in the layout of the checkpoint `base`, from which the model
+    /// was loaded.
     ///
     /// Each weight keeps its name in `base`. Other tensors of `base` are copied unchanged, such as the towers of a
     /// multimodal checkpoint. Weights that are packed in `base` are written unquantized.
@@ -114,7 +114,8 @@ impl Gemma4Model {
         let model = self.valid().materialize();
         let mut parameters = stored(&model, dtype);
         for (path, numbers) in model.quantized_weights() {
-            // Remove the parameters of the weight's adapter too. Their paths begin with the weight's path.
+            // Remove the parameters of the weight's adapter, because the dequantized weight already includes the
+            // adapter. Their paths begin with the weight's path.
             parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
             let shape = numbers.shape.clone();
             let read = move || numbers.bytes(dtype);
@@ -292,7 +293,7 @@ pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
     builder
 }
 
-/// Returns a builder of temporary folders like [`partial`], with the permissions of ordinary new folders.
+/// Returns a builder of temporary folders as [`partial`] does, but with the permissions of ordinary new folders.
 pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
     let mut builder = partial();
     #[cfg(unix)]

@@ -347,7 +347,7 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// Uploads a small tensor of a file in f32. Returns `None` if a model cannot compute in the tensor's dtype.
+/// Uploads a small tensor of a file in f32. Returns `None` if the tensor's dtype is not f64, f32, f16 or bf16.
 pub(crate) fn upload_f32<const D: usize>(
     view: &TensorView<'_>,
     shape: [usize; D],

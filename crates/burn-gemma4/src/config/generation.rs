@@ -97,7 +97,8 @@ impl GenerationDefaults {
         Self::parse(json.as_bytes(), Path::new("generation_config.json"))
     }
 
-    /// Parses the contents of a file like [`from_json`](Self::from_json). An error names the file at `path`.
+    /// Parses the bytes of a `generation_config.json`, with the checks and errors of [`from_json`](Self::from_json). An
+    /// error names the file at `path`.
     pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self, Gemma4Error> {
         let malformed = |reason: String| Gemma4Error::Malformed {
             path: path.into(),

@@ -365,7 +365,7 @@ impl Text {
 }
 
 /// True if the value of a `rope_scaling` field changes the positions. Older versions of Hugging Face Transformers write
-/// values without effect.
+/// the field even if its value has no effect.
 fn scales(scaling: &serde_json::Value) -> bool {
     let Some(fields) = scaling.as_object() else {
         return !scaling.is_null();

@@ -115,7 +115,7 @@ pub struct ExpertsConfig {
 pub struct RopeConfig {
     /// The base of the rotation frequencies, called `theta` in the formula.
     pub theta: f64,
-    /// The fraction of a head's channel pairs that are rotated. The first pairs are rotated.
+    /// The fraction of a head's channel pairs that are rotated. The rotated pairs are those with the lowest indices.
     pub partial_rotary_factor: f64,
     /// The number by which all positions are divided.
     pub factor: f64,

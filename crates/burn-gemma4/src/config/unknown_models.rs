@@ -1,4 +1,5 @@
-//! Refuses the configurations of unsupported checkpoints: drafters, and models whose weights were quantized by other methods.
+//! Refuses configurations that do not describe a supported text model. These are the configurations of drafters, and of
+//! models whose weights were quantized by an unsupported method.
 
 use crate::error::Gemma4Error;
 use serde::Deserialize;
@@ -25,7 +26,7 @@ struct Quantized {
     quantization: Option<Value>,
 }
 
-/// True if the value of an optional field is not empty.
+/// True if the value of an optional field is neither `null` nor an object without fields.
 pub(super) fn says_something(value: &Value) -> bool {
     match value {
         Value::Null => false,

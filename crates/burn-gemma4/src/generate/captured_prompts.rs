@@ -18,8 +18,8 @@ use std::{
 /// The prompt lengths for which a graph is captured, in tokens. A prompt is padded to the next of these lengths.
 const LENGTHS: [usize; 10] = [32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048];
 
-/// The number of prompts of each length that run without a graph before a graph is captured. A capture takes as long as
-/// about five prompts.
+/// The number of prompts of each padded length that run without a graph before a graph is captured. A capture takes as
+/// long as about five prompts, so it does not pay off for a length that occurs only once.
 const BEFORE_CAPTURE: usize = 1;
 
 /// The largest number of floating-point operations per layer for which a prompt gets a graph. With more work, the
@@ -48,7 +48,7 @@ struct State {
     stream: Option<StreamId>,
     /// The number of tokens of the longest prompt that may have a graph, or `None` if it has not been computed yet.
     longest: Option<usize>,
-    /// For each length in [`LENGTHS`], the number of prompts so far.
+    /// For each length in [`LENGTHS`], the number of prompts so far with this padded length.
     seen: [usize; LENGTHS.len()],
     /// For each length in [`LENGTHS`], the graph, or `None` if it has not been captured yet.
     graphs: [Option<CapturedGraph<PromptPass>>; LENGTHS.len()],
@@ -148,7 +148,7 @@ fn tokens_of_most_work(config: &Gemma4Config) -> usize {
 }
 
 /// Returns the number of floating-point operations per prompt token: a multiply-add for each weight of the layers that
-/// compute their own keys and values. The other layers run only for the last token.
+/// compute their own keys and values. The shared KV layers do not count, because they run only for the last token.
 fn work_of_token(config: &Gemma4Config) -> f64 {
     let hidden = config.hidden_size;
     let of_layer = |layer| {

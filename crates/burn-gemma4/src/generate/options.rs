@@ -96,7 +96,8 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if the device can draw all tokens: tokens are sampled, and no log-probabilities are requested.
+    /// True if device samplers can choose all tokens. The sampling must be more than an argmax of the raw logits, and
+    /// no log-probabilities may be requested.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

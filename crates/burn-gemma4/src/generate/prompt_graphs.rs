@@ -1,5 +1,5 @@
-//! CUDA graphs of the forward pass over a prompt. For prompts of up to 2,048 tokens, separate launches take the host
-//! longer than the work takes the device.
+//! CUDA graphs of the forward pass over a prompt. For prompts of up to 2,048 tokens, the host may need longer to launch
+//! the kernels one by one than the device needs to run them.
 
 #[cfg(feature = "cube")]
 pub(crate) use super::captured_prompts::CapturedPrompts;
@@ -11,7 +11,8 @@ use crate::model::{Gemma4Model, Logits};
 #[cfg(not(feature = "cube"))]
 pub(crate) use without_graphs::CapturedPrompts;
 
-/// A model with CUDA graphs of its forward passes over prompts. A [`Gemma4`](crate::Gemma4) has graphs of its own.
+/// A model with CUDA graphs of its forward passes over prompts. A [`Gemma4`](crate::Gemma4) does not need this type,
+/// because it holds such graphs itself.
 ///
 /// Prompts of up to 2,048 tokens may have a graph. In large models this limit is lower. The first prompt of each padded
 /// length runs without a graph. Prompts on a thread that did not load the weights also run without graphs: see

@@ -56,8 +56,8 @@ impl Gemma4Model {
         Ok(hidden.narrow(1, 0, asked_positions))
     }
 
-    /// True if the model's device queues its work and computes it later, as a CubeCL device does. A CPU backend computes each
-    /// operation before it returns.
+    /// True if the model's device is a CubeCL device that can run the kernels in the model's dtype. Such a device
+    /// queues its work and computes it later. A CPU backend computes each operation before it returns.
     pub fn is_accelerated(&self) -> bool {
         #[cfg(feature = "cube")]
         return crate::op::runs(&self.device(), self.dtype());
@@ -89,11 +89,12 @@ impl Gemma4Model {
         Ok(Cache::new(&self.config, padding, kind))
     }
 
-    /// Processes tokens that follow the tokens in the KV cache, and returns the requested logits. `asked` stands for
-    /// the number of requested positions.
+    /// Processes tokens that follow the tokens in the KV cache, and returns the logits of the positions that `logits`
+    /// requests.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
+    /// `asked` is the number of requested positions.
     ///
     /// # Errors
     /// Returns an error if the batch size differs from the cache's, or if `tokens` has no positions. Also passes on the

@@ -269,8 +269,8 @@ impl LayerOps for DecodeOps<'_> {
         let (Slots::Whole(keys), Slots::Whole(values)) = (&buffers.key, &buffers.value) else {
             return None;
         };
-        // Use separate launches if the layer has an adapter. The fused launch reads the outputs of all projections from one
-        // tensor, but with an adapter each projection has its own output tensor.
+        // Use separate launches if each projection has its own output tensor, as in a layer with an adapter. The fused
+        // launch reads the outputs of all projections from one tensor.
         if own.key.start == 0 || own.value.start == 0 {
             return None;
         }

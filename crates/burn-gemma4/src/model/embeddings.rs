@@ -34,8 +34,8 @@ impl Gemma4Model {
         (ResidualStream::of((rows, normed)), embeddings)
     }
 
-    /// Computes the same values as [`per_layer_embeddings`](Self::per_layer_embeddings), with the same rounding, but
-    /// runs kernels for a few rows.
+    /// Computes the same values as [`per_layer_embeddings`](Self::per_layer_embeddings), with the same rounding. Runs
+    /// kernels that are fast for a few rows.
     fn few_per_layer_embeddings(
         &self,
         tokens: &Tensor<1, Int>,

@@ -1,4 +1,5 @@
-//! The per-layer embedding table in host memory. The model reads and uploads only the rows of its tokens.
+//! The per-layer embedding table in host memory. A call of the model reads and uploads only the rows of its input
+//! tokens.
 
 use super::buffer_pool::BufferPool;
 use burn::tensor::{DType, Device, Tensor, TensorData};

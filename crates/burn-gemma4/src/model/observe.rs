@@ -47,8 +47,8 @@ pub trait Observer {
     /// True if the observer uses the tensors. Otherwise a layer may run kernels that do not store all of them.
     const OBSERVES: bool = true;
 
-    /// Receives the tensor at `site`, which the function `tensor` returns. The calls follow the order of the
-    /// computation.
+    /// Receives the tensor at `site`, in the form of a function `tensor` that returns the tensor. The calls of
+    /// `observe` follow the order of the computation.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 

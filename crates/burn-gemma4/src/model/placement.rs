@@ -1,5 +1,5 @@
 //! The placement of the per-layer embedding table, on the device or on the host. The table is half of a small model's
-//! weights.
+//! weights, but each token needs only one row of the table.
 
 use crate::op::device_memory::DeviceMemory;
 use std::fmt;

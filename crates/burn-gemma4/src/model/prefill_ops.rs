@@ -178,9 +178,9 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Do not use the fused launch if the projections have separate outputs. Also do not use it if the values come
-        // from the key projection, because such a layer may store compact keys. The fused launch does not support
-        // compact keys.
+        // Do not use the fused launch if the projections have separate output tensors, because it reads all outputs
+        // from one tensor. Also do not use it if the values come from the key projection. Such a layer may store
+        // compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

@@ -213,8 +213,9 @@ mod tests {
         hidden.into_data().iter::<f32>().collect()
     }
 
-    /// Checks that one padded pass gives the same hidden states and the same KV cache as separate calls, for prompts of
-    /// every length. In the pass's inputs, each prompt overwrites a longer or a shorter one.
+    /// Checks that the pass over a padded prompt gives the same hidden state and KV cache as a call without padding.
+    /// The prompts have every length. All prompts use the same input tensors, so each prompt overwrites a longer or a
+    /// shorter prompt.
     #[test]
     fn compute_of_padded_prompt_matches_unpadded_prompt() {
         for shared in [0, 2] {

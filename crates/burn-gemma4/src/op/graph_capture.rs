@@ -12,7 +12,8 @@ const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device. Repeating the computation must not change its result.
 pub(crate) trait Computation: 'static {
-    /// The number of runs before the capture. A capture pays off only for computations that repeat often.
+    /// The number of calls of [`CapturedGraph::run`] before the call that captures the launches. A capture pays off
+    /// only for computations that repeat often.
     const BEFORE_CAPTURE: usize;
 
     /// The output tensors.
@@ -21,7 +22,7 @@ pub(crate) trait Computation: 'static {
     /// Launches the computation on the device.
     fn compute(&self) -> Self::Outputs;
 
-    /// Launches the computation while its launches are captured.
+    /// Launches the computation in the warm-up runs, and once more while the launches are captured.
     fn compute_captured(&self) -> Self::Outputs {
         self.compute()
     }
@@ -63,7 +64,8 @@ impl<C: Computation> CapturedGraph<C> {
     }
 
     /// Runs the computation. If `may_capture` is true and the computation has run often enough, captures its launches
-    /// first. Sets `may_capture` to false if the device cannot capture.
+    /// first. Sets `may_capture` to false if the capture fails, or if a tensor of the computation was allocated on
+    /// another stream.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
         let is_due = *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE;
@@ -122,8 +124,8 @@ impl<C: Computation> CapturedGraph<C> {
     }
 }
 
-/// A capture in progress, during which the device runs no launches. Dropping the value ends the capture, even after a
-/// panic.
+/// A capture that is prepared or in progress. While a capture is in progress, the device runs no launches. Dropping the
+/// value ends the capture, even after a panic.
 struct Window<'a> {
     device: &'a DispatchDevice,
     is_open: bool,
@@ -139,8 +141,8 @@ impl Window<'_> {
 impl Drop for Window<'_> {
     fn drop(&mut self) {
         if self.is_open {
-            // Ignore an error at the end of the capture. A capture is still open here only after another error or a panic,
-            // which reaches the caller.
+            // Ignore an error at the end of the capture. A capture is still open here only after another error or a
+            // panic, and the caller gets that error or panic.
             let _ = catch_unwind(AssertUnwindSafe(|| self.close()));
         }
     }

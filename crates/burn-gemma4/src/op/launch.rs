@@ -16,11 +16,12 @@ use cubecl::{
     ir::features::{Plane, TypeUsage},
 };
 
-/// The largest number of buffers that a kernel binds. The quantized GEMV with three matrices needs the most: two for each
-/// matrix, one for the input and one for the output. The runtime's own bindings do not count.
+/// The number of buffers that a device must be able to bind in one kernel. The quantized GEMV with three matrices needs
+/// 8: two for each matrix, one for the input and one for the output. The runtime's own bindings do not count. The RoPE
+/// kernel for the queries, keys and values of a layer binds more, and is replaced by several launches if necessary.
 const BINDINGS: u32 = 8;
 
-/// True if the device supports the dtype, and has enough bindings and units for every kernel.
+/// True if the device supports the dtype, and has enough bindings ([`BINDINGS`]) and units per cube for the kernels.
 pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
@@ -55,8 +56,8 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device converts subnormal f16 values to f32 exactly. Subnormal values occur in block formats whose scales are
-/// quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
+/// True if the device surely converts subnormal f16 values to f32 exactly. The f16 scale of a block may be subnormal in
+/// formats whose group scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]
@@ -69,7 +70,8 @@ pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     }
 }
 
-/// Returns a cube whose units reduce a value together, with enough units for `work` vectors or elements.
+/// Returns a team of all units of a cube, with enough units for `work` vectors or elements. The units of a team reduce
+/// a value together.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
     // If the device has no plane operations, use few units, because every unit then adds up the partial results of all units.

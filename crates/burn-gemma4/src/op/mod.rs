@@ -1,10 +1,11 @@
 //! The model's operators. Each module holds one operator: its kernels, their launches and its gradients.
 //!
-//! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute the
-//! GEMVs. On other devices Burn's own operators compute the same results.
+//! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute
+//! the GEMVs. On other devices Burn's own operators compute the same results. On the CPU the module `linear` also has
+//! GEMMs of its own.
 //!
-//! In training, these kernels compute only norms, GeGLU, cross entropy, GEMMs and optimizer updates. Burn's operators compute
-//! the rest.
+//! In training, these kernels compute norms, residual additions, RoPE, GeGLU, the choice of experts, cross entropy,
+//! GEMMs and optimizer updates. Burn's operators compute the rest.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;
@@ -101,13 +102,14 @@ pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Require PDL, because `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in
-        // their names. On devices without PDL, kernels with such a name would run before the previous launch has ended,
-        // and read unfinished data.
+        // Require PDL. `cube_kit::pdl::graph::make_edges_programmatic` lets each kernel with `_pdl` in its name start
+        // before the previous launch has ended. On devices without PDL, these kernels do not wait for the previous
+        // launch, and would read unfinished data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {
-            // Ignore an error of the synchronization: the later read of the tokens reports the same error.
+            // Launch the operations that Burn's fusion has deferred, so that the graph contains their launches. Ignore
+            // an error, because the later read of the tokens reports the same error.
             let _ = last.client.try_sync(|| ());
         }
         let count = cube_kit::pdl::graph::make_edges_programmatic(device);

@@ -1,4 +1,5 @@
-//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements.
+//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements as the rows
+//! of the file.
 
 use super::{
     blocks::{BlockFormat, five_bits, nibbles},

@@ -10,8 +10,8 @@ const GROUP: usize = 32;
 ///
 /// - bytes 0 to 3: the scales of groups 0 to 3 in the lower 6 bits
 /// - bytes 4 to 7: the minimums of groups 0 to 3 in the lower 6 bits
-/// - bytes 8 to 11: the lower 4 bits of the scales of groups 4 to 7 in the low half, and of their minimums in the high
-///   half
+/// - bytes 8 to 11: the lower 4 bits of the scales of groups 4 to 7 in the low half of each byte, and the lower 4 bits
+///   of their minimums in the high half
 ///
 /// The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7
 /// are the upper bits of their minimums.

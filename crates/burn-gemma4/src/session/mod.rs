@@ -4,8 +4,8 @@
 //! this prefix. A *column* is one token position in the cache.
 //!
 //! Full layers hold the keys and values of all columns. Sliding layers hold only the columns of their window, in ring
-//! buffers that overwrite old columns. The session therefore takes a checkpoint of the ring buffers at the beginning of each
-//! turn.
+//! buffers that overwrite old columns. The session therefore takes a checkpoint of the ring buffers at the beginning of
+//! each answer.
 //!
 //! For the next turn of a conversation, the session restores a checkpoint, and prefills only the tokens after the
 //! checkpoint. If the template changes earlier turns, the session prefills from the first changed token.
@@ -49,8 +49,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with cached tokens, the session restores the cache
-    /// to a token position within the cached tokens. The model then processes only the tokens after this position.
+    /// Continues a prompt as [`Gemma4::generate`] does. If the prompt begins with cached tokens, the session restores
+    /// the cache to a token position within the cached tokens. The model then processes only the tokens after this
+    /// position.
     ///
     /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. The cache can be
     /// restored to any other position only while no ring buffer of a sliding layer has overwritten a token.
@@ -77,8 +78,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next
-        // prompt may begin to differ at the same token. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens. The next prompt may
+        // begin to differ at the same token. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =

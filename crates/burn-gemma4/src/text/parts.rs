@@ -53,7 +53,8 @@ pub struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Creates a splitter for the text after `prompt`. The prompt may end inside a thought.
+    /// Creates a splitter for the text after `prompt`. The prompt may end inside a thought, which the text then
+    /// continues.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects a token of the prompt.

@@ -4,13 +4,13 @@ use crate::error::Gemma4Error;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tokenizer::stream::TextStream;
 
-/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. The name of a
-/// special token in a stop string matches the special token.
+/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. If a stop
+/// string contains the name of a special token, the name matches this token.
 pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The end of the text so far, which is as long as an incomplete stop string can be.
+    /// The end of the text so far. This end is long enough to contain every incomplete stop string.
     end: String,
 }
 

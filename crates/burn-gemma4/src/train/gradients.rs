@@ -89,8 +89,8 @@ impl Gemma4Model {
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        // Remove autodiff from the tokens, so that the forward records no graph, which Burn would keep until the next
-        // backward.
+        // Remove autodiff from the tokens, so that the forward records no autodiff graph. Burn would keep this graph
+        // until the next backward.
         let tokens = self.read_tokens(tokens.inner())?;
         let text = match packing {
             Some(packing) => self.packed_text(&tokens, packing),
@@ -99,8 +99,8 @@ impl Gemma4Model {
         self.gradients_by_layer(text, asked, loss)
     }
 
-    /// Computes the [`gradients`](Self::gradients) for tensors without autodiff. The computation needs no data on the host,
-    /// so a CUDA graph can capture it.
+    /// Computes the [`gradients`](Self::gradients) for tensors without autodiff. Except in some mixture-of-experts
+    /// models, the computation needs no data on the host, so a CUDA graph can capture it.
     pub(crate) fn gradients_by_layer(
         &self,
         text: Text,
@@ -233,8 +233,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the number of last positions at which a layer computes. A layer with its own keys and values computes at all
-    /// positions. A layer that shares an earlier layer's keys and values computes only at the requested positions.
+    /// Returns for how many positions at the end of the text a layer computes its output. A layer with its own keys and
+    /// values computes at all positions. A layer that shares an earlier layer's keys and values computes only at the
+    /// requested positions.
     fn computed(&self, layer: usize) -> usize {
         match self.model.config().is_shared(layer) {
             true => self.asked,

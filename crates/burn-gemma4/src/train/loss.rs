@@ -128,8 +128,8 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// The maximum number of logits in memory at once: 128 MB in half precision. The gradient overwrites the logits. Without
-/// fused kernels, up to four f32 tensors of this size exist at once.
+/// The maximum number of logits in memory at once: 128 MB in half precision. With fused kernels, the gradient
+/// overwrites the logits. Without fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
 /// The maximum number of positions per chunk of logits in f16. Each position adds at most its hidden state to a row of the

@@ -24,8 +24,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 pub struct Packing {
     /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// The number of documents in each row, which is also the index of the padding in the row's list of lengths, if the
-    /// row has padding.
+    /// The number of documents in each row. If a row has padding, this number is also the index of the padding in the
+    /// row's list of lengths.
     padding: Vec<usize>,
     positions: usize,
 }
@@ -137,8 +137,8 @@ impl Gemma4Model {
         Ok(self.logits(self.hidden_packed(tokens, packing)?))
     }
 
-    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents, the input of the head in
-    /// [`forward_packed`](Self::forward_packed).
+    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents. These states are the input
+    /// of the head in [`forward_packed`](Self::forward_packed).
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`

@@ -3,8 +3,8 @@
 use super::Simd;
 use std::arch::x86_64::*;
 
-/// 2²³. The lowest mantissa bit of this f32 has the value 1, so an OR of a code with the mantissa bits adds the code to
-/// the number.
+/// The f32 number 2²³. Its lowest mantissa bit has the value 1. An OR of a code with the mantissa bits therefore adds
+/// the code to the number.
 const MAGIC: f32 = 8_388_608.0;
 /// The truth table of `(a & b) | c`, for a ternary logic instruction.
 const AND_OR: i32 = 0xea;
@@ -18,10 +18,10 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     type Floats = __m512;
     type Words = __m512i;
-    /// The floats of the 16 codes. The permutation that looks up a code reads only the low 4 bits of an index, so the
-    /// code needs no mask.
+    /// The float `code - zero` for each of the 16 codes. The permutation that looks up a code reads only the low 4 bits
+    /// of an index, so the code needs no mask.
     type FourBits = __m512;
-    /// The floats of the codes below 16, and the floats of the other 16 codes.
+    /// The float `code - zero` for each of the 32 codes: first for the codes below 16, then for the other codes.
     type FiveBits = (__m512, __m512);
 
     #[inline(always)]

@@ -39,8 +39,9 @@ pub(crate) trait Simd: Copy {
     fn prefetch(address: *const u8);
     unsafe fn splat(number: f32) -> Self::Floats;
     unsafe fn load(numbers: *const f32) -> Self::Floats;
-    /// Loads the first `count` lanes, where `count` is a power of two. The other lanes are unspecified. A load of just
-    /// stored elements has no delay if a single store wrote all of them, so a load of unneeded lanes could be slower.
+    /// Loads the first `count` lanes, where `count` is a power of two. The other lanes are unspecified. A CPU forwards
+    /// recently stored elements to a load without delay only if a single store wrote all of them. A load of unneeded
+    /// lanes could therefore be slower.
     #[inline(always)]
     unsafe fn load_first(numbers: *const f32, _count: usize) -> Self::Floats {
         unsafe { Self::load(numbers) }
@@ -71,9 +72,9 @@ pub(crate) trait Simd: Copy {
     /// Interprets the bits as f32.
     unsafe fn bits(words: Self::Words) -> Self::Floats;
 
-    /// Rounds to bf16, half to even.
+    /// Rounds to bf16, with ties to even.
     unsafe fn round_bf16(vector: Self::Floats) -> Self::Floats;
-    /// Rounds to f16, half to even.
+    /// Rounds to f16, with ties to even.
     unsafe fn round_f16(vector: Self::Floats) -> Self::Floats;
 
     unsafe fn four_bits(zero: f32) -> Self::FourBits;

@@ -4,9 +4,9 @@
 //! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
 //! four int8 codes. Nine convert four e4m3 codes.
 //!
-//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighboring codes of a row.
-//! The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right operand of
-//! another `mma.sync`. No data has to move between lanes:
+//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements, each of which holds two neighboring codes of a
+//! row. The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right
+//! operand of another `mma.sync`. The columns are therefore in an unusual order, but no data has to move between lanes:
 //!
 //! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The left operand must hold
 //!   its columns in the same order: see [`order_columns()`].
@@ -22,10 +22,10 @@ use crate::nvidia::ptx::value_of;
 use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
 use cubecl::prelude::*;
 
-/// The number of int8 codes in a row of a subtile in shared memory.
+/// The number of 8-bit codes in a row of a subtile in shared memory.
 pub const WORDS_SUBTILE: usize = ROW_BYTES;
 
-/// The number of 16-column groups of int8 codes that one `ldmatrix` loads.
+/// The number of 16-column groups of 8-bit codes that one `ldmatrix` loads.
 const LOADED_STEPS: usize = 2;
 
 /// The format of the codes.
@@ -42,8 +42,8 @@ impl Codes {
     /// pair of bf16 numbers.
     const fn constants(self) -> &'static str {
         match self {
-            // `base` is 128: an OR with a code's 7 low bits adds these bits to it. `shift` is −128: an OR with a code's sign bit
-            // gives −256. `one` is 1.
+            // `base` is 128: an OR with a code's 7 low bits adds these bits to 128. `shift` is −128: an OR with a
+            // code's sign bit gives −256. `one` is 1.
             Self::Int8 => {
                 ".reg .b32 base, shift, one, low, high, next;\n\
                  mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n"
@@ -66,9 +66,9 @@ impl Codes {
     }
 }
 
-/// Returns PTX that converts e4m3 codes to bf16. A code's exponent and mantissa become the low bits of a bf16 exponent and the high
-/// bits of its mantissa. The exponent biases differ by 120, so a product with 2¹²⁰ gives the number exactly, subnormal codes
-/// included.
+/// Returns PTX that converts e4m3 codes to bf16. A code's exponent becomes the low bits of a bf16 exponent, and the
+/// code's mantissa becomes the high bits of the bf16 mantissa. The exponent biases differ by 120, so a product with
+/// 2¹²⁰ gives the number exactly, subnormal codes included.
 fn e4m3_numbers(register: &str, even: &str, odd: &str) -> String {
     format!(
         "shl.b32 low, {register}, 4;\nshl.b32 high, {register}, 8;\nand.b32 low, low, 0x07F007F0;\n\
@@ -199,8 +199,8 @@ fn order_text() -> String {
 /// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold codes. The
 /// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
-/// A lane has four neighboring columns. After the reordering, the first and third columns of all lanes precede the second
-/// and fourth columns of all lanes.
+/// Each of four lanes has four neighboring columns. After the reordering, the first and third columns of all lanes
+/// precede the second and fourth columns of all lanes.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
@@ -235,7 +235,7 @@ pub fn word_scores<NS: Size>(
 }
 
 /// Multiplies `left` by a block of codes in shared memory, and adds the product to `sums`. No rows are masked, because
-/// codes cannot be NaN.
+/// no code decodes to NaN.
 #[cube]
 pub fn add_word_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

@@ -1,9 +1,11 @@
 //! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from
 //! global memory straight into registers, without shared memory and without `ldmatrix`.
 //!
-//! The left operand of `mma.sync` has 16 rows. The upper 8 rows are the rows to be multiplied, and the lower 8 rows are
-//! zeros. The right operand has 8 rows. Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of the
-//! result, the lane holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
+//! The left operand of `mma.sync` has 16 rows. For at most 8 rows ([`add_pairs()`]), the lower 8 rows of the operand
+//! are zeros. For at most 16 rows, see [`add_pairs_of_two_rows()`]. The right operand has 8 rows.
+//!
+//! Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of the result, the lane holds elements
+//! `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
 //! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may hold any columns, if it
 //! holds the same columns of both operands. Each lane gets adjacent columns, which one load reads.
@@ -12,7 +14,8 @@ use crate::nvidia::Half;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The number of rows of the left operand that are not zero. The right operand of `mma.sync` has the same number of rows.
+/// The number of rows of the right operand of `mma.sync`. In [`add_pairs()`], the left operand has the same number of
+/// rows that are not zeros.
 pub const PRODUCT_ROWS: usize = 8;
 
 /// The number of inner columns per step. Each lane loads one [`PIECE`](super::cp_async::PIECE) of 16 bytes, which feeds two
@@ -76,7 +79,7 @@ pub fn read_piece_if(
 }
 
 /// Returns the PTX of [`read_piece_if()`]. Outputs: the words. Inputs: the address and the condition. The PTX reads the
-/// condition before it writes any word.
+/// condition before it writes any word, because the compiler may assign one register to the condition and to a word.
 fn piece_text(offset: usize) -> String {
     let zeros: String = (0..4).map(|i| format!("mov.b32 %{i}, 0;\n")).collect();
     format!(

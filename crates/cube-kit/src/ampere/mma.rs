@@ -46,8 +46,8 @@ pub struct Sums {
     pub depth: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. The replaced row may
-    /// contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. Such a row may
+    /// contain NaN, whose product with a zero of the left operand would be NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -61,10 +61,11 @@ pub struct SharedSums {
     pub fragments: usize,
     /// The number of groups of 16 result columns that each warp computes.
     pub steps: usize,
-    /// The index of the first group of 16 result columns to which the multiplication adds its product.
+    /// The index, among the warp's groups of 16 result columns, of the first group to which the multiplication adds its
+    /// product.
     pub first_step: usize,
-    /// The number of groups of 16 result columns to which the multiplication adds its product. The right operand contains
-    /// only the columns of these groups.
+    /// The number of the warp's groups of 16 result columns to which the multiplication adds its product. The right
+    /// operand contains only the columns of these groups of all warps.
     pub added_steps: usize,
     /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
     pub groups: usize,
@@ -76,8 +77,8 @@ pub struct SharedSums {
     pub left_rows: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. The replaced row may
-    /// contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. Such a row may
+    /// contain NaN, whose product with a zero of the left operand would be NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -119,8 +120,8 @@ impl SharedSums {
     }
 }
 
-/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The other arguments are the names of the registers that
-/// hold the result, the operands and the previous sum.
+/// Returns PTX of one `mma.sync` of a fragment with 8 columns. `half` is the precision of the operands. The other
+/// arguments are the names of the registers that hold the result, the operands and the previous sum.
 pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
     let half = half.ptx();
     format!(

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 pub struct PipelineState {
     /// The index of the ring buffer stage.
     pub stage: u32,
-    /// The parity of the phase: 0 in even passes over the ring buffer, and 1 in odd passes.
+    /// The parity of the phase. The parity is 0 in the first pass over the ring buffer, and changes with each pass.
     pub parity: u32,
 }
 

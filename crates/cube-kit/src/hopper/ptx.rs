@@ -67,7 +67,8 @@ pub fn barrier_wait(address: u32, parity: u32) {
     );
 }
 
-/// Waits at two barriers. The function tests both barriers before it waits for the first barrier.
+/// Waits at two barriers. The function tests both barriers before it waits for the first barrier, so that the two tests
+/// overlap.
 #[cube]
 pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_parity: u32) {
     let text = comptime!(wait_both_text());

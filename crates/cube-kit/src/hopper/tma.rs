@@ -20,8 +20,8 @@ pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
-/// Builds the tensor map of a tensor. If `subtiles` is given and the rows consist of whole subtiles of 64 columns, a box is
-/// `[1, heads, subtiles, rows, 64]`. Otherwise a box is `[1, heads, rows, 64]`.
+/// Builds the tensor map of a tensor `[batch, heads, length, columns]`. If `subtiles` is given and the rows consist of
+/// whole subtiles of 64 columns, a box is `[1, heads, subtiles, rows, 64]`. Otherwise a box is `[1, heads, rows, 64]`.
 ///
 /// Reads beyond the shape give zeros, and writes beyond the shape are dropped.
 pub fn map(
@@ -33,7 +33,8 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Give a dimension of size 1 a stride that TMA accepts. TMA checks this stride although it never uses it.
+            // Treat the dimension as one of size 1, with a stride that TMA accepts. TMA checks this stride although it
+            // never uses it.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -139,7 +140,8 @@ pub fn load_columns(
     }
 }
 
-/// Waits until the cube's TMA stores have read shared memory. A cube must call this function before it ends.
+/// Waits until the cube's TMA stores have read shared memory. A cube must call this function before it ends, because
+/// its shared memory is then freed.
 #[cube]
 pub fn await_stores() {
     let thread = UNIT_POS % comptime!(WARPGROUP as u32);
@@ -148,14 +150,15 @@ pub fn await_stores() {
     }
 }
 
-/// Writes a warpgroup's 64 output rows from its accumulator fragments to `target` in shared memory, and from there to
-/// the tensor. Neighboring subtiles in shared memory are `subtile_bytes` apart.
+/// Writes a warpgroup's 64 output rows, times `factors`, from its accumulator fragments to `target` in shared memory,
+/// and from there to the tensor. Neighboring subtiles in shared memory are `subtile_bytes` apart.
 ///
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own
 /// last TMA store may still read that data.
 ///
 /// If `own_place` is true, the memory at `target` never holds an operand. Each call then waits at its start for the TMA
-/// store of the previous call. If `own_place` is false, each call waits at its end for its own TMA store.
+/// store of the previous call. If `own_place` is false, an operand may be loaded to `target` after the call. Each call
+/// then waits at its end for its own TMA store.
 #[cube]
 #[allow(
     clippy::collapsible_if,

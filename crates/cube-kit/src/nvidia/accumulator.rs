@@ -1,5 +1,5 @@
 //! The layout of an accumulator fragment in registers. A thread holds elements of two rows that are 8 apart. In each
-//! group of 8 columns, it holds two neighboring columns of both rows.
+//! group of 8 columns, the thread holds two neighboring columns of both rows.
 
 use cubecl::prelude::*;
 

@@ -23,7 +23,8 @@ pub fn arrive_with_copies(address: u32) {
     );
 }
 
-/// Arrives at the barrier at `address`, once for the whole warp, after the warp has finished its reads.
+/// Makes the warp arrive at the barrier at `address` once, through its first lane. All lanes must have finished their
+/// accesses to shared memory before the call.
 #[cube]
 pub fn arrive_as_warp(address: u32) {
     let text = comptime!(arrive_text());

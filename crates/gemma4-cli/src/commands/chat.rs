@@ -66,7 +66,7 @@ fn run(cli: &Chat) -> Result<(), Error> {
     };
     if conversation.messages.is_empty() {
         // The file may contain a session without messages. The conversation then begins with the system message, if
-        // there is one. This holds even if the KV cache already contains the message.
+        // there is one, even if the KV cache already contains this message.
         conversation.messages.clone_from(&conversation.beginning);
     }
     let mut output = Output::default();

@@ -104,8 +104,8 @@ pub struct EngineArguments {
     /// Number of prompt tokens to process between two decode steps [default: 2048; on a CPU 256].
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     prefill_chunk: Option<usize>,
-    /// Memory for the keys and values of earlier prompts, in MiB. A prompt that begins like an earlier one continues from
-    /// there. 0 keeps nothing.
+    /// Memory for the keys and values of earlier prompts, in MiB. A prompt that begins like an earlier one reuses them.
+    /// 0 keeps nothing.
     #[arg(long, value_name = "MIB", default_value_t = DEFAULT_PREFIX_CACHE_BYTES >> 20)]
     prefix_cache: usize,
 }

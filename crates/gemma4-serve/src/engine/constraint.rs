@@ -14,11 +14,13 @@ use std::sync::Arc;
 /// The largest size of a grammar's source, in bytes.
 const LONGEST_GRAMMAR: usize = 256 << 10;
 
-/// The most lines of a Lark grammar, the deepest nesting of brackets in a regular expression or a Lark grammar, and the most
-/// references in a JSON schema. llguidance recurses without a limit, and a stack overflow would end the process. In a build
-/// without optimizations, 2,000 rules overflow a stack of 2 MB.
+/// The largest number of lines of a Lark grammar or a regular expression. This limit and the next two are necessary
+/// because llguidance recurses without a limit, and a stack overflow would end the process. In a build without
+/// optimizations, 2,000 rules overflow a stack of 2 MB.
 const MOST_LINES: usize = 2_000;
+/// The deepest nesting of brackets in a regular expression or a Lark grammar.
 const DEEPEST_NESTING: usize = 200;
+/// The largest number of references in a JSON schema.
 const MOST_REFERENCES: usize = 300;
 
 /// The stack size of the thread that compiles a grammar, in bytes. The system allocates only the part that is used.

@@ -11,8 +11,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Instant;
 use tokio::sync::{mpsc as channel, oneshot};
 
-/// The default size of the keys and values of earlier prompts, in bytes: 512 MiB. In bf16, a prompt of 8,192 tokens takes
-/// 57 MB for E2B.
+/// The default of [`EngineOptions::prefix_cache_bytes`]: 512 MiB. In bf16, the keys and values of a prompt of 8,192
+/// tokens take 57 MB for E2B.
 pub const DEFAULT_PREFIX_CACHE_BYTES: usize = 512 << 20;
 
 /// The options of an engine.
@@ -32,8 +32,9 @@ pub struct EngineOptions {
     /// The number of prompt tokens that are prefilled between two decode steps. `None` means 2048 on a GPU, and 256 on a
     /// CPU.
     pub prefill_chunk: Option<usize>,
-    /// The largest size of the keys and values that the engine keeps of earlier prompts, in bytes on the device. A prompt
-    /// that begins with the same tokens as an earlier prompt continues from there. 0 keeps nothing.
+    /// The largest size of the keys and values that the engine keeps of earlier prompts, in bytes on the device. A
+    /// prompt that begins with the same tokens as an earlier prompt reuses the keys and values of these tokens. 0 keeps
+    /// nothing.
     pub prefix_cache_bytes: usize,
     /// The storage format of the KV cache.
     pub cache: CacheKind,
@@ -66,7 +67,7 @@ pub struct Engine {
 impl Engine {
     /// Starts the engine's thread, which owns the model. The engine uses the device stream of the thread that loaded
     /// the model. The loading thread must therefore not use the device while the engine runs. When the engine's thread
-    /// ends, the receiver gets the reason of a failure, or `Ok` after [`drain`](Self::drain).
+    /// ends, the returned receiver gets the reason of a failure, or `Ok` after [`drain`](Self::drain).
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the options do not fit the model, and [`Gemma4Error::Device`] if the system
@@ -352,7 +353,8 @@ mod tests {
         let limits = Engine::that_panics(1, "").0.shared.limits;
         let (engine, outcome) = Engine::spawn(limits, |_, _| Ok(())).expect("a thread");
         assert_eq!(outcome.await.expect("the thread reports its end"), Ok(()));
-        // The engine's thread ends before this request is submitted, as if the drain had begun within `submit`.
+        // The engine's thread ends before this request is submitted, as if a drain had begun just after `submit`
+        // checked for a drain.
         let error = engine.submit(request()).expect_err("the engine has ended");
         assert_eq!(error.status(), 503);
         assert_eq!(engine.stopped().await.status(), 503);

@@ -43,7 +43,7 @@ pub struct AnswerOptions {
     pub stop_strings: Vec<String>,
     /// The number of most likely tokens that are reported for each token of the answer. `None` reports no log-probabilities.
     pub logprobs: Option<usize>,
-    /// True if thoughts and tool calls are sent as separate events instead of text.
+    /// True if thoughts and tool calls are sent as events of their own kinds, and not as text of the answer.
     pub has_parts: bool,
     /// The largest number of tokens in a thought. When a thought has this many tokens, the engine forces the token that ends
     /// the thought.
@@ -61,7 +61,7 @@ pub enum Event {
         choice: usize,
         /// The kind of the text: answer or thought.
         kind: TextKind,
-        /// The decoded text. It is empty if the tokens so far end within a multi-byte character.
+        /// The decoded text. It may be empty, for example because the tokens so far end within a multi-byte character.
         text: String,
         /// The log-probabilities of the tokens, if the request asks for them.
         logprobs: Vec<TokenProbability>,
@@ -101,7 +101,7 @@ pub struct TokenProbability {
 /// The reason why an answer ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EndReason {
-    /// The model chose a stop token, or the grammar was complete.
+    /// The model chose a stop token, the grammar was complete, or the answer ended after its first tool call.
     Stop,
     /// The text contained this stop string, which the client does not receive.
     StopString(Arc<str>),

@@ -100,7 +100,8 @@ impl<'a> Scheduler<'a> {
             match message {
                 Ok(Message::Submit(job)) => self.queue.push_back(*job),
                 Ok(Message::Wake) => (),
-                // Continue even when draining if the inbox may hold a request that was submitted before draining began.
+                // End the thread only if it is idle and draining. The inbox was read after `is_draining`, so no request
+                // from before the drain is left in it.
                 Err(TryRecvError::Empty) => return !(is_idle && is_draining),
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }

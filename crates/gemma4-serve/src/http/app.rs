@@ -19,8 +19,8 @@ pub struct ServerOptions {
     pub max_body: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
-    /// The longest time for the headers of a request to arrive. Without this limit, a silent connection would hold its
-    /// place forever.
+    /// The longest time for the headers of a request to arrive. Without this limit, a silent connection would take one
+    /// of the `max_connections` forever.
     pub header_timeout: Duration,
     /// The longest time for the body of a request to arrive.
     pub body_timeout: Duration,

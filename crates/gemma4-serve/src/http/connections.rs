@@ -67,7 +67,7 @@ impl Connections {
     pub async fn closed(self) {
         self.open.shutdown().await;
         if let Some(closing) = self.closing {
-            // The task neither panics nor is it cancelled.
+            // Ignore the result: the task neither panics nor is cancelled.
             let _ = closing.await;
         }
     }

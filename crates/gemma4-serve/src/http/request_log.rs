@@ -64,7 +64,8 @@ impl RequestLog {
         format!("{prefix}{}", self.0.id)
     }
 
-    /// Records a prompt with its number of answers.
+    /// Records a submitted prompt: the number of its tokens, and the number of answers that the engine generates for
+    /// it.
     pub fn submitted(&self, prompt_tokens: usize, answers: usize) {
         self.change(|state| {
             state.prompt_tokens += prompt_tokens;

@@ -129,7 +129,7 @@ impl Server {
     }
 }
 
-/// The time that open connections have to receive the reason of a failure.
+/// The time after a failure of the engine in which open connections can still receive the reason.
 const LAST_MOMENT: Duration = Duration::from_millis(200);
 
 #[cfg(all(test, feature = "flex"))]
@@ -180,7 +180,7 @@ mod tests {
             .into_iter()
             .enumerate()
         {
-            // The responses of streams have begun before the panic.
+            // Streamed responses have begun before the panic, so their status is already 200.
             let expected = match index % 2 {
                 0 => StatusCode::INTERNAL_SERVER_ERROR,
                 _ => StatusCode::OK,

@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 /// The largest number of tokens of an answer, if neither the request nor the checkpoint sets a limit.
 const MAX_TOKENS: usize = 1024;
 
-/// The tokenizer, the chat template and the default options of a checkpoint. The engine's thread owns the model's weights.
+/// The tokenizer, the chat template and the default options of a checkpoint. This struct holds no weights, because the
+/// engine's thread owns the model.
 #[derive(Debug)]
 pub struct TextModel {
     /// The tokenizer.

@@ -1,5 +1,5 @@
-//! Tests concurrent requests. Each answer must equal the answer to the same request alone, and the answers of cancelled
-//! requests must leave the batch.
+//! Tests concurrent requests. Each answer must equal the answer to the same request without other requests, and the
+//! answers of cancelled requests must leave the batch.
 
 use crate::harness::{Harness, gemma, user, with_model};
 use axum::body::Body;
@@ -214,7 +214,7 @@ async fn slow_client_does_not_delay_others() {
         "messages": user("x"), "max_tokens": 300, "ignore_eos": true, "stream": true, "temperature": 0,
     });
     let request = crate::harness::post("/v1/chat/completions", &with_model(long));
-    // Read the body of this response only after the other requests have ended.
+    // This client is slow: the test reads the response's body only after the other requests have ended.
     let slow = harness.router().oneshot(request).await.expect("infallible");
     for _ in 0..3 {
         let body = json!({"messages": user("y"), "max_tokens": 5, "temperature": 0});
@@ -283,7 +283,7 @@ async fn heartbeats_are_sent_while_an_answer_waits() {
 #[tokio::test]
 async fn unread_request_bodies_do_not_panic_the_server() {
     let harness = Harness::plain();
-    // The body ends with an error, as if the client had disconnected.
+    // The request's body ends with an error, as if the client had disconnected while it sent the body.
     let stream = futures_util::stream::iter([
         Ok::<_, std::io::Error>(Vec::from(&b"{\"model\":"[..])),
         Err(std::io::Error::other("gone")),

@@ -1,4 +1,4 @@
-//! A test server with the embedded model. Tests send requests to the router without a socket.
+//! A test server with the small model that `burn-gemma4` embeds. Tests send requests to the router without a socket.
 
 use axum::Router;
 use axum::body::Body;
@@ -11,7 +11,7 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
-/// The name of the model that requests give.
+/// The model name in the tests' requests.
 pub const MODEL: &str = "tiny";
 
 /// A chat template that supports tools and thoughts, in Gemma's syntax.
@@ -21,7 +21,7 @@ const TEMPLATE: &str = "{{ bos_token }}{% if tools %}<|turn>system\n{% for tool 
     {{ call.function.arguments | tojson }}<tool_call|>{% endfor %}<turn|>\n{% endfor %}<|turn>model\n\
     {% if enable_thinking %}<|channel>thought\n{% endif %}";
 
-/// Returns the embedded model on the CPU.
+/// Returns the small model that `burn-gemma4` embeds, on the CPU.
 pub fn gemma() -> Gemma4 {
     Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model loads")
 }
@@ -108,7 +108,7 @@ impl Harness {
         Self::with_tools_and(EngineOptions::default())
     }
 
-    /// Creates a server whose chat template supports tools and thoughts, with other options of the engine.
+    /// Creates a server whose chat template supports tools and thoughts, and whose engine has the options `engine`.
     pub fn with_tools_and(engine: EngineOptions) -> Self {
         let template = ChatTemplate::from_source(TEMPLATE).expect("the template parses");
         Self::with_template(engine, ServerOptions::default(), Some(template))

@@ -167,7 +167,7 @@ async fn logit_bias_and_penalties_change_the_answer() {
     body["logit_bias"] = json!({token.to_string(): 100});
     let text = |answer: Value| answer["choices"][0]["message"]["content"].clone();
     assert_eq!(text(harness.chat(body.clone()).await.ok()), "aaaaa");
-    // Apply the frequency penalty too. After some repetitions of the token, the penalty outweighs the bias.
+    // With a smaller bias, the frequency and presence penalties outweigh the bias after some repetitions of the token.
     body["logit_bias"] = json!({token.to_string(): 8});
     body["max_tokens"] = json!(30);
     let before = text(harness.chat(body.clone()).await.ok()).to_string();

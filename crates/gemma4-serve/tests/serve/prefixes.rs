@@ -1,4 +1,5 @@
-//! Tests the prefix cache: the second of two equal requests reuses all prompt tokens but the last, in each API's own numbers.
+//! Tests the prefix cache: the second of two equal requests reuses all prompt tokens but the last. Each API must report
+//! the reused tokens in its own usage fields.
 
 use crate::harness::{Harness, user, with_model};
 use gemma4_serve::ServerOptions;

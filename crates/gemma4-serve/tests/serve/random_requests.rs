@@ -1,5 +1,5 @@
-//! Tests many random requests at once. Each answer must equal the answer to the same request alone, even while other
-//! clients disconnect. Afterwards, the server must be as empty as before.
+//! Tests many random requests at once. Each answer must equal the answer to the same request without other requests,
+//! even while other clients disconnect. Afterwards, the engine must hold no requests and no KV cache.
 
 use crate::harness::Harness;
 use crate::socket::{Listening, Response, exchange, post, receive};
@@ -38,8 +38,8 @@ struct Case {
     body: Value,
     /// The milliseconds that the client waits before it sends the request.
     delay: u64,
-    /// The number of response bytes after which the client disconnects, and the longest wait for further bytes in
-    /// milliseconds.
+    /// For a client that disconnects early: the number of response bytes after which it disconnects, and the longest
+    /// wait for further bytes in milliseconds.
     leaves: Option<(usize, u64)>,
 }
 
@@ -53,7 +53,8 @@ fn text(rng: &mut StdRng) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Sets fields of `body`, each with a probability.
+/// Sets fields of `body`. Each entry of `fields` has a field's name, the probability with which the field is set, and
+/// its value.
 fn set(rng: &mut StdRng, body: &mut Value, fields: &[(&str, f64, Value)]) {
     for (name, probability, value) in fields {
         if rng.random_bool(*probability) {
@@ -74,7 +75,7 @@ fn stop(rng: &mut StdRng) -> Value {
     json!(strings.choose_multiple(rng, 3).collect::<Vec<_>>())
 }
 
-/// Adds the options that chat and completions share.
+/// Adds random options that OpenAI's chat API and completions API share.
 fn set_openai(rng: &mut StdRng, body: &mut Value) {
     let (stop, n, max_tokens) = (
         stop(rng),
@@ -197,12 +198,13 @@ fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>>
     parts
 }
 
-/// Removes ids and times. Also removes the numbers of cached tokens, because the second of two equal requests reuses keys
-/// and values of the first.
+/// Removes ids and times from a response. Also removes the numbers of cached tokens, because the second of two equal
+/// requests reuses keys and values of the first.
 fn remove_unstable(value: &mut Value) {
     match value {
         Value::Object(fields) => {
-            // In Anthropic's API, cached tokens do not count as input tokens.
+            // Anthropic's API does not count cached tokens as input tokens. Add them, so that the number of input
+            // tokens does not depend on the cache.
             let cached = fields.remove("cache_read_input_tokens");
             if let Some(cached) = cached.and_then(|cached| cached.as_u64()) {
                 let input = fields["input_tokens"].as_u64().expect("a number of tokens");
@@ -273,8 +275,8 @@ fn send_together(address: SocketAddr, cases: &[Case]) -> Vec<Response> {
     })
 }
 
-/// Compares the responses with the responses to the same requests, sent one after the other. Returns the number of
-/// complete answers, and the number of answers that ended early because the client disconnected.
+/// Sends the same requests again, one after the other, and compares the new responses with `responses`. Returns the
+/// number of complete answers, and the number of answers that ended early because the client disconnected.
 fn check_alone(address: SocketAddr, cases: &[Case], responses: &[Response]) -> (usize, usize) {
     let (mut whole, mut cut) = (0, 0);
     for (index, (case, found)) in cases.iter().zip(responses).enumerate() {

@@ -1,4 +1,5 @@
-//! Tests how a server and its connections end: drain, limits of connections, and silent clients.
+//! Tests how a server and its connections end. Covers the drain, the limit on the number of connections, and clients
+//! that send no complete request.
 
 use crate::harness::{Harness, user};
 use crate::socket::{Listening, exchange, get, post};
@@ -27,7 +28,8 @@ async fn drain_finishes_streams_and_refuses_new_requests() {
     wait_running(&server).await;
     let ended = server.stop();
     let refused = spawn_blocking(move || {
-        // The shutdown begins on another thread, so the first requests may still be accepted.
+        // The shutdown begins on another thread, so the first requests may still be accepted. Wait until a request is
+        // refused.
         while exchange(address, &get("/health")).status == 200 {}
         let body = json!({"messages": user("x"), "max_tokens": 2});
         let health = exchange(address, &get("/health"));

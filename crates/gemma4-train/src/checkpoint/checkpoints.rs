@@ -36,8 +36,8 @@ fn named(record: &str, part: usize) -> String {
 }
 
 /// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner
-/// identifies a record by the number of its epoch. The folders are named by steps instead, because a stopped run ends
-/// its epoch early.
+/// identifies a record by the number of its epoch, which is the interval between two checkpoints. The folders are named
+/// by steps instead, because a stopped run ends its epoch early.
 pub struct Records {
     folder: PathBuf,
     name: &'static str,
@@ -64,7 +64,8 @@ impl Records {
         if process == 0 {
             fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
             for (step, path) in steps(folder)? {
-                // Remove incomplete checkpoints, which remain if a process is killed while a checkpoint is written.
+                // A run resumes at its last complete checkpoint, so checkpoints of later steps are incomplete: a
+                // process was killed while they were written. Remove these checkpoints.
                 if step > schedule.done {
                     fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
                 }
@@ -187,8 +188,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints, which a resumed run may
-    /// still have.
+    /// Deletes this record from the epoch's checkpoint and from all earlier checkpoints. A resumed run may still have
+    /// checkpoints that it wrote before it was resumed.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());

@@ -37,8 +37,8 @@ pub fn find_checkpoint(
 ) -> Result<Option<usize>, Error> {
     let folder = history.join(checkpoints::FOLDER);
     let last = checkpoints::last(&folder, optimizer_parts)?;
-    // `is_begun` also counts a checkpoint with another number of optimizer shards than this run. A new run would overwrite
-    // that checkpoint, so it must be refused.
+    // `is_begun` is true even if the checkpoint has another number of optimizer shards than this run. A new run would
+    // overwrite that checkpoint, so the new run must be refused.
     let is_begun = checkpoints::last(&folder, 1)?.is_some();
     let has_result = RESULTS.iter().any(|result| out.join(result).exists());
     let name = out.display();

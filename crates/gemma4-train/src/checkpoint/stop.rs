@@ -13,8 +13,8 @@ pub struct Stop {
     is_asked: Arc<AtomicBool>,
     /// The number of the first step that is not run.
     end: Arc<AtomicUsize>,
-    /// True if the run has several processes. The processes then agree on the last step while they sum gradients, so a
-    /// stop request alone sets no end.
+    /// True if the run has several processes. The processes agree on the last step while they sum gradients. So a stop
+    /// request in one process does not set `end`.
     is_told: bool,
 }
 

@@ -62,7 +62,8 @@ impl Ignored {
     }
 }
 
-/// Parses one line, a JSON object. A field with the value `null` is counted in `ignored`.
+/// Parses one line, a JSON object. `ignored` counts the fields with the value `null`. If the line has the field `text`,
+/// `ignored` also counts all other fields.
 pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "expected one of \"messages\" and \"text\"";
     // The error message names only the column, because the line number is always 1: the parser gets each line separately.
@@ -219,7 +220,8 @@ struct Turn {
     /// The text of the turn after the opening, as pieces with one flag each. The flag is true for the model's own text,
     /// which is trained on, and false for a tool's response, which is context.
     answer: Vec<(String, bool)>,
-    /// True if the rendering of the whole conversation contains this turn unchanged.
+    /// True if the turn begins with `opening`, and the rendering of the whole conversation begins with `before` and
+    /// this turn.
     stays: bool,
 }
 
@@ -245,7 +247,8 @@ impl Conversation {
             }
             Ok(answer)
         };
-        // A top-level string field stays unmarked, because it may be the name of a special token, such as `bos_token`.
+        // A top-level string field such as `bos_token` stays unmarked, because its value may be the name of a special
+        // token.
         let of_variable = |(name, value): (&String, &Value)| match value {
             Value::String(_) => Ok((name.clone(), value.clone())),
             value => Ok((name.clone(), marked(value, marking)?)),
@@ -283,7 +286,7 @@ impl Conversation {
     }
 
     /// Returns the text of each example as a list of pieces: context, or text to train on. Each piece is tokenized
-    /// separately, as generation tokenizes the prompt and the answer.
+    /// separately, because generation also tokenizes the prompt without the answer.
     fn examples(
         &self,
         template: &ChatTemplate,

@@ -19,11 +19,11 @@ pub struct CorpusFile {
 }
 
 /// Reads the files at `paths`. For a folder, reads all its Markdown, Rust and text files, in the order of their names.
-/// Within a folder, hidden folders, folders called `target` and empty files are skipped.
+/// Within a folder, hidden files and folders, folders called `target`, and empty files are skipped.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read, is not UTF-8 or is empty, or if the paths contain no text. The error names the
-/// file and, for invalid UTF-8, the line.
+/// Returns an error if a file cannot be read or is not UTF-8, or if the paths contain no text. Also returns an error if
+/// one of `paths` is itself an empty file. The error names the file and, for invalid UTF-8, the line.
 pub fn read_files(paths: &[PathBuf]) -> Result<Vec<CorpusFile>, Error> {
     let mut documents = Vec::new();
     for path in paths {

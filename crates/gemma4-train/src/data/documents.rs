@@ -23,7 +23,7 @@ pub struct Document {
 }
 
 /// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
-/// object with `text`, all tokens are trained on.
+/// object with `text`, all tokens after the first are trained on.
 ///
 /// A conversation may have `tools` and `enable_thinking`. Its messages may have every field that the chat template renders,
 /// such as `tool_calls`. A field that is `null` or not rendered is ignored, and a note reports the number of lines with this
@@ -90,7 +90,7 @@ pub fn read_documents_or_text(path: &Path, gemma: &Gemma4) -> Result<Vec<Documen
     }
 }
 
-/// Reads a file as a single text. All of its tokens are trained on.
+/// Reads a file as a single text. All of its tokens after the first are trained on.
 ///
 /// # Errors
 /// Returns an error if the file is not UTF-8, is empty, or cannot be tokenized. The error names the file.

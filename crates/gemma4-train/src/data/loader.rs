@@ -110,7 +110,7 @@ pub struct TrainingLoader {
 }
 
 impl TrainingLoader {
-    /// Returns a loader for this process's part of the schedule's remaining steps.
+    /// Returns a loader of the schedule's remaining steps. The loader loads this process's part of each step's batches.
     pub fn new(data: Arc<Data>, schedule: Schedule, stop: Stop, device: &Device) -> Self {
         Self {
             data,

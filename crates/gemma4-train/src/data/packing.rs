@@ -60,8 +60,9 @@ pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> V
     rows
 }
 
-/// Packs whole examples into rows of at most `positions` tokens, by best fit in descending order of length. Examples without
-/// a token to train on are dropped. Returns the rows, and the number of examples that were longer than a row and were cut.
+/// Packs examples into rows of at most `positions` tokens, by best fit in descending order of length. An example is
+/// never divided among rows, so an example that is longer than a row is cut to `positions` tokens. Examples without a
+/// token to train on are dropped. Returns the rows, and the number of examples that were longer than a row.
 pub fn pack(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
     let longer = |example: &Example| example.tokens.len() > positions;
     let too_long = examples.iter().filter(|example| longer(example)).count();

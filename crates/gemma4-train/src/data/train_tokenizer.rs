@@ -63,8 +63,8 @@ pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<St
     Ok(serde_json::to_string(&json)?)
 }
 
-/// Splits a text into pieces, within which byte pair encoding merges tokens. A piece is a word with the space before it, a
-/// single digit, or a run of spaces, line breaks or signs.
+/// Splits a text into pieces, within which byte pair encoding merges tokens. A piece is a word or a run of signs, with
+/// the space before it. A single digit, a run of spaces and a run of line breaks are pieces, too.
 fn words(text: &str) -> Vec<String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
@@ -87,7 +87,8 @@ fn words(text: &str) -> Vec<String> {
         let this = kind(character);
         let joins = match (last, this) {
             (Some(Kind::Spaces), Kind::Letters | Kind::Signs) => {
-                // The last of several spaces is split off, because a piece includes the space before its word.
+                // The last of several spaces is split off, because a word or a run of signs includes the space before
+                // it.
                 match words.last_mut() {
                     Some(spaces) if spaces.ends_with('▁') => {
                         if spaces.chars().count() > 1 {

@@ -136,11 +136,11 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs a program, and then tells the other processes how the program ended. `ending` classifies an error or a panic of
-    /// the program.
+    /// Calls `program`, the work of this process, and then tells the other processes how the call ended. `ending`
+    /// classifies an error or a panic of `program`.
     ///
     /// # Errors
-    /// Returns the error of the program.
+    /// Returns the error of `program`.
     pub fn run(
         self,
         program: impl FnOnce(&Arc<Self>) -> Result<(), Error>,
@@ -274,8 +274,8 @@ impl ProcessGroup {
     }
 }
 
-/// Ensures that this failed process ends. Otherwise NCCL's kernels could wait for processes that are gone, and the driver
-/// would wait for the kernels.
+/// Aborts the collective, and kills this failed process after [`LAST`]. Otherwise NCCL's kernels could wait for
+/// processes that are gone, the driver would wait for the kernels, and this process would never end.
 fn give_up(collective: &SharedCollective) {
     thread::spawn(|| {
         thread::sleep(LAST);

@@ -174,7 +174,7 @@ impl Rank {
     /// Returns the index of this process's device, out of `visible` devices.
     ///
     /// # Errors
-    /// Returns an error if the machine has fewer devices than processes.
+    /// Returns an error if several devices are visible, but fewer than the machine has processes.
     pub fn device(self, visible: usize) -> Result<usize, Error> {
         match (self.local, visible) {
             // If only one device is visible, the launcher shows each process just its own device, which has the index 0.

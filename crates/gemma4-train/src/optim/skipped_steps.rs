@@ -25,7 +25,8 @@ impl SkippedSteps {
         self.own = Some(count);
     }
 
-    /// Adds 1 to the count. The host calls this method when it skips a step itself.
+    /// Adds 1 to the count. The host calls this method when it skips a step itself, which it does for a model with a
+    /// loss scale.
     pub fn count_one(&mut self, device: &Device) {
         self.count(Tensor::ones([1], (device, DType::F32)));
     }

@@ -45,7 +45,7 @@ impl Clock {
 
     /// Advances the owner's time by 1. If another warp has joined this clock into its own, the other warp's later
     /// accesses come after the owner's accesses up to the old time. The owner's accesses at the new time are not
-    /// ordered with the other warp.
+    /// ordered with the other warp's accesses.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

@@ -124,8 +124,8 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Completes mbarrier arrivals that wait for `cp.async` copies, at one mbarrier and for one warp: the oldest
-    /// pending arrival of each lane. All copies of these lanes are completed first. Returns false if no warp has a
+    /// Completes pending mbarrier arrivals of one warp at one mbarrier: the oldest arrival of each lane. These arrivals
+    /// wait for `cp.async` copies, so all copies of these lanes are completed first. Returns false if no warp has a
     /// pending arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps

@@ -167,8 +167,8 @@ impl Warp {
         self.put_doubles(to, of_rows(a, b, f), mask);
     }
 
-    /// Computes a 64-bit result from two rows of 32-bit words, lane by lane. If `adds` is true, the result is added to
-    /// the third row, which has 64-bit values.
+    /// Computes a 64-bit result from two rows of 32-bit words, lane by lane. If `adds` is true, the 64-bit values of
+    /// the third row are added to the result.
     #[inline(always)]
     fn wide(
         &mut self,

@@ -12,7 +12,8 @@ use crate::ptx::{Instruction, Operation};
 /// once. After one more round without progress, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
-/// The maximum number of warp instructions per thread block.
+/// The maximum number of warp instructions that one host thread executes in a launch, for all thread blocks that it
+/// runs.
 const STEPS: u64 = 20_000_000_000;
 
 impl Cube<'_> {

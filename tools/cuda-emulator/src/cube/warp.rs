@@ -44,7 +44,8 @@ pub enum State {
 pub struct Group {
     pub at: u32,
     pub mask: u32,
-    /// The lowest instruction index above `at` among the other lanes of the warp.
+    /// The lowest instruction index above `at` among the other lanes of the warp. At this index, the group may
+    /// reconverge with those lanes.
     pub others: u32,
 }
 

@@ -278,8 +278,9 @@ mod tests {
             directed_fma(Rounding::TowardZero, -1.0, 1.0, tiny),
             -(1f32.next_down())
         );
-        // The product x · (−x) is about −1, which is less than half a unit in the last place of 2⁶⁰ in f64. If the sum
-        // were first rounded to f64, it would be 2⁶⁰. Rounding 2⁶⁰ down to f32 would change nothing.
+        // The exact sum is x · (−x) + 2⁶⁰. The product is about −1, which is less than half a unit in the last place of
+        // 2⁶⁰ in f64. If the sum were first rounded to f64, it would be 2⁶⁰. Rounding 2⁶⁰ down to f32 would change
+        // nothing.
         let x = 1f32.next_up();
         assert_eq!(
             directed_fma(Rounding::Down, x, -x, 2f32.powi(60)),

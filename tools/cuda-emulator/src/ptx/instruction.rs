@@ -128,7 +128,8 @@ pub struct Compare {
     pub from: [Register; 2],
     pub to: u32,
     /// The predicate that receives the second result, which is the negated comparison. `None` if the instruction has no
-    /// second result. If `combined` is given, both results are combined with the guard by the logical operation.
+    /// second result. If `combined` is given, its logical operation combines each of the two results with the condition
+    /// of the guard.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }

@@ -77,7 +77,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
     // The number of score tiles to sum: query tiles times query heads times sequences. Each of these three factors is 1
-    // if the bias is not broadcast along its dimension.
+    // if the bias is not broadcast along the corresponding dimension.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;
@@ -196,8 +196,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up the score gradients (dS) of each column. The first sum runs over the rows of one unit, the second
-        // over all units that hold rows of the column.
+        // Add up the score gradients (dS) of each column. The first sum runs over the rows of one unit, the second over
+        // all units that hold rows of the column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

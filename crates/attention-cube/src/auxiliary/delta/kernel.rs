@@ -199,14 +199,14 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
             target[at + REFERENCE * padded as usize] = reference;
         } else {
             let sum = reference + logarithm;
-            // Replaces an LSE of −0 by +0, because −0 marks a query whose LSE is stored in rows 2 and 3.
+            // Replace an LSE of −0 by +0, because −0 marks a query whose LSE is stored in rows 2 and 3.
             let logsumexp = select(sum == 0.0f32, 0.0f32, sum);
             target[at] = select(blind, infinity, logsumexp);
         }
     }
     if comptime!(form == LogsumexpForm::Marked) {
-        // Waits until all units have read the partial sums. The flags of the units overwrite the partial sums in shared
-        // memory.
+        // Wait until all units have read the partial sums, because the flags of the units overwrite the partial sums in
+        // shared memory.
         sync_cube();
         partial[UNIT_POS as usize] = has_mark;
         sync_cube();

@@ -6,8 +6,8 @@
 //! blocks.
 //!
 //! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile.
-//! Budget: a few registers. Copies use no shared memory, and bounds and block ranges at most eight i32 values per unit.
-//! Bound: memory, with one to five values per token.
+//! Budget: a few registers. Copies use no shared memory. Bounds and block ranges use at most eight i32 values of shared
+//! memory per unit. Bound: memory, with one to five values per token.
 
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
@@ -45,7 +45,8 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the key intervals of all queries to their records in `packed`, and clamps both ends to `0..=kv_len`.
+/// Copies the key intervals of each query to the query's record in `packed`, and clamps both ends of each interval to
+/// `0..=kv_len`. A record holds the segment id and the intervals of one query.
 ///
 /// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. Integers of a type narrower
 /// than i32 are converted before the clamp, because the type may not represent `kv_len`. Integers of wider types are
@@ -81,15 +82,17 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each query block (`block` queries) and each index of an interval. The first
-/// range holds the key blocks that may be visible, the second range the fully visible key blocks. A key block has
-/// `keys` keys. See [`INTERVAL_BOUNDS`].
+/// Computes bounds of each query block from the key intervals of its queries. Every query has one interval, or every
+/// query has two. For the first intervals of the queries, and for the second, the kernel writes two ranges of key
+/// blocks. The first range holds the key blocks that may be visible through these intervals. The second range holds the
+/// key blocks that are fully visible. A query block has `block` queries, and a key block has `keys` keys. See
+/// [`INTERVAL_BOUNDS`].
 ///
-/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
-/// One cube handles one query block.
+/// The records of the queries, which hold their intervals, start at index `records` of `packed`. The bounds of the
+/// query blocks start at index `bounds`. One cube handles one query block.
 ///
-/// If `spans`, the kernel also writes the range of visible key blocks of each query block, as [`span_blocks`] does. The
-/// problem must then have no segments.
+/// If `spans`, the kernel also does the work of [`span_blocks`] for query blocks. The problem must then have no
+/// segments, because this kernel does not read segment ids.
 #[cube(launch_unchecked)]
 #[allow(
     clippy::collapsible_if,
@@ -157,8 +160,8 @@ pub(crate) fn bound_intervals(
             packed[at] = first;
             packed[at + 1] = end;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
-            // The last key block may be shorter than `keys`. The block is fully visible if the intervals of all queries end
-            // at `kv_len`.
+            // The last key block may be shorter than `keys`. It counts as fully visible if the intervals of all queries
+            // end at `kv_len`.
             packed[at + 3] = select(
                 smallest_end == kv_len,
                 (kv_len + keys - 1i32) / keys,
@@ -246,7 +249,7 @@ pub(crate) fn bound_segments(
         token += units;
     }
     let smallest = reduced(smallest, Reduction::Smallest, units);
-    // Computes the largest id as the complement of the smallest complement, because the bitwise complement reverses the
+    // Compute the largest id as the complement of the smallest complement, because the bitwise complement reverses the
     // order of all i32. The negation of the smallest i32 would overflow.
     let largest = !reduced(!largest, Reduction::Smallest, units);
     let bits = reduced(i32::reinterpret(bits), Reduction::BitwiseOr, units);
@@ -262,8 +265,9 @@ pub(crate) fn bound_segments(
 /// spans all blocks of the opposite side that may be visible under segments and intervals.
 ///
 /// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
-/// `others`. A range is stored as the index of its first block and the index after its last block. The kernel also sets the
-/// counter of claimed tiles, at index `counter`, to 0.
+/// `others`. A range is stored in elements 3 and 4 of the bounds of its block: the index of the first opposite block,
+/// and the index after the last. The kernel also sets the counter at index `counter` to 0. Persistent attention cubes
+/// claim tiles by incrementing this counter.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

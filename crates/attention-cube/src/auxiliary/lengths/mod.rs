@@ -8,13 +8,14 @@
 //! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
 //! pair of a query block and a key block if the bounds show no common segment.
 //!
-//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. The buffer
-//! also has one range of opposite blocks for each block of the stationary side. The range covers all opposite blocks
-//! that may be visible under segments and intervals.
+//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. The bounds of
+//! each block of the stationary side also hold one range of opposite blocks. The range covers all opposite blocks that
+//! may be visible under segments and intervals.
 //!
-//! For each interval, the bounds of a query block hold two more ranges of key blocks. The first range covers each key block
-//! with a key that a query of the block sees. The second range covers each key block whose keys are all visible to every
-//! query of the block.
+//! If the problem has intervals, every query has one, or every query has two. For the first intervals of its queries,
+//! and for the second, the bounds of a query block hold two more ranges of key blocks. The first range covers each key
+//! block with a key in one of these intervals. The second range covers each key block whose keys all lie in each of
+//! these intervals.
 //!
 //! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter, initially 0.
 //! Persistent cubes claim tiles by incrementing this counter.
@@ -386,8 +387,8 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks for each query block and each index of an interval: see `bound_intervals`. If
-/// `spans`, the function also writes the range of visible key blocks of each query block, as [`span`] does.
+/// Writes two ranges of key blocks for each query block, for the first and for the second interval of its queries: see
+/// `bound_intervals`. If `spans`, the function also does the work of [`span`] for query blocks.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -422,8 +423,8 @@ fn bound_records(
     }
 }
 
-/// Writes the range of opposite blocks for each block of `side` (queries or keys), and sets the counter of claimed tiles to
-/// 0.
+/// Writes the range of opposite blocks for each block of `side` (queries or keys). Also sets the counter to 0 with
+/// which persistent cubes claim tiles.
 ///
 /// `(bounds, blocks)` holds the offset of the bounds of `side`, and the number of blocks of `side` per sequence.
 /// `(others, other_blocks)` holds the same numbers for the opposite side.

@@ -3,7 +3,8 @@
 //!
 //! A thread loads the mask of its row for a key block as a few 32-bit words, instead of one byte per score. The summary
 //! says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to [`EVERYTHING`].
-//! Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, they test no single key.
+//! Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, kernels do not test single
+//! keys.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 

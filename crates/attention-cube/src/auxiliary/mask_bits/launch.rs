@@ -54,8 +54,8 @@ impl PackedMask {
 }
 
 /// Packs the mask, if the problem has one. If `side` is queries, a row of the packed mask holds the bits of one query's
-/// keys. If `side` is keys, a row holds the bits of one key's queries. Summaries cover `tile_rows` rows and `block_keys`
-/// elements of each row.
+/// keys. If `side` is keys, a row holds the bits of one key's queries. A summary covers `tile_rows` rows and
+/// `block_keys` consecutive elements of each of these rows.
 ///
 /// If `tile_rows` is `None`, the function computes no summaries.
 pub(crate) fn pack(
@@ -159,7 +159,8 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that a mask with broadcast dimensions is packed with the same shape as its expanded form.
+    /// Checks that the expansion of a mask with broadcast dimensions is packed with the shape from before the
+    /// expansion.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -11,6 +11,7 @@ pub(crate) const WORDS_PER_PLANE: usize = 16;
 const MOST_WORDS: usize = u32::MAX as usize;
 
 /// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
+/// A tile is a group of consecutive rows, and a block is a group of consecutive columns.
 ///
 /// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. All broadcast
 /// dimensions except the columns are stored only once.
@@ -97,7 +98,7 @@ impl MaskWords {
 }
 
 /// Refuses a mask that packs to more words than the kernels can index. Each entry of `packed` describes one packed copy
-/// of the mask. It holds the side of the rows (queries or keys), the rows per tile, and the columns per block.
+/// of the mask. An entry holds the side of the rows (queries or keys), the rows per tile, and the columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,

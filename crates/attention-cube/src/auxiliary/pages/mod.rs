@@ -15,9 +15,9 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per launch of `gather_pages`. With more heads than this limit, the launch has one cube
-/// per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes
-/// without rows cost little.
+/// The largest number of cubes per launch of `gather_pages`, except that a launch over more heads has one cube per
+/// head. The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes without
+/// rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.
@@ -90,8 +90,8 @@ pub(crate) fn gathered_where_seen(
     target
 }
 
-/// Writes new rows to their slots in the pages, in place if no other handle shares the pages. See
-/// [`paged::append`](crate::paged::append).
+/// Writes new rows to their slots in the pages. If another handle shares the pages, the function writes to a copy of
+/// them, and otherwise in place. See [`paged::append`](crate::paged::append).
 pub(crate) fn appended(
     pages: CubeTensor,
     rows: CubeTensor,

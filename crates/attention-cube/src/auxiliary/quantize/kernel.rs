@@ -27,9 +27,10 @@ const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
-/// Without `positions`, row `i` goes to slot `i`. With `positions`, each row has a sequence position. The source row is the
-/// position modulo `length`, the number of source rows per head. The target slot is the position modulo the number of slots.
-/// The argument `not_a_number` is NaN, because some shading languages have no literal for NaN.
+/// Without `positions`, row `i` goes to slot `i`. With `positions`, a cube handles one sequence position of one head.
+/// It reads the source row whose index is the position modulo `length`, the number of source rows per head. It writes
+/// the slot whose index is the position modulo the number of slots. The argument `not_a_number` is NaN, because some
+/// shading languages have no literal for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,
@@ -72,8 +73,8 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
         + to * scales.stride(2);
     let words_of_row = columns / comptime!(CODES as u32);
 
-    // Compare the f32 bits of the magnitudes as integers, because they have the same order as the magnitudes. NaN
-    // counts as the largest magnitude.
+    // Compare the f32 bits of the magnitudes as integers, because these integers have the same order as the magnitudes.
+    // NaN counts as the largest magnitude.
     let mut largest = 0u32;
     let mut word = UNIT_POS;
     while word < words_of_row {

@@ -189,9 +189,9 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch. With more heads than this limit, the launch has one cube per head. The limit
-/// exceeds the number of cubes that a device runs at once. It is still small enough that cubes without rows cost
-/// little.
+/// The largest number of cubes per launch of `dequantize`, except that a launch over more heads has one cube per head.
+/// The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes without rows
+/// cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.

@@ -55,8 +55,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks that `write_numbers` writes only the rows that queries see. If `lengths` is present, its array holds the
-/// number of valid keys of each sequence. Its flag selects the type of these numbers: i64 if true, i32 if false.
+/// Checks that `write_numbers` writes only the rows that queries see. The array in `lengths` holds the number of valid
+/// keys of each sequence. The flag in `lengths` selects the type of these numbers: i64 if true, i32 if false.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;

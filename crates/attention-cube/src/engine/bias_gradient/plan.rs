@@ -47,8 +47,8 @@ impl BiasTiles {
     }
 
     /// The fewest score tiles that one cube sums, if there are enough tiles. With tensor cores the minimum is 2,
-    /// because a cube copies one tile while it multiplies another. A larger minimum gives fewer partial sums, so that a
-    /// second kernel has fewer to add.
+    /// because a cube copies one tile while it multiplies another. A minimum of 2 also halves the largest number of
+    /// partial sums, which a second kernel has to add.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,

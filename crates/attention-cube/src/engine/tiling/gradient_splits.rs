@@ -12,8 +12,8 @@ use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 
 /// The number of splits in each kernel of a backward. If the number is 1, one cube processes all blocks of its tile.
 ///
-/// A tile of keys first divides the query heads of a group among the splits. With more splits than heads, the number of
-/// splits is a multiple of the number of heads.
+/// The splits of a tile of keys first divide the query heads of the tile's group. If there are more splits than heads,
+/// the splits of each head divide the head's blocks. The number of splits is then a multiple of the number of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientSplits {
     /// The number of splits in the kernel that sums the queries' gradient.

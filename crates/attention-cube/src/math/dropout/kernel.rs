@@ -69,7 +69,7 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(query_cell, key_cell, head_key)
 }
 
-/// Selects the high byte of each half of a word.
+/// The mask that selects the high byte of each half of a word.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
 /// Returns the 16 random bits of two scores, one score in each half of the result. The high byte of a half comes from `own`.

@@ -62,8 +62,9 @@ pub(crate) fn changed_score(
             &tables.score,
             comptime!(code.map(|code| code.expand_score)),
         );
-        // If the code ends in a product, the `fma` rounds this product. The compiler then cannot fuse the product with the
-        // later subtraction of the row maximum, which is a rounded score.
+        // If the code ends in a product, the `fma` rounds this product. Otherwise the compiler could fuse the product
+        // with the later subtraction of the row maximum. The row maximum is a rounded score, so the probability would
+        // then contain the rounding error.
         fma(changed, 1.0f32, 0.0f32)
     } else {
         score

@@ -109,8 +109,8 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of the streamed operand B if the matching column of P is all zero. The function syncs the cube at its
-/// end.
+/// Zeroes each row of the streamed operand B if the matching column of P is all zero, because such a row may contain
+/// NaN. The function syncs the cube at its end.
 #[cube]
 fn clear_unused<C: Float>(
     operands: &mut Shared<[Four<C>]>,
@@ -132,8 +132,8 @@ fn clear_unused<C: Float>(
 }
 
 /// Multiplies `rows` columns of P by as many rows of B, and adds the product to fragments of O. The columns of P start
-/// at vector `tile_at`. In each row of fragments, a plane computes `count` of its fragments, starting with number
-/// `first_fragment`.
+/// at vector `tile_at`. In each row of fragments of O, a plane updates `count` of its own fragments, beginning with the
+/// one at index `first_fragment`.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,

@@ -277,7 +277,7 @@ impl Export<'_> {
     }
 }
 
-/// The metadata keys of the file to write, with their values and in their order.
+/// The metadata keys of the file to write with their values, in the order in which the file stores them.
 struct Values(Vec<(String, Written)>);
 
 impl Values {

@@ -135,7 +135,7 @@ impl Tokens {
         let texts = texts.into_iter().enumerate();
         let merges = file.model.merges.into_iter();
         Ok(Self {
-            // An id without a token in the `tokenizer.json` gets a placeholder text, like in llama.cpp's converter.
+            // An id without a token in the `tokenizer.json` gets a placeholder text, as in llama.cpp's converter.
             texts: texts
                 .map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")))
                 .collect(),
@@ -145,7 +145,8 @@ impl Tokens {
         })
     }
 
-    /// Adds the ids of tokens with a role, such as `bos`. The roles come from the tokenizer's and the model's configuration.
+    /// Adds the ids of tokens with a role, such as `bos`. The ids come from the tokenizer's configuration or from the
+    /// model's configuration.
     fn with_names(mut self, from: &Path, config: &Gemma4Config) -> Result<Self, Gemma4Error> {
         let json = match existing(from, "tokenizer_config.json")? {
             Some(path) => {

@@ -273,8 +273,8 @@ fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, Stri
     }
 }
 
-/// Returns the rotary embedding of full layers. A channel pair with a huge divisor is not rotated. All rotated channel
-/// pairs must have the same divisor.
+/// Returns the rotary embedding of full layers. The file holds a divisor of the rotary angle for each channel pair. A
+/// channel pair with a huge divisor is not rotated. All rotated channel pairs must have the same divisor.
 fn global_rope(
     gguf: &Gguf,
     keys: &Keys<'_>,

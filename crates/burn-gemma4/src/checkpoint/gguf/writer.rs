@@ -126,7 +126,7 @@ pub(in crate::checkpoint) fn write<W: Write>(
         write(tensor, &mut file)?;
         assert_eq!(file.at - start, tensor.bytes(), "{}", tensor.name);
     }
-    // The last tensor is padded to the alignment too, like in files that ggml's programs write.
+    // The last tensor is padded to the alignment too, as in files that ggml's programs write.
     file.align()?;
     Ok(file.file)
 }

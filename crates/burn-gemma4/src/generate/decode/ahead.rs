@@ -5,8 +5,8 @@ use crate::op::reading::Reading;
 /// A decode step that the decoder has already queued on the device. The step's input tokens are the tokens that the previous
 /// step chose.
 ///
-/// In a sliding layer's ring buffer, the step overwrites the oldest key and value of each sequence. No later query attends to
-/// them, so the decoder may also discard the step.
+/// In a sliding layer's ring buffer, the step overwrites the oldest key and value of each sequence. No later query
+/// attends to this key. The cache therefore stays valid if the decoder discards the step.
 pub(super) struct Ahead {
     /// The input tokens of the step, one per sequence. `None` if the previous step could not choose a token.
     tokens: Vec<Option<u32>>,
@@ -20,7 +20,8 @@ impl Ahead {
     }
 
     /// Returns the tokens that the queued step chooses, if `tokens` equal the input tokens of the step's first rows.
-    /// The step's further rows have no sequence. Returns `None` if the tokens differ.
+    /// Returns `None` if they differ. The step's remaining rows belong to no sequence, so their input tokens do not
+    /// matter.
     pub fn after(self, tokens: &[u32]) -> Option<Reading> {
         let first_rows = self.tokens.iter().take(tokens.len());
         first_rows

@@ -244,8 +244,8 @@ impl Batch {
         self.step(tokens)?.choose(&choices)
     }
 
-    /// Checks the sequences' tokens. If the buffers must get more slots, first removes the buffer rows that no sequence
-    /// needs.
+    /// Checks the sequences' tokens. If the next step needs more slots than the buffers have, removes the buffer rows
+    /// without a sequence. Otherwise these rows would get more slots too.
     fn prepare(&mut self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
@@ -312,8 +312,8 @@ impl Batch {
     fn set_lengths(&mut self, mut lengths: Vec<usize>) {
         #[cfg(feature = "cube")]
         {
-            /// A call's batch size is rounded up to a multiple of this number, because devices tune or compile kernels for
-            /// each batch size.
+            /// Without the decode kernels, the number of sequences in a forward pass is rounded up to a multiple of
+            /// this number. Devices tune or compile kernels for each number of sequences.
             const ROWS: usize = 8;
             let most = gemv::most_rows(&self.model.device(), self.model.dtype());
             let rows = match self.model.is_accelerated() {

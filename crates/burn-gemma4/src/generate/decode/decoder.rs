@@ -122,9 +122,9 @@ impl<'a> Decoder<'a> {
     /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
     /// The function does not record the tokens in the host's samplers. If `goes_on` is true, the decoder queues the following
-    /// decode step before the host has received the tokens. The next call uses the queued step if the call passes exactly the
-    /// returned tokens. Otherwise the decoder discards the queued step, but its tokens still count for the repetition
-    /// penalty.
+    /// decode step before the host has received the tokens. The next call uses the queued step if the call passes
+    /// exactly the returned tokens. Otherwise the decoder discards the queued step. The device's samplers have then
+    /// already counted the returned tokens for the repetition penalty.
     ///
     /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
     /// must draw for the given samplers.
@@ -152,9 +152,9 @@ impl<'a> Decoder<'a> {
     /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after each of
     /// these tokens.
     ///
-    /// The pass runs on the decode kernels if the cache can [forget](Cache::forgetting) tokens. The kernels take up to 8
-    /// tokens (64 with tensor cores). The number of tokens may exceed the number of forgettable tokens by one. If a caller
-    /// rejects some of the tokens, [`forget`](Self::forget) removes the rejected tokens.
+    /// The pass runs on the decode kernels under two conditions. `tokens` has at most 8 tokens (64 with tensor cores),
+    /// and at most one token more than the cache can [forget](Cache::forgetting). If a caller rejects some of the
+    /// tokens, [`forget`](Self::forget) removes the rejected tokens.
     ///
     /// # Errors
     /// Returns an error if the cache has several sequences, `tokens` is empty, or a token is outside the vocabulary.
@@ -195,8 +195,8 @@ impl<'a> Decoder<'a> {
     }
 
     /// Attaches one sampler per sequence. Each [`step`](Self::step) then draws the next tokens on the device, and
-    /// [`Next::sample`] returns these tokens. Each sampler must already have recorded the tokens in the cache and the
-    /// input token of the next step.
+    /// [`Next::sample`] returns these tokens. Each sampler must already have recorded all tokens that the cache holds,
+    /// and the input token of the next step.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of sequences.

@@ -5,8 +5,8 @@ use crate::model::cache::Cache;
 use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The input tensors of a forward pass, or of a run of the drafter. Launches outside the captured graph overwrite these
-/// tensors.
+/// The input tensors of a forward pass, or of a run of the drafter. Before each run, launches outside the captured
+/// graph overwrite these tensors.
 pub(super) struct Inputs {
     /// The token ids, `[rows]`, ordered by sequence. Each sequence has equally many tokens.
     pub tokens: Tensor<1, Int>,

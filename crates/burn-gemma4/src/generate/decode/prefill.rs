@@ -47,11 +47,11 @@ pub struct Prefill {
     tokens: Vec<u32>,
     /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
     graphs: Option<CapturedPrompts>,
-    /// The number of tokens that the cache had from an earlier prompt.
+    /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
     reused: usize,
     /// The position at which the prefill takes a checkpoint of the cache, because other prompts may continue from there.
     boundary: Option<usize>,
-    /// The checkpoints at earlier positions, in ascending order.
+    /// The checkpoints within the tokens that are already in the cache, in ascending order of their positions.
     checkpoints: Vec<Arc<Checkpoint>>,
 }
 
@@ -119,7 +119,7 @@ impl Prefill {
         self.checkpoints = checkpoints;
     }
 
-    /// Takes a checkpoint of the cache when it has `boundary` tokens.
+    /// Makes [`advance`](Self::advance) take a checkpoint as soon as the cache holds `boundary` tokens.
     pub(super) fn take_checkpoint_at(&mut self, boundary: usize) {
         self.boundary = Some(boundary);
     }
@@ -162,8 +162,9 @@ impl Prefill {
         self.cache.is_empty() && self.boundary.is_none() && self.has_graph()
     }
 
-    /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of it.
-    /// This was measured on an H200 only (2026-11-29). On slower devices, the computation of the tokens takes most of the time.
+    /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch kernels for a part of it.
+    /// Measurements have shown this on an H200 only (2026-11-29), so the function returns false on other devices. On slower
+    /// devices the computation takes most of the time, so the reuse of an earlier prompt saves time.
     pub(super) fn is_fastest_whole(&self) -> bool {
         crate::op::is_hopper(&self.model.device()) && self.has_graph()
     }
@@ -175,9 +176,9 @@ impl Prefill {
         graphs.is_some_and(|graphs| graphs.serve(&self.model, count, kind))
     }
 
-    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. Runs over fewer tokens at the end of
-    /// the prompt, and before a position from which other prompts may continue. Returns the logits after the prompt's last
-    /// token, or `None` if tokens remain.
+    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. A chunk ends earlier at the
+    /// end of the prompt, or at a position from which other prompts may continue. Returns the logits after the prompt's
+    /// last token, or `None` if tokens remain.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns

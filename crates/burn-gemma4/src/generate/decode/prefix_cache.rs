@@ -7,18 +7,18 @@ use burn::module::{ParamId, list_param_ids};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// The smallest number of equal tokens that a prompt reuses. Fewer tokens would not be worth the copy.
+/// The smallest number of tokens whose keys and values a prompt reuses. Fewer tokens would not be worth the copy.
 const LEAST: usize = 16;
 
-/// The smallest number of tokens between a reused prefix and a new checkpoint. A checkpoint divides the prefill of its
-/// prompt, and has the size of all ring buffers. Fewer tokens would not be worth that.
+/// The smallest number of tokens between a reused prefix and a new checkpoint. A checkpoint costs one more prefill
+/// chunk and as much memory as all ring buffers. Saving fewer tokens in later prompts would not be worth this cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
 /// The largest number of checkpoints of a prompt.
 const MOST_CHECKPOINTS: usize = 4;
 
-/// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy, so that the model
-/// runs only over its other tokens.
+/// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy of such a
+/// cache. The model then runs only over the remaining tokens of the later prompt.
 ///
 /// Full-attention layers keep the keys and values of all tokens. Sliding layers keep one window in ring buffers. A prompt at
 /// least as long as the window can therefore be continued only at its end and at checkpoints. The first prompt that shares a
@@ -55,11 +55,11 @@ pub struct PrefixCache {
     model: Vec<ParamId>,
     /// The earlier prompts, in the order of their last use.
     prompts: Vec<Prefilled>,
-    /// The size of the prompts' keys and values on the device.
+    /// The size of the prompts' KV caches and checkpoints on the device, in bytes.
     bytes: usize,
     most_bytes: usize,
     chunk: usize,
-    /// True if a log message has said that a prompt does not fit.
+    /// True if the user has been warned that the keys and values of a prompt exceed `most_bytes`.
     has_warned: bool,
 }
 
@@ -144,7 +144,7 @@ impl PrefixCache {
             }
             return;
         }
-        // The new prompt replaces the prompts that it continues.
+        // Replace the prompts that the new prompt continues, because its cache also holds their keys and values.
         let (replaced, others) = std::mem::take(&mut self.prompts)
             .into_iter()
             .partition::<Vec<_>, _>(|earlier| new.continues(earlier));
@@ -166,14 +166,15 @@ impl PrefixCache {
         self.bytes
     }
 
-    /// True if the prefill belongs to this cache's model, and would gain time by an earlier prompt.
+    /// True if the prefill belongs to this cache's model, and would take less time with the keys and values of an
+    /// earlier prompt.
     fn serves(&self, prefill: &Prefill) -> bool {
         let runs_whole = prefill.is_fastest_whole() && prefill.tokens().len() <= self.chunk;
         self.most_bytes > 0 && !runs_whole && list_param_ids(prefill.model()) == self.model
     }
 
     fn count_bytes(&self) -> usize {
-        // Prompts that continue the same earlier prompt share its checkpoints.
+        // Count each checkpoint once, because prompts that continue the same earlier prompt share its checkpoints.
         let mut counted = HashSet::new();
         let checkpoints = self.prompts.iter().flat_map(|prompt| &prompt.checkpoints);
         let checkpoints: usize = checkpoints
@@ -186,8 +187,8 @@ impl PrefixCache {
 }
 
 impl Prefilled {
-    /// Returns the number of first tokens that a new prompt has in common with this prompt. The new prompt's last token does
-    /// not count, because the model must run over it for its logits.
+    /// Returns the length of the longest common prefix of this prompt and a new prompt. The new prompt's last token
+    /// does not count, because the model must run over this token to compute the logits after the prompt.
     fn shared_with(&self, prefill: &Prefill) -> usize {
         if self.cache.kind() != prefill.cache().kind() {
             return 0;
@@ -197,7 +198,8 @@ impl Prefilled {
         pairs.take_while(|(one, other)| one == other).count()
     }
 
-    /// Returns the length of the longest prefix of at most `shared` tokens from which a prompt can continue, or 0.
+    /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue from this prompt's
+    /// cache or from one of its checkpoints. Returns 0 if there is no such number.
     fn last_state(&self, shared: usize) -> usize {
         if self.cache.can_fork(shared) {
             return shared;
@@ -225,11 +227,12 @@ impl Prefilled {
         self.cache.kind() == earlier.cache.kind() && self.tokens.starts_with(&earlier.tokens)
     }
 
-    /// Takes over the states of an earlier prompt that this prompt continues.
+    /// Takes over the checkpoints of an earlier prompt that this prompt continues. Also keeps the end of the earlier
+    /// prompt as a checkpoint if this prompt's cache cannot be forked there.
     fn replace(&mut self, earlier: Self) {
         let end = earlier.tokens.len();
         let mut checkpoints = earlier.checkpoints;
-        // Another prompt may continue from the end of the earlier prompt, too.
+        // Take a checkpoint at the end of the earlier prompt, because other prompts may continue from there too.
         if end < self.tokens.len() && !self.cache.can_fork(end) {
             checkpoints.push(Arc::new(earlier.cache.checkpoint()));
         }
@@ -242,8 +245,9 @@ impl Prefilled {
             .sort_unstable_by_key(|checkpoint| checkpoint.column);
     }
 
-    /// Drops checkpoints until there are at most [`MOST_CHECKPOINTS`], of at most `most_bytes` bytes in total. Drops the
-    /// second one first: other conversations may share the first, and this conversation goes on from the last.
+    /// Drops checkpoints until at most [`MOST_CHECKPOINTS`] are left, with at most `most_bytes` bytes in total. Drops
+    /// the second checkpoint first. The conversation goes on from the last checkpoints, and other conversations may
+    /// share the first checkpoint.
     fn limit_checkpoints(&mut self, most_bytes: usize) {
         let bytes = |checkpoints: &[Arc<Checkpoint>]| -> usize {
             checkpoints

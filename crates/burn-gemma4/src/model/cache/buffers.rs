@@ -72,8 +72,8 @@ pub(super) fn copy_slots(buffer: &Slots, count: usize, slots: usize) -> Slots {
     write(buffer.empty(slots), buffer.clone(), 0, 0, count)
 }
 
-/// Writes tokens of `new` to a ring buffer, after `past` earlier tokens. If `new` has more tokens than the buffer has slots,
-/// writes only its last tokens.
+/// Writes the tokens of `new` to a ring buffer, to which `past` tokens were written before. If `new` has more tokens
+/// than the buffer has slots, writes only the last tokens of `new`.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);

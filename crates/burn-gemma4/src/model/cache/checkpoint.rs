@@ -76,8 +76,9 @@ impl Cache {
         true
     }
 
-    /// True if some slots of the ring buffers were never written. The ring buffers then still hold every token of the text.
-    /// After a restore that lacks the first tokens, `written` is at least the number of slots, so the result is false.
+    /// True if some slots of the ring buffers were never written. The ring buffers then still hold every token of the
+    /// text. If the cache was restored from a checkpoint without the first tokens, the result is false:
+    /// [`restore`](Self::restore) then sets `written` to at least the number of slots.
     pub(super) fn is_whole(&self) -> bool {
         self.keeps_all(self.written)
     }
@@ -104,8 +105,8 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Limit the number of tokens that `forget` may remove, because the ring buffers must then still hold the whole
-        // window of the next query.
+        // Limit the number of tokens that `forget` may remove. After the removal, the ring buffers must still hold all
+        // keys that the next query sees.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
             false => self.spare.min(checkpoint.kept + 1 - self.window),

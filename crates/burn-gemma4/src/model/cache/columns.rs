@@ -95,8 +95,8 @@ impl Cache {
     }
 
     /// True if a checkpoint of a cache with `columns` tokens may hold exactly `kept` tokens of each ring buffer. `kept` must
-    /// be `columns`, or at least the `window - 1` tokens that the next query sees. In both cases it is at most `window - 1`
-    /// plus the number of spare slots.
+    /// be `columns`, or at least the `window - 1` tokens that the next query sees. In both cases `kept` may be at most
+    /// `window - 1` plus the number of spare slots.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;

@@ -98,8 +98,8 @@ impl CompactLayout {
     }
 }
 
-/// The index tensors that reorder channels to the layout of a compact slot and back. Also the factors that multiply the
-/// channels of a query before the query attends to the slots.
+/// Tensors that adapt keys, values and queries to compact slots. Index tensors reorder channels to the layout of a slot
+/// and back. A factor multiplies each channel of a query before the query attends to the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
@@ -152,8 +152,8 @@ impl CompactKeys {
         queries.select(3, self.key_order.clone())
     }
 
-    /// Reorders the channels of an attention output, `[…, head_dim]`. Attention returns them in the order in which a slot
-    /// stores the value's channels.
+    /// Returns the channels of an attention output, `[…, head_dim]`, in the model's order. Attention returns the
+    /// channels in the order in which a slot stores the value's channels.
     pub fn channels(&self, read: Tensor<4>) -> Tensor<4> {
         read.select(3, self.value_columns.clone())
     }

@@ -10,11 +10,12 @@ use super::{
 
 impl Cache {
     /// Copies the first `column` tokens of the only sequence to a new cache. The new cache shares no memory with this
-    /// cache, and has slots for `end` tokens. If the cache alone [cannot be forked](Self::can_fork) at `column`,
-    /// `checkpoint` must be a checkpoint at `column`.
+    /// cache, and has slots for `end` tokens. If [`can_fork`](Self::can_fork) is false at `column`, `checkpoint` must
+    /// be a checkpoint at `column`.
     ///
     /// # Panics
-    /// Panics if the cache has several sequences or padding, or if neither the cache nor the checkpoint holds the state.
+    /// Panics if the cache has several sequences or padding. Also panics if neither the cache nor the checkpoint holds
+    /// the keys that a query at `column` sees.
     pub(crate) fn fork(&self, column: usize, checkpoint: Option<&Checkpoint>, end: usize) -> Self {
         assert!(
             self.batch() == 1 && !self.is_padded() && !self.ragged,
@@ -52,8 +53,9 @@ impl Cache {
             padding: self.padding.clone(),
             rotated: false,
             columns: column,
-            // The ring buffers have lost a token if `written` exceeds their slots. `written - 1` then is still at least the
-            // number of slots, so the copy does not count as whole.
+            // The copied ring buffers may have lost their first tokens to newer tokens. `written` counts the newer
+            // tokens, so that `is_whole` is then false for the copy. The last newer token does not count: `can_fork`
+            // allows `spare + 1` newer tokens, but `written` may exceed the number of columns by at most `spare`.
             written: match self.is_whole() {
                 true => column,
                 false => column.max(self.written - 1),
@@ -69,7 +71,8 @@ impl Cache {
         fork
     }
 
-    /// True if `columns` tokens leave a slot of each ring buffer free. The ring buffers then hold all tokens.
+    /// True if `columns` tokens leave at least one slot of each ring buffer empty. The ring buffers then hold all these
+    /// tokens.
     pub(crate) fn keeps_all(&self, columns: usize) -> bool {
         columns < self.ring_slots()
     }

@@ -130,8 +130,9 @@ impl Cache {
         }
     }
 
-    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence. The cache
-    /// never goes back more than `columns` tokens from its largest number of tokens so far.
+    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence.
+    /// Several calls of `forget` together cannot go back further than `columns` tokens from the largest length that the
+    /// cache has had.
     ///
     /// # Panics
     /// Panics if the cache is not empty.
@@ -481,7 +482,9 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the keys and values of this call's tokens, which `own` creates, if the cache was empty before the call.
+    /// Returns the result of `own`, the keys and values of this call's tokens, if the cache was empty before the call.
+    /// Otherwise returns `None`, because the queries must also attend to earlier tokens.
+    ///
     /// In an int8 cache, `own` returns quantized keys and values. Later calls also attend to quantized keys and values,
     /// so the result does not depend on how a text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {

@@ -2,8 +2,9 @@
 //! begin and end at different times (continuous batching).
 //!
 //! A row of the buffers is one sequence. The token at position `p` is in slot `p` of a full-attention layer, and in slot
-//! `p % slots` of a sliding layer's ring buffer. No slot holds padding, so the decode kernels need no rotation of the
-//! buffers. A call adds one token to each sequence. The buffers may have more rows than the cache has sequences.
+//! `p % slots` of a sliding layer's ring buffer. No slot holds padding, so the buffers need not be rotated for the
+//! decode kernels (see the module `rotated`). A call adds one token to each sequence. The buffers may have more rows
+//! than the cache has sequences.
 
 use super::{
     Cache, Call, Store,
@@ -337,8 +338,9 @@ impl DeviceRows {
     }
 }
 
-/// Returns how many slots of a full-attention layer's buffer attention receives, or `None` for all slots. On CubeCL
-/// devices attention receives the whole buffer without a copy, and its kernels stop at each sequence's length.
+/// Returns the number of slots that a full-attention layer passes to attention, or `None` for the whole buffer. On
+/// CubeCL devices the layer passes the whole buffer without a copy, and the attention kernels stop at each sequence's
+/// length.
 fn capacity_on(new: &RaggedRows, columns: usize) -> Option<usize> {
     const STEP: usize = 64;
     let on_host = new.on_device.is_none();
@@ -403,8 +405,8 @@ fn with_rows(like: &Slots, rows: usize, slots: usize) -> Slots {
 fn copied_row(buffer: &Slots, row: usize) -> Slots {
     let slots = buffer.dims()[2];
     let row = buffer.narrow(0, row, 1);
-    // Allocate one slot more than needed, so that the assignment does not cover the whole tensor. Otherwise it would
-    // return a view of `buffer` instead of a copy.
+    // Allocate one slot more than needed, so that the assignment does not cover the whole tensor. An assignment that
+    // covers the whole tensor would return a view of `buffer` instead of a copy.
     let copy = row.empty(slots + 1).assign(0..1, 0..slots, row);
     copy.narrow(2, 0, slots)
 }

@@ -111,8 +111,9 @@ impl Router {
         moe_router::route(input, weights, self.top_k, self.epsilon)
     }
 
-    /// Chooses the experts of any number of rows like [`choice`](Self::choice), or returns `None` on devices where Burn's
-    /// operators should choose.
+    /// Chooses the experts of any number of rows with the kernel of [`choice`](Self::choice). Returns `None` if the
+    /// device, the dtypes or the number of experts do not suit the kernel. The caller must then use
+    /// [`forward`](Self::forward).
     #[cfg(feature = "cuda")]
     pub(crate) fn choice_of_rows(&self, input: &Tensor<2>) -> Option<Choice> {
         let (device, dtype) = (input.device(), input.dtype());

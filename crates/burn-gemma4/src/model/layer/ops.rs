@@ -41,8 +41,8 @@ pub(crate) trait LayerOps {
         key_values: &KeyValues,
     ) -> Tensor<4>;
 
-    /// Returns a layer's queries, and the layer's keys and values. `own` holds the projected keys and values. If `own` is
-    /// `None`, the queries attend to `shared`, the keys and values of an earlier layer.
+    /// Returns a layer's queries. Also returns the layer's keys and values, if `own` holds their projections. If `own`
+    /// is `None`, the queries attend to `shared`, the keys and values of an earlier layer.
     ///
     /// # Panics
     /// Panics if both `own` and `shared` are `None`.

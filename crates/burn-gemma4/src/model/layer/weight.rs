@@ -69,8 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion, because only single
-    /// matrices have adapters. A dequantized matrix is small enough for one device buffer.
+    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion. Only single matrices
+    /// have adapters, and a single dequantized matrix is small enough for one device buffer.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -226,7 +226,8 @@ pub(crate) trait AnyWeight {
 /// The shape of a quantized weight, and a function that dequantizes the weight on demand.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// Dequantizes a few rows at a time. The dtype is the model's, or f32 for a weight with an adapter.
+    /// Returns an iterator that dequantizes one portion of the rows at a time. The dtype is the model's, or f32 for a
+    /// weight with an adapter.
     make: Box<dyn Fn() -> Box<dyn Iterator<Item = Tensor<2>>>>,
 }
 

@@ -33,7 +33,8 @@ pub struct SumOfSquares {
     /// The partial sums, `[PARTS]`.
     #[cfg(feature = "cube")]
     parts: Option<Tensor<1>>,
-    /// Tensors of one dtype whose squares are not yet in the partial sums. One launch adds up the squares of six tensors.
+    /// Tensors of one dtype whose squares are not yet in the partial sums. One launch adds up the squares of up to six
+    /// tensors.
     #[cfg(feature = "cube")]
     waiting: Vec<FloatTensor<Dispatch>>,
     /// The sum of squares over tensors that the kernel does not support, `[1]`.

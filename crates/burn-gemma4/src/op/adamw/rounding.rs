@@ -11,7 +11,8 @@
 //! to step. Here each weight has one fixed pseudorandom threshold between two neighbors: a hash of the weight's index and of
 //! the neighbor nearer to zero. The bf16 weight changes when the master weight passes the threshold.
 //!
-//! f16 has eight times as many values in the same range, so f16 weights round to nearest.
+//! f16 has eight times as many values in the same range, so a much smaller move changes an f16 weight. f16 weights
+//! therefore round to nearest.
 
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;

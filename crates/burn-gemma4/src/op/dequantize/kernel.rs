@@ -89,8 +89,8 @@ fn element<E: Float>(number: f32) -> E {
     }
 }
 
-/// Returns the upper bits of the codes whose lower bits are in one word. The first code has the lowest bits of the
-/// result.
+/// Returns the upper bits of the codes whose lower bits are in word `word` of the row. The lowest bits of the result
+/// are the upper bits of the first code.
 #[cube]
 pub(in crate::op) fn top_of_word(
     words: &Tensor<u32>,

@@ -4,8 +4,8 @@
 //! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
 //! [`norm`](super::super::norm).
 //!
-//! Schedule: a cube handles one row, or one layer's columns of a row. The kernel reads the token and its table row before it
-//! waits for the previous launch. If an earlier launch computes the table, the kernel waits first.
+//! Schedule: a cube handles one row, or one layer's columns of a row. If no launch writes the token and the table, the
+//! kernel reads the token and its table row before it waits for the previous launch. Otherwise the kernel waits first.
 //!
 //! Bound: latency.
 

@@ -148,8 +148,9 @@ impl EmbedBackend for CubeBackend {
 }
 
 impl EmbedOptions {
-    /// True if no launch writes a tensor in `read`. Returns false if the rows of a tensor are not contiguous, because a
-    /// launch would first copy the tensor. Also returns false if elements have neither 2 nor 4 bytes.
+    /// True if the kernel may read the tensors in `read` before the previous launch has ended. No launch may write
+    /// them, and their elements must have 2 or 4 bytes. Their rows must be contiguous, because otherwise a launch would
+    /// first copy them.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)

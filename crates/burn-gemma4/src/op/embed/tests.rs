@@ -1,4 +1,5 @@
-//! Tests that the fused embedding kernels agree with Burn's operators. Output buffers contain NaN before a launch.
+//! Tests that the fused embedding kernels agree with Burn's operators. The tests try to fill the output buffers with
+//! NaN before a launch, to detect elements that the kernel does not write.
 
 use super::{NormWeight, OfTokens, PerLayerFactors, TokenRows, embed, per_layer};
 use crate::op;
@@ -79,7 +80,8 @@ fn embed_matches_separate_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Allow an error of two roundings, because compilers may contract multiplications and additions differently.
+                // Allow an error of two roundings. The compiler may fuse a multiplication and an addition in one of the
+                // two kernels, but not in the other.
                 let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());

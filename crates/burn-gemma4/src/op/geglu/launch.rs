@@ -28,8 +28,8 @@ impl GateBackend for CubeBackend {
         let client = open.client.clone();
         let output = empty(&open, open.meta.shape().clone(), open.dtype);
         let (vectors, vector, cubes) = vectors(&open);
-        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all three tensors. The unit reads vector `i`
-        // of `open` and `through`, and writes vector `i` of `output`.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all three tensors. The unit reads vector
+        // `i` of `open`, the gate, and of `through`, and writes vector `i` of `output`.
         unsafe {
             gate::launch_unchecked(
                 &client,
@@ -120,8 +120,8 @@ impl GateColumnsBackend for CubeBackend {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
         // SAFETY: unit `i` works only if `i` is below `vectors`, the length of `output`. The unit writes vector `i` of
-        // `output`. It reads one vector of `open` and one vector of `through`. Both vectors lie in a row below `rows`, within
-        // the column range of `count` columns.
+        // `output`. It reads one vector of `open`, the gate, and one vector of `through`. Both vectors lie in a row
+        // below `rows`, within the column range of `count` columns.
         unsafe {
             gate::launch_unchecked(
                 &client,

@@ -33,8 +33,8 @@ pub(crate) fn gelu<const D: usize>(input: Tensor<D>) -> Tensor<D> {
     (x * (inner.tanh() + 1.0) * 0.5).cast(dtype)
 }
 
-/// Computes GeGLU, `gelu(gate) · through`. Both tensors must have the same shape and dtype. `gelu(gate)` is rounded before
-/// the multiplication.
+/// Computes GeGLU, `gelu(gate) · through`. Both tensors must have the same shape and dtype. `gelu(gate)` is rounded to
+/// this dtype before the multiplication.
 pub(crate) fn gated<const D: usize>(gate: Tensor<D>, through: Tensor<D>) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if super::runs(&gate.device(), gate.dtype()) {
@@ -56,8 +56,8 @@ pub struct GateColumns {
     pub count: usize,
 }
 
-/// Computes [`gated`] on ranges of columns without a copy. The output is `[rows, count]`. The kernels must support both
-/// tensors.
+/// Computes [`gated`] on ranges of columns, without copying the ranges. The output is `[rows, count]`. The kernels must
+/// support the device and the dtype of both tensors.
 #[cfg(feature = "cube")]
 pub(crate) fn gated_columns(
     gate: Tensor<2>,

@@ -123,8 +123,8 @@ pub(super) fn share_of_vector(
 pub(super) struct OfExperts {
     /// The indices of the chosen experts, `[rows, top_k]`. Each index must be below the number of experts.
     pub chosen: CubeTensor,
-    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. `None` if
-    /// the outputs stay separate.
+    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. `None`
+    /// if the output has a row for each (row, chosen expert) pair.
     pub shares: Option<CubeTensor>,
     /// The number of rows in an expert's matrix.
     pub rows: usize,
@@ -188,7 +188,7 @@ impl Items {
         }
     }
 
-    /// The number of experts in one work item, which concatenates their inner dimensions; 1 without experts.
+    /// The number of experts whose inner dimensions a work item concatenates; 1 without experts.
     pub fn inner(&self) -> usize {
         self.ranks.max(1)
     }

@@ -20,9 +20,10 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream, or its
-/// norm if `next` is given, by the matrices of `factors`. All matrices must have one quantization format. Returns the stream,
-/// `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
+/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream,
+/// or its norm if `next` is given, by the matrices of `factors`. All matrices must have the same quantization format,
+/// so that one launch can multiply by all of them. Returns the stream, `[rows, columns]`, and the GEMV's output,
+/// `[rows, columns out]`.
 pub(crate) fn multiply_after_residual(
     added: ResidualAdd,
     next: Option<Next>,

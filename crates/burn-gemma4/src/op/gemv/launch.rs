@@ -115,7 +115,8 @@ pub(super) fn multiply(
     }
     let rows = tensors.input.meta.shape()[0];
     if rows > GEMV_MAX_ROWS {
-        // A chunk of `most_rows` rows may still be too large for this shape. The recursion then divides it again.
+        // A chunk of `most_rows` rows may still have too many rows for this shape. The recursive call then divides the
+        // chunk again.
         let of_device = most_rows(&tensors.input.client, tensors.input.dtype);
         let of_chunk = match rows > of_device {
             true => of_device,
@@ -198,8 +199,8 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let plan = ProjectPlan {
-        // Read weights before the wait for the previous launch only if there is one input row. With several rows, the sums
-        // fill the registers, and early reads were not measured.
+        // Read weights before the wait for the previous launch only if there is one input row. With several rows, the
+        // sums fill the registers. The speed of early reads was not measured for that case.
         reads_ahead: plan.pdl
             && rows == 1
             && reads_parameters

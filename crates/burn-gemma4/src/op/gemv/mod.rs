@@ -1,5 +1,6 @@
-//! GEMVs (matrix-vector products) of at most `GEMV_MAX_ROWS` input rows, for inference on CubeCL devices. GEMVs of
-//! several rows in half precision run on tensor cores if possible, because CUDA cores would be compute-bound.
+//! GEMVs (matrix-vector products), and GEMMs of at most [`BATCH_MAX_ROWS`] input rows, for inference on CubeCL devices.
+//! In this module a GEMV may have several input rows. GEMVs of several rows in half precision run on tensor cores if
+//! possible, because CUDA cores would be compute-bound.
 
 mod concat;
 mod experts;
@@ -36,9 +37,9 @@ pub(crate) const GEMV_MAX_ROWS: usize = 8;
 /// The largest number of input rows for which a GEMV on tensor cores reads each weight only once. See [`most_rows`].
 pub(crate) const BATCH_MAX_ROWS: usize = 64;
 
-/// Returns the largest number of input rows of `dtype` for which a GEMV reads each weight only once: [`BATCH_MAX_ROWS`] with
-/// tensor cores, or else [`GEMV_MAX_ROWS`]. A shape that the tensor-core kernels do not support is multiplied in chunks of
-/// [`GEMV_MAX_ROWS`] rows.
+/// Returns the largest number of input rows of `dtype` for which a GEMV reads each weight only once: [`BATCH_MAX_ROWS`]
+/// with tensor cores, or else [`GEMV_MAX_ROWS`]. If the tensor-core kernels do not support the shape of a GEMV, the
+/// input is multiplied in chunks of [`GEMV_MAX_ROWS`] rows. Each chunk then reads all weights.
 pub(crate) fn most_rows(device: &Device, dtype: DType) -> usize {
     match device.clone().without_autodiff().as_dispatch() {
         DispatchDevice::Cube(device) => launch::most_rows(&device.client(), dtype),

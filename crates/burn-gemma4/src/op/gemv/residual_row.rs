@@ -3,7 +3,7 @@
 use burn::backend::{Backend, ExtensionType, tensor::FloatTensor};
 use burn_cubecl::tensor::CubeTensor;
 
-/// The residual stream after the addition, and the output of the GEMV that multiplies this stream.
+/// The residual stream after the addition, and the output of the GEMV that multiplies this stream or its norm.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AfterResidual<B: Backend> {

@@ -65,8 +65,8 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. The kernel binds 7 buffers, including CubeCL's metadata. Every WebGPU device
-/// supports 8 buffers.
+/// Copies three sources to three targets. The kernel copies no more tensors, because it binds 7 buffers, including
+/// CubeCL's metadata, and some WebGPU devices support only 8 buffers.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -181,8 +181,9 @@ pub(super) fn begin_round<E: Float, I: Int>(
     }
 }
 
-/// Writes the inputs of the verification pass. The tokens are each sequence's first token and its draft tokens, with their
-/// positions. There is one length per sequence. `guesses` holds the draft tokens in the order of the drafter's steps.
+/// Writes the inputs of the verification pass. For each sequence the inputs are one length, the tokens and their
+/// positions. The tokens are the first input token of the drafter run and the draft tokens. `guesses` holds the draft
+/// tokens in the order of the drafter's steps.
 #[cube(launch_unchecked)]
 pub(super) fn take_guesses<I: Int>(
     first_tokens: &Tensor<I>,

@@ -35,8 +35,9 @@ pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
 }
 
-/// Overwrites the inputs of a drafter run. `numbers`, `[4 · rows]`, holds `rows` tokens, then as many positions, lengths and
-/// row indices. The indices select rows of `streams`, `[…, columns]`, which overwrite `hidden`, `[rows, columns]`.
+/// Overwrites the inputs of a drafter run. `numbers`, `[4 · rows]`, holds `rows` tokens, then as many positions,
+/// lengths and row indices. The indices select hidden states, which are rows of `streams`, `[…, columns]`. The selected
+/// rows overwrite `hidden`, `[rows, columns]`.
 pub(crate) fn begin_round_with(
     inputs: [Tensor<1, Int>; 3],
     hidden: Tensor<2>,
@@ -131,7 +132,7 @@ fn three_pairs(pairs: [Pair; 3]) -> (ThreeFloats<Dispatch>, ThreeFloats<Dispatch
     )
 }
 
-/// The three integer vectors to overwrite.
+/// Three integer vectors of one dtype: the vectors to overwrite, or the inputs of a drafter run.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Three<B: Backend> {
@@ -464,8 +465,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind};
 
-    /// Checks a copy that needs more cubes than the 65,535 that WebGPU allows in one dimension of a grid. The number of
-    /// cubes is prime, so some cubes have no elements to copy.
+    /// Checks a copy that needs more cubes than the 65,535 that WebGPU allows in one dimension of a grid. The grid
+    /// therefore has several dimensions. The number of cubes is prime, so the grid has more cubes than the copy needs.
     #[test]
     fn overwrite_floats_copies_large_tensors() {
         let device = Device::wgpu(DeviceKind::DefaultDevice);

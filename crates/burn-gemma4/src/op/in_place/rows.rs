@@ -105,8 +105,8 @@ fn launch(target: &CubeTensor, source: CubeTensor, row: usize) {
         row as u32,
     );
     let copied = heads * count * width / vector;
-    // SAFETY: a unit reads vector `v` of a source head and writes vector `v` of the same head in the target's row. `v` is
-    // below the vectors of `count` slots, which both heads have. The source has its own memory.
+    // SAFETY: a unit reads vector `v` of a source head and writes vector `v` of the same head in the target's row. `v`
+    // is below the vectors of `count` slots, which both heads have. The source does not share memory with the target.
     unsafe {
         copy_row::launch_unchecked(
             &client,

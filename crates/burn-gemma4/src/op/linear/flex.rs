@@ -28,7 +28,8 @@ pub(crate) fn serves_words(input: &Tensor<2>) -> bool {
         && matches!(device.as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// True if [`rows_of_floats`] multiplies the input faster than Burn's matmul. Autodiff must not track the weights.
+/// True if [`rows_of_floats`] multiplies the input faster than Burn's matmul, and neither tensor is on an autodiff
+/// device.
 pub(super) fn serves(input: &Tensor<2>, weight: &Tensor<2>) -> bool {
     let rows = input.dims()[0];
     let is_fast = input.dtype() != DType::F32 || rows <= MAX_ROWS;

@@ -1,4 +1,5 @@
-//! GEMMs with float matrices. On NVIDIA GPUs the GEMMs of `product.rs` run, and on other devices Burn's matmul runs.
+//! GEMMs with float matrices. On NVIDIA GPUs the GEMMs of `product.rs` run. On the CPU the GEMMs of `flex.rs` run if
+//! they are faster than Burn's matmul. In all other cases Burn's matmul runs.
 
 #[cfg(feature = "cuda")]
 use super::product::operator;

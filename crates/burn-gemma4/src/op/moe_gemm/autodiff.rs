@@ -43,7 +43,8 @@ struct GroupedBackward;
 #[derive(Clone, Debug)]
 struct GroupedState<B: Backend> {
     places: ExpertOffsets<B>,
-    /// The saved input, for the weight's gradient, and the saved weight, for the input's gradient.
+    /// The saved input, which the weight's gradient needs. The next field is the saved weight, which the input's
+    /// gradient needs.
     input: Option<NodeId>,
     weight: Option<NodeId>,
 }

@@ -1,8 +1,8 @@
-//! MoE GEMMs on Hopper's tensor cores. The rows of each expert are copied to tiles of their own, which a grouped GEMM
-//! multiplies.
+//! MoE GEMMs on Hopper's tensor cores. The rows of each expert are copied to tiles that hold only rows of this expert.
+//! The tiles form the padded matrix, which a grouped GEMM multiplies.
 //!
-//! The host does not wait for the router's choice, because the padded matrix has room for the worst choice. In the
-//! worst choice, each expert has one tile that is not full.
+//! The host does not wait for the router's choice, because the padded matrix has enough tiles for every choice. A
+//! choice needs the most tiles if each expert has one tile that is not full.
 
 use super::kernel::Form;
 use super::launch::{Product, Right};
@@ -15,8 +15,9 @@ use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
 
-/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. Matrices whose widths
-/// are not multiples of 8 are multiplied on ordinary units. No published model has such widths.
+/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. The result does not
+/// depend on the widths of the matrices. Widths that are not multiples of 8 use the kernel without tensor cores. No
+/// published model has such widths.
 pub(super) fn serves(device: &Device, dtype: DType) -> bool {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
@@ -87,7 +88,8 @@ pub(super) fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
     }
 }
 
-/// Returns matrices that TMA can read, `[experts, columns_out, columns_in]`. Copies them only if their strides are not legal.
+/// Returns matrices that TMA can read, `[experts, columns_out, columns_in]`. Copies the matrices only if TMA does not
+/// support their strides.
 pub(super) fn with_legal_strides(matrices: &CubeTensor) -> CubeTensor {
     let strides = matrices.meta.strides();
     let is_aligned =

@@ -124,7 +124,8 @@ mod tests {
     use super::*;
     use burn::tensor::{Device, Distribution};
 
-    /// Checks rows that share a cube with other rows. Each row must get the experts and weights that it gets alone.
+    /// Checks rows that share a cube with other rows. Each row must get the experts and weights that it gets in a
+    /// launch with only this row.
     #[test]
     fn route_of_many_rows_equals_single_rows() {
         let device = Device::default();

@@ -125,8 +125,8 @@ pub trait QuantizedProductBackend: Backend {
         layout: Layout,
     ) -> FloatTensor<Self>;
 
-    /// Returns `product` unchanged, and registers the backward with respect to `source`. `product` must be `source` times
-    /// the transpose of the quantized matrix.
+    /// Returns `product` unchanged, and registers the backward with respect to `source`. The caller has computed
+    /// `product`, which must be `source` times the transpose of the quantized matrix.
     #[fusion(default)]
     fn through_quantized(
         product: FloatTensor<Self>,

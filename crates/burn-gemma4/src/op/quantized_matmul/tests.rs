@@ -84,8 +84,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // Use more outputs than a cube has units on any device. The outputs also do not divide evenly among teams, which
-            // are groups of units that compute several outputs together.
+            // Use more outputs than a cube of the GEMV kernel has units. The outputs also do not divide evenly among
+            // teams, which are groups of units that compute several outputs together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -136,9 +136,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up projection have equal
-/// or different formats, or one of them is a float matrix. The last case has no up projection: the gate multiplies the
-/// columns of a tensor, starting at column 130.
+/// Compares GeGLU of quantized matrices with GeGLU of the dequantized matrices. The gate and the up projection have
+/// equal or different formats, or one of them is a float matrix. The last case has no up projection: the gate
+/// multiplies the columns of a tensor, starting at column 130.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

@@ -1,5 +1,6 @@
 //! The backward of the residual addition `(stream + norm(added)) · scalar`. The gradient of the stream is the sum's
-//! gradient times the optional scalar. The norm's backward then gives the gradient of `added`, the block's output.
+//! gradient times the optional scalar. From this gradient, the norm's backward computes the gradients of `added`, the
+//! block's output, and of the norm's weight.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

@@ -34,7 +34,7 @@ pub(crate) struct ResidualAdd {
 /// The operations that follow the addition, before the next block.
 #[derive(Clone)]
 pub(crate) struct Next {
-    /// A parameter that multiplies the sum, `[1]`. `None` means 1.
+    /// A parameter, `[1]`, that multiplies the sum of the residual addition. `None` means 1.
     pub scalar: Option<Tensor<1>>,
     /// The weight of the next norm, `[columns]`.
     pub weight: Tensor<1>,
@@ -155,7 +155,7 @@ pub enum Scalar<B: Backend> {
     Present(FloatTensor<B>),
 }
 
-/// The residual addition as an operator of a backend with gradients.
+/// The residual addition as an operator of a backend, forward and backward.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait AddNormedBackend: NormBackend {

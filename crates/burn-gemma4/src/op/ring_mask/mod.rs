@@ -88,9 +88,9 @@ impl RingBackend for CubeBackend {
         );
         let element = dtype_to_storage_type(mask.dtype);
         let integer = dtype_to_storage_type(positions.dtype);
-        // SAFETY: unit `i` works only if `i` is below `all`, the length of `mask`. The unit writes element `i` of `mask`. The
-        // unit reads the position of its query, and the position of the last query of its sequence. `positions` has one
-        // element per query.
+        // SAFETY: unit `i` works only if `i` is below `all`, the length of `mask`. The unit writes element `i` of
+        // `mask`. The unit reads the position of its query, and the position of the last query of its sequence.
+        // `positions` has at least one element per query.
         unsafe {
             ring_mask_pdl::launch_unchecked(
                 &client,

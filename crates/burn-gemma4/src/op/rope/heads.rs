@@ -281,7 +281,7 @@ pub trait HeadsBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Returns the shapes and dtypes of the heads, which Burn's fusion needs before it runs the operator.
+/// Returns the shape and dtype of the heads, which Burn's fusion needs before it runs the operator.
 fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorSpec {
     let head_dim = 2 * cos.shape[1];
     let rows = projected.shape[0];

@@ -24,7 +24,8 @@ pub(super) enum RopeColumns {
     /// The order of the channels in the projection's output.
     Channels,
     /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come
-    /// first, so that the other channels lie next to the key's rotated channels, which follow the value.
+    /// first, then the other channels. The key's rotated channels follow the value. The last two of these three groups
+    /// are adjacent, and together form the key.
     CompactValues,
     /// The order of keys in a KV cache that stores only the rotated channels of keys. The rotated channels are written after
     /// the value.
@@ -251,8 +252,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
                 }
                 ComptimeOption::None => {}
             }
-            // Round to the element type before the rotation, because the separate norm kernel also stores its output in this
-            // type.
+            // Round to the element type before the rotation, because the norm kernel stores its output in this type.
+            // The results then equal those of separate kernels.
             first = f32::cast_from(E::cast_from(first));
             second = f32::cast_from(E::cast_from(second));
             #[comptime]

@@ -10,8 +10,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::empty;
 
-/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only 8 buffers, so some devices
-/// need separate launches.
+/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only 8 buffers, so on some
+/// devices the queries, keys and values need one launch each.
 const LAYER_BINDINGS: u32 = 9;
 
 impl HeadsBackend for CubeBackend {
@@ -27,8 +27,8 @@ impl HeadsBackend for CubeBackend {
         HeadsLaunch {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
-            // If the KV cache stores only the rotated channels of keys, an earlier launch computes the weight. The kernel
-            // must wait for that launch.
+            // If the KV cache stores only the rotated channels of keys, an earlier launch multiplies the query norm's
+            // weight by a factor. The kernel must wait for that launch.
             reads_ahead: options.compact.is_none(),
             ..HeadsLaunch::new(projected, &target, RopeColumns::CompactQueries, options)
         }

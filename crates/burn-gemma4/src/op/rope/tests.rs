@@ -20,7 +20,8 @@ struct Sizes {
     heads: usize,
     own_heads: usize,
     pairs: usize,
-    /// True if the values are computed from the key columns of the projection, and not from columns of their own.
+    /// True if the values are computed from the key columns of the projection, and the projection has no columns for
+    /// values.
     values_are_keys: bool,
 }
 

@@ -24,7 +24,8 @@ use cubecl::{
     prelude::{CubeDim, Scalar},
 };
 
-/// The number of columns of a section, the range of a row that one cube handles. Long rows have larger sections.
+/// The number of columns of a section, the range of a row that one cube handles. Rows that would have more than
+/// [`MOST_STRETCHES`] sections of this size have larger sections.
 const STRETCH: usize = 32 * UNITS;
 
 /// True if the device has the atomics that the kernels need, and a column index fits in [`COLUMN_BITS`] bits.

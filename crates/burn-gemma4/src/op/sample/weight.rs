@@ -7,8 +7,8 @@
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer to which −∞ maps in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys. The
-/// function `key` returns 0 for −∞ and for every NaN.
+/// The sort key that −∞ would have in the order of `f32::total_cmp`. Tokens that can be drawn have larger sort keys.
+/// For −∞ and for every NaN, the function `key` returns 0 instead.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
 /// The sort key of ∞. Larger integers would stand for NaN.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
@@ -22,8 +22,8 @@ const UPPER: f32 = 256.0;
 /// upper word.
 const LOWER: f32 = 4_294_967_296.0;
 
-/// Maps a logit to its sort key, an integer that compares with other sort keys as in the order of `f32::total_cmp`. NaN and
-/// −∞ give 0.
+/// Maps a logit to its sort key. The order of sort keys is the order of their logits by `f32::total_cmp`. NaN and −∞
+/// give 0.
 #[cube]
 pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);

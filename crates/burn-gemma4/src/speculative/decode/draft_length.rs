@@ -22,8 +22,8 @@ const MEMORY: f64 = 16.0;
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The maximum number of tokens in a forward pass, summed over all sequences. The decode kernels support up to 8 tokens. The
-/// limit does not apply if the caller has fixed the number of draft tokens.
+/// The maximum number of tokens in a forward pass, summed over all sequences. The decode kernels support this number of
+/// tokens on every device. The limit does not apply if the caller has fixed the number of draft tokens.
 const ROWS: usize = 8;
 
 /// The adaptive number of draft tokens per forward pass, for one sequence.

@@ -251,7 +251,7 @@ pub(crate) fn decode(
         }
         let chosen = Chosen::of(next, sequences, options)?;
         // `of_sequences` does not wait for the device here, because `Chosen::of` has already waited for the model's
-        // choices. The device copies these choices after the draft tokens.
+        // choices. The device copies the draft tokens to the host before these choices.
         let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {

@@ -71,7 +71,8 @@ impl Draft {
         Ok(tokens.iter::<i64>().map(|token| token as u32).collect())
     }
 
-    /// Returns the hidden state after each draft token, `[count, hidden]`. The hidden states have the target model's width.
+    /// Returns the hidden state after each draft token, `[count · batch, hidden]`, in the order of `tokens`. The hidden
+    /// states have the target model's width.
     pub fn hidden(&self) -> Tensor<2> {
         let streams = self.streams.iter().cloned().map(ColumnSlice::columns);
         Tensor::cat(streams.collect(), 0)
@@ -92,8 +93,8 @@ impl Drafter {
         Self::of(config, &tokens, device)
     }
 
-    /// Creates a drafter like [`new`](Self::new), from a valid configuration. `groups` lists the token ids of the first
-    /// group, then those of the second group, and so on.
+    /// Creates a drafter from a valid configuration, as [`new`](Self::new) does. `groups` lists the token ids of the
+    /// first group, then those of the second group, and so on.
     pub(crate) fn of(config: &DrafterConfig, groups: &[i32], device: &Device) -> Self {
         let text = &config.text;
         let linear = |input, output| Linear::new(input, output, text.initializer_range, device);

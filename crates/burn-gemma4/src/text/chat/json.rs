@@ -6,7 +6,7 @@ use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 use std::fmt::{self, Write};
 
-/// The maximum width of an indent in characters.
+/// The maximum length of an indent in bytes.
 const MOST_INDENT: usize = 100;
 
 /// The maximum length in bytes of the argument `separators`: the item separator and the key separator together.

@@ -73,8 +73,9 @@ impl Watch {
     }
 
     fn of(state: &State<'_, '_>) -> Arc<Self> {
-        // Copy the deadline and the cancellation flag (the watch) from the template variable to the state at the first call,
-        // at the beginning of the template. Later calls may come from macros, which cannot see the template variable.
+        // The first call is at the beginning of the template. It copies the deadline and the cancellation flag (the
+        // watch) from the template variable to the state. Later calls may come from macros, which cannot see the
+        // template variable.
         state.get_or_set_temp_object("watch", || {
             let found = state.lookup(WATCH);
             let watch = found.and_then(|watch| watch.downcast_object::<Self>());

@@ -184,8 +184,8 @@ impl ChatTemplate {
         self.render_until(messages, options, None)
     }
 
-    /// Renders messages like [`render`](Self::render). If `cancellation` is cancelled during the rendering, returns an
-    /// error as soon as possible.
+    /// Renders messages as [`render`](Self::render) does. If `cancellation` is cancelled during the rendering, returns
+    /// an error as soon as possible.
     pub(crate) fn render_until(
         &self,
         messages: &[Message],
@@ -201,8 +201,8 @@ impl ChatTemplate {
         self.render_context(context, cancellation)
     }
 
-    /// Renders messages in JSON like [`render`](Self::render). A message may have further fields besides role and content,
-    /// such as tool calls. `variables` holds further template variables, such as `tools`.
+    /// Renders messages that are given as JSON, as [`render`](Self::render) does. A message may have further fields
+    /// besides role and content, such as tool calls. `variables` holds further template variables, such as `tools`.
     ///
     /// # Errors
     /// Passes on the errors of [`render`](Self::render).

@@ -147,8 +147,8 @@ fn write_quoted(output: &mut Limited, text: &str) -> fmt::Result {
     output.write_char(quote)
 }
 
-/// True if Python's `str.isprintable` is true for the character. Python prints combining marks, but Rust's `Debug` escapes
-/// them.
+/// True if Python's `str.isprintable` is true for the character. The function uses Rust's `escape_debug`, which escapes
+/// combining marks. Python prints combining marks, so the function accepts them.
 fn is_printable(char: char) -> bool {
     match char {
         '\'' | '"' | '\\' | ' ' => true,
@@ -165,7 +165,7 @@ fn is_printable(char: char) -> bool {
 /// differently.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
-    // An undefined value is iterable, because Python iterates over it as over an empty list. None is not iterable.
+    // An undefined value is iterable, because jinja2 iterates over it as over an empty list. None is not iterable.
     environment.add_test("iterable", |value: &Value| {
         matches!(value.kind(), Seq | Map | String | Iterable | Undefined)
     });

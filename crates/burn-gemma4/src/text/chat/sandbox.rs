@@ -1,8 +1,8 @@
 //! The sandbox of chat templates. The sandbox replaces each minijinja instruction that creates texts or lists by a
 //! function call. The called functions count the created bytes and enforce a limit.
 //!
-//! A limit on the number of instructions does not bound the memory. A template needs few instructions to double a text forty
-//! times.
+//! A limit on the number of instructions would not bound the memory, because a template needs few instructions to
+//! double a text forty times.
 
 use super::limits::{
     LIST, MOST_BYTES, assert_in_time, assert_no_namespace, keep, length, spend, too_much,
@@ -16,10 +16,11 @@ use minijinja::{
 use minijinja_contrib::pycompat::unknown_method_callback;
 use std::sync::LazyLock;
 
-/// The maximum size in bytes of a constant in a compiled template. minijinja computes constant expressions at parse time.
+/// The maximum size in bytes of a constant in a compiled template. minijinja computes constant expressions at parse
+/// time, when no function counts the bytes.
 const LONGEST_CONSTANT: usize = 1 << 20;
 
-/// The maximum width of an indent or of a padded text, in characters.
+/// The maximum width of a field in the filter `format`, in characters.
 const MOST_COLUMNS: usize = 1000;
 
 /// Returns the call of a counting function that replaces a minijinja instruction, or `None` if the instruction is not
@@ -154,8 +155,8 @@ pub(super) fn guard<'source>(
     Ok(result)
 }
 
-/// Adds to the environment the functions that the instructions of [`guard`] call. Also replaces filters, tests and methods
-/// by versions that count the created bytes.
+/// Adds to the environment the functions that the instructions of [`guard`] call. Also replaces filters and methods by
+/// versions that count the created bytes, and tests by versions that check the time limit.
 pub(super) fn set(environment: &mut Environment<'_>) {
     environment.add_function(LOOK, |state: &State<'_, '_>| assert_in_time(state));
     environment.add_function("+", add);

@@ -54,7 +54,8 @@ impl Default for SpecialTokens {
 }
 
 impl SpecialTokens {
-    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of template variables. `tokens` has precedence.
+    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of template variables. If both define a
+    /// variable, `tokens` has precedence.
     pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut all = Self::default();
         all.0.extend(tokens);
@@ -79,8 +80,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns a folder's template and special tokens. If no file has a template, returns the template of Gemma 4. Like
-/// [`own`], also returns the path for error messages.
+/// Returns a folder's template and special tokens. If no file has a template, returns the template of Gemma 4. Also
+/// returns the path that error messages about the template name: see [`own`].
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);

@@ -9,16 +9,16 @@ use std::borrow::Cow;
 /// The maximum size of a template in bytes. Published templates have about 20,000 bytes.
 const LONGEST: usize = 1 << 20;
 
-/// The maximum number of multiplications of constants in a template. minijinja multiplies constants at parse time, and each
-/// multiplication may create a text of 100 MB.
+/// The maximum number of multiplications of constants in a template. minijinja multiplies constants at parse time. A
+/// product of a text and a number repeats the text, and may create a text of 100 MB.
 const MOST_CONSTANT_PRODUCTS: usize = 4;
 
 /// The maximum number of operators in one expression. The parser's stack memory grows with the number of operators, and the
 /// parser's time with the square of this number.
 const MOST_OPERATORS: usize = 1000;
 
-/// The maximum number of `elif` branches in nested `if`s. The parser nests one level per branch, and has no limit of its
-/// own.
+/// The maximum number of `elif` branches in an `if` and in all `if`s around it. The parser recurses once per branch,
+/// and does not limit this recursion.
 const MOST_BRANCHES: usize = 300;
 
 /// Rejects a template that could exhaust time, memory or the stack while it is parsed.

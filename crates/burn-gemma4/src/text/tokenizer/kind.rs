@@ -30,7 +30,7 @@ struct Model {
 }
 
 /// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. `parts` is the
-/// name of the JSON field that lists the components of a sequence.
+/// name of the JSON field that lists the inner components of a component of the type `Sequence`.
 struct Part {
     name: &'static str,
     kinds: &'static [&'static str],

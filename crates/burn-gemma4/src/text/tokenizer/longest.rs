@@ -56,7 +56,8 @@ fn keeps_length(normalizer: &Value) -> bool {
         None => normalizer.is_null(),
         Some("Prepend") => true,
         Some("Replace") => {
-            // A regular expression may match any number of characters.
+            // Accept only a fixed string as the pattern, because a regular expression may match any number of
+            // characters.
             let pattern = chars(&normalizer["pattern"]["String"]);
             pattern.is_some_and(|count| chars(&normalizer["content"]) >= Some(count))
         }
@@ -82,7 +83,8 @@ fn keeps_text(pre_tokenizer: &Value) -> bool {
 }
 
 impl Added {
-    /// True if the token stands for the characters of its name alone, without the white space beside them.
+    /// True if the token stands only for the characters of its name, and not also for white space before or after the
+    /// name.
     fn has_own_length(&self) -> bool {
         !self.lstrip && !self.rstrip && !self.normalized
     }

@@ -94,8 +94,8 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // If the tokenizer searches the normalized text for special tokens, the normalizer could create a special token
-        // that the text does not contain literally.
+        // If the tokenizer searches the normalized text for special tokens, check the text once more. The normalizer
+        // could create a special token that the text does not contain literally.
         let is_sought = |token: &AddedToken| token.special && token.normalized;
         if !added.values().any(is_sought) {
             return Ok(text);

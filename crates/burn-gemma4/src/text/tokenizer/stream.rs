@@ -125,8 +125,8 @@ fn byte_of(token: &str) -> Option<u8> {
     (token.len() == 6).then_some(byte)
 }
 
-/// True if the text of each token, except byte tokens, does not depend on other tokens. [`TextStream`] is exact only for
-/// such decoders.
+/// True if the decoder gives each token, except byte tokens, a text that does not depend on other tokens.
+/// [`TextStream`] is exact only for such decoders.
 pub(super) fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
     let is_one = |decoder: &DecoderWrapper| {
         matches!(

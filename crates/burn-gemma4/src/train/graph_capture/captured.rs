@@ -29,7 +29,7 @@ const MOST_COPIED: usize = 1 << 30;
 pub(super) struct Captured {
     step: CapturedGraph<Step>,
     shape: Shape,
-    /// All parameters of the model, trained and frozen.
+    /// The properties of all parameters, trained and frozen, at the time of the capture.
     parameters: Vec<Parameter>,
 }
 
@@ -218,8 +218,8 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// Captures the first step immediately, because no other thread may use the device during a capture. In later
-    /// steps, other threads of the trainer read losses and write checkpoints.
+    /// The number of steps before the capture. The first step is captured, because no other thread may use the device
+    /// during a capture. In later steps, other threads of the trainer read losses and write checkpoints.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 

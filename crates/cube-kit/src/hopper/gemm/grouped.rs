@@ -3,8 +3,8 @@
 //! A group's rows fill whole tiles of the left operand, so that no tile contains rows of two groups. The table of tiles is on
 //! the device: the launch does not depend on the sizes of the groups.
 //!
-//! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, each tile reads two or three numbers of
-//! the table. The producer reads them while the ring buffer still holds chunks of the previous tile.
+//! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, each tile reads one or two
+//! numbers of the table. The producer reads them while the ring buffer still holds chunks of the previous tile.
 
 use super::kernel::{left_operand, load, right_operand};
 use super::mainloop::multiply_matrices;
@@ -31,7 +31,8 @@ pub(crate) struct GroupSizes {
     pub columns: u32,
     /// The number of chunks along the inner dimension. Only [`Grouping::Rows`] reads it.
     pub chunks: u32,
-    /// The number of rows of the operands that are divided into groups.
+    /// The number of rows that are divided into groups: rows of the left operand, and with [`Grouping::Inner`] also of
+    /// the right operand.
     pub slots: u32,
 }
 
@@ -58,8 +59,8 @@ fn tile_count(table: &Tensor<i32>, sizes: &GroupSizes, #[comptime] grouping: Gro
     }
 }
 
-/// Returns the tile with index `item`. Tiles are numbered row by row, so that the tiles of a group are in flight together, and
-/// share the reads of the group's matrix in the L2 cache.
+/// Returns the tile with index `item`. Tiles are numbered row by row, so that the tiles of a group are in flight
+/// together. These tiles then share the reads of the group's matrix in the L2 cache.
 #[cube]
 fn group_tile(
     table: &Tensor<i32>,

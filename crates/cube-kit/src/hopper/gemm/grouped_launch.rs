@@ -76,7 +76,8 @@ pub fn grouped_inner(
 struct Problem {
     lhs: Operand,
     rhs: Operand,
-    /// The rows of the result, the inner size, and the columns of the result, from which the tiles are chosen.
+    /// The rows of the result, the inner size, and the columns of the result, from which the tiles are chosen. With
+    /// [`Grouping::Inner`], the inner size is the average over all groups.
     lengths: [usize; 3],
     grouping: Grouping,
     groups: usize,
@@ -123,7 +124,7 @@ impl Problem {
         }
         let multiprocessors = multiprocessors(&client);
         let majors = [of_lhs.major, of_rhs.major];
-        // The result of all groups has this many rows.
+        // Count the rows of the results of all groups together.
         let all_rows = match grouping {
             Grouping::Rows => rows,
             Grouping::Inner => rows * groups,
@@ -142,8 +143,9 @@ impl Problem {
             inner.div_ceil(MatrixTiles::DEPTH) as u32,
             slots as u32,
         );
-        // SAFETY: the kernel accesses the operands and the output only by TMA, which accesses only elements inside its tensor
-        // maps. It reads the table at indices below `groups + 1`, and behind them at the indices of used tile rows.
+        // SAFETY: the kernel accesses the operands and the output only by TMA, which accesses only elements inside its
+        // tensor maps. The kernel reads the table at indices below `groups + 1`, and behind them at the indices of used
+        // tile rows.
         unsafe {
             product_of_groups::launch_unchecked(
                 &client,

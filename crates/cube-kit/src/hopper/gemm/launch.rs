@@ -80,8 +80,8 @@ pub fn matrix_product(
 /// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix: see
 /// [`matrix_product`].
 ///
-/// Returns `None` like [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false, or if the right
-/// operands are contiguous along different dimensions.
+/// Returns `None` in the same cases as [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false,
+/// or if the right operands are contiguous along different dimensions.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `sides` of `[inner, columns_i]` → `[rows, Σ columns_i]`, all of one dtype.

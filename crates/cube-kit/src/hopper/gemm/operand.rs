@@ -19,8 +19,9 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// Describes an operand whose dimensions `outer` and `inner` are those of the GEMM. A third dimension in front is that of
-    /// the stack. Returns `None` if TMA cannot access the operand.
+    /// Describes an operand. `outer` and `inner` are the indices of those dimensions of the tensor that are the outer
+    /// and the inner dimension of the GEMM. In a stack of matrices, dimension 0 counts the matrices. Returns `None` if
+    /// TMA cannot access the operand.
     pub fn of(operand: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Self> {
         let (shape, strides) = (operand.meta.shape(), operand.meta.strides());
         let is_legal = |stride: usize| {
@@ -37,8 +38,8 @@ impl Operand {
         } else {
             return None;
         };
-        // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never
-        // uses it.
+        // Set the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it
+        // never uses it.
         let row = match shape[apart] {
             1 => shape[together].next_multiple_of(SUBTILE),
             _ => strides[apart],
@@ -57,7 +58,9 @@ impl Operand {
         })
     }
 
-    /// Builds the tensor map, with boxes of `extent` outer elements by one chunk of inner elements.
+    /// Builds the tensor map. A box has one chunk of inner elements. If the operand is contiguous along the inner
+    /// dimension, a box has `extent` outer elements. Otherwise a box has 64 outer elements, and a load of `extent`
+    /// elements needs several boxes.
     pub fn map(&self, operand: &CubeTensor, extent: usize) -> TensorMapArg<Tiled> {
         let [matrices, rows, columns] = self.shape;
         let [matrix, row, _] = self.strides;

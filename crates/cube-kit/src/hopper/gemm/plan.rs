@@ -46,8 +46,8 @@ const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 /// column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The smallest tile width at which the multiplication limits the time of a wgmma. A wgmma of fewer columns takes the same
-/// time, because it reads 64 rows of its left operand from shared memory for every width.
+/// The smallest tile width at which the multiplication limits the time of a wgmma. A narrower wgmma takes as long as
+/// one of this width, because it also reads 64 rows of its left operand from shared memory.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows that are in flight at the same time. Neighboring tiles in flight share their reads in the L2 cache.

@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Ring {
-    /// The address of the first stage, which is the start of the cube's shared memory.
+    /// The address of the first stage, which is the beginning of the cube's shared memory.
     pub stages: u32,
     /// The address of the barrier that completes when TMA has filled the first stage.
     pub full: u32,

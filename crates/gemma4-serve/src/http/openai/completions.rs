@@ -69,8 +69,8 @@ struct CompletionWriter {
     prompt_tokens: usize,
     usage: AnswerUsage,
     ended: usize,
-    /// The number of characters in each answer so far. The field `logprobs` of a response gives each token's offset in
-    /// characters.
+    /// The number of characters in each answer so far. The numbers are necessary because the field `logprobs` of a
+    /// response gives each token's offset in characters.
     offsets: Vec<usize>,
 }
 

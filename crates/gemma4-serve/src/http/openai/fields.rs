@@ -61,7 +61,7 @@ pub(crate) struct JsonSchemaField {
 }
 
 impl JsonSchemaField {
-    /// Wraps a JSON schema. The other fields have no effect on the answer.
+    /// Wraps a JSON schema. The other fields stay empty, because they have no effect on the answer.
     pub fn new(schema: Option<Value>) -> Self {
         Self {
             _name: String::new(),

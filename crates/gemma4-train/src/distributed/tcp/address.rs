@@ -16,10 +16,11 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// PyTorch's default port.
 const PORT: u16 = 29500;
 
-/// Reads the address from `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets them.
+/// Reads the address of the first process from `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets them. The address
+/// defaults to `127.0.0.1` if Slurm uses only one machine. The port defaults to PyTorch's default port.
 ///
 /// # Errors
-/// Returns an error if a variable is missing or is not a valid address or port.
+/// Returns an error if the address is missing and has no default, or if the port is not valid.
 pub fn broadcast() -> Result<(String, u16), Error> {
     let one_machine = || {
         let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];

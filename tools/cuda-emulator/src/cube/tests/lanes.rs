@@ -55,8 +55,8 @@ fn exited_lanes_are_not_waited_for() {
     assert_eq!(sums[8..], [0; 24]);
 }
 
-/// Compares the two halves of each word as f16. The low half holds the bits of the lane's index. The high half holds
-/// the same bits in lanes 0 to 15, and NaN in lanes 16 to 31.
+/// Compares the two halves of each word, as f16, with the halves of a constant. The low half of a word holds the bits
+/// of the lane's index. The high half holds the same bits in lanes 0 to 15, and NaN in lanes 16 to 31.
 #[test]
 fn set_of_f16_pairs_compares_each_half() {
     let masks = output(

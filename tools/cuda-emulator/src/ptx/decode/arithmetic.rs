@@ -319,7 +319,8 @@ impl Decoder<'_> {
     }
 
     /// Returns the type of a comparison's operands. The function does not consume the modifier `ftz`, so that the
-    /// decoder refuses comparisons with it. Flushing subnormals would change the result of such a comparison.
+    /// decoder refuses comparisons with this modifier. The emulator's comparisons do not flush subnormals, although
+    /// flushing could change their result.
     fn compared(&mut self) -> Result<Type> {
         let number = self.take_type()?;
         match number {

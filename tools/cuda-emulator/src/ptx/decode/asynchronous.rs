@@ -67,8 +67,9 @@ impl Decoder<'_> {
             return Ok(Operation::BulkCommit);
         }
         if self.takes("wait_group") {
-            // In the emulator, a store reads its source and writes its target at the same time. The modifier `.read`
-            // waits for the reads only, so it changes nothing.
+            // With the modifier `.read`, the instruction waits only until the stores have read their source. In the
+            // emulator, a store reads its source and writes its target at the same time, so the modifier changes
+            // nothing.
             self.takes("read");
             return Ok(Operation::BulkWait(self.immediate(0)? as usize));
         }

@@ -219,8 +219,8 @@ impl Choice<'_> {
         if resident > 0 && across * n * output_fragments > depth {
             return None;
         }
-        // Each unit must read scores only from fragments of its own plane. The planes must divide the fragments of S evenly,
-        // and the units of a plane must divide the vectors of a fragment evenly.
+        // `own_scores` is true if each unit can read its scores from fragments of its own plane. For this, the planes
+        // must divide the fragments of S evenly, and the units of a plane must divide the vectors of a fragment evenly.
         let own_scores =
             (columns / n).is_multiple_of(across) && (m * n / 4).is_multiple_of(self.plane);
         let column_units = match own_scores {

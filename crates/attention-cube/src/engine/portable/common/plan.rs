@@ -171,8 +171,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // The kernel that computes all three gradients cannot exceed a software driver's iteration limit, because its launches
-    // cover only as many pairs of tiles as the limit allows.
+    // The kernel that computes all three gradients cannot exceed a software driver's iteration limit. Each of its
+    // launches covers only as many pairs of tiles as the limit allows.
     let separate = match parts {
         Some(_) => 0,
         None => {

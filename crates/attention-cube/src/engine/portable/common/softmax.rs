@@ -1,8 +1,9 @@
 //! The online softmax (Milakov and Gimelshein, 2018) over a tile in which several units share each row. The units share
 //! data only through shared memory, without plane operations.
 //!
-//! Shared memory holds each row's running maximum, and the factor that rescales earlier results when the maximum grows. One
-//! unit updates each row. Each unit sums the exponentials of its own columns, and the units add up their sums at the end.
+//! Shared memory holds each row's running maximum, and the factor that rescales earlier results when the maximum grows.
+//! For each row, one unit updates both values. Each unit sums the exponentials of its own columns, and the units add up
+//! their sums at the end.
 //!
 //! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
 //! the softmax subtracts a reference maximum, which changes only if the true maximum exceeds the reference by more than
@@ -55,8 +56,9 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     statistics
 }
 
-/// Turns a block's scores into exponentials, updates the row statistics, and syncs the cube. `factor` receives the factors
-/// that rescale earlier results.
+/// Turns a block's scores `s` into exponentials, adds them to the unit's `sums`, and updates the row statistics.
+/// `statistics.factor` receives the factors that rescale earlier results; `sums` are already rescaled. The function
+/// syncs the cube, so that units may then read the statistics of all rows.
 #[cube]
 pub(crate) fn advance(
     s: &mut Array<f32>,

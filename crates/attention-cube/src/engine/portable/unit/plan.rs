@@ -64,9 +64,10 @@ pub(super) fn backward(
 
 /// Returns the number of the query's partial gradients if one kernel computes all gradients. Otherwise returns `None`.
 ///
-/// With several partial gradients, a software driver can use all cores of the CPU. The result is `None` for a GPU. For a
-/// software driver, the result is `None` if more than [`MAX_PARTS`] partial gradients are needed, or if not even one fits
-/// the buffer.
+/// Several cubes can share a KV head only if each cube has its own partial gradient. With several partial gradients, a
+/// software driver can therefore use all cores of the CPU. The result is `None` for a GPU. For a software driver, the
+/// result is `None` if more than [`MAX_PARTS`] partial gradients are needed. It is also `None` if the buffers exceed
+/// the device's largest buffer even with one partial gradient.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

@@ -37,9 +37,9 @@ pub(crate) enum BiasReads {
 /// adjacent columns of a row. The words are in the order of the pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
-/// Loads a thread's biases for `columns` columns, starting at `first_column`. The function loads them only if the
-/// kernel loads biases before the dot products `q·k` (S) are ready. A row or column past the end gets the bias of the
-/// last row or column.
+/// Loads a thread's biases for `columns` columns, starting at `first_column`. If the kernel does not load biases before
+/// the dot products `q·k` (S) are ready, the function loads nothing and returns zeros. A row or column past the end
+/// gets the bias of the last row or column.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,

@@ -70,7 +70,8 @@ pub(crate) fn block_mask(
         may_have_masked = !shared;
         if comptime!(!structure.mask) {
             // The tile has rows in its first and in its last segment. If the whole block lies in one of these two
-            // segments, and `inside` is true, the rows in that segment see all columns.
+            // segments, and `inside` is true, the rows in that segment see all columns. No column is then hidden from
+            // all rows.
             let may_intersect = is_one && (other.first == own.first || other.first == own.last);
             may_have_masked = !(shared || (inside && may_intersect));
         }

@@ -291,9 +291,9 @@ pub(crate) fn value_factor(
 /// fourth byte.
 const SIGNS_OF_HALVES: u32 = 0xBB99;
 
-/// Sets dropped probabilities of the `pair`-th register pair to 0. `packed` holds the two probabilities in half precision.
-/// Kept probabilities stay unchanged, because their product with `kept_scale` could exceed half precision. The kernel
-/// multiplies the result of the GEMM by `kept_scale` instead.
+/// Sets dropped probabilities of the `pair`-th register pair to 0. `packed` holds the two probabilities in half
+/// precision. Kept probabilities stay unchanged, because their product with `kept_scale` could exceed the range of half
+/// precision. The kernel multiplies the result of the GEMM by `kept_scale` instead.
 #[cube]
 pub(crate) fn dropped_pair(
     packed: u32,

@@ -1,17 +1,20 @@
-//! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called *far*.
+//! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called
+//! *far*. Only kernels that keep unscaled dot products (`raw` kernels) distinguish far queries.
 //!
-//! For a query that is not far, the LSE is a single f32. If the magnitude of an LSE is
-//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, the rounding to f32 shows in the probabilities. An LSE of 10⁸ has
-//! an error of 4, which changes a probability by a factor of 50.
+//! For a query that is not far, the LSE is a single f32. A query is far if the magnitude of its reference (row_max,
+//! which the softmax subtracts from the scores) is [`FAR`](crate::auxiliary::delta::kernel::FAR) or more. The rounding
+//! of such an LSE to f32 would show in the probabilities. An LSE of 10⁸ has an error of 4, which changes a probability
+//! by a factor of 50.
 //!
-//! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference (row_max, which the
-//! softmax subtracts from the scores) and the logarithm of row_sum. If a tile may have a far query, all its blocks take the
-//! code path for partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum
-//! minus the reference is exactly 0. The path subtracts the logarithm afterwards.
+//! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference and the
+//! logarithm of row_sum. If a tile may have a far query, all its blocks take the code path for partially visible
+//! blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the reference is
+//! exactly 0. The path subtracts the logarithm afterwards.
 //!
-//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of consecutive queries.
-//! A flag is set if its group has a far query. A tile may have a far query if a flag of its queries is set. The warp votes
-//! for each block whether the block holds a far query, and reads the two f32 only in such blocks.
+//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of consecutive
+//! queries. A flag is set if its group has a far query. A tile may have a far query if a flag of its queries is set. In
+//! such a tile, the warp votes for each block whether the block holds a far query. Only in blocks that do, the warp
+//! reads the two f32 of each far query.
 //!
 //! Keys whose scaled dot products round to the same f32 get equal probabilities in the backward. The forward distinguishes
 //! such keys, since it subtracts dot products before it scales them. A dot product beyond f32's range gives NaN.
@@ -62,7 +65,7 @@ pub(crate) fn has_far(
 const LOADS: usize = 4;
 
 /// Returns the sum of the flags that this lane loads. A flag is set if one of its `ROWS` queries is *far*, which means
-/// that its LSE needs two f32. The lanes of a warp divide the flags of the query heads `first_head` to
+/// that the LSE of the query needs two f32. The lanes of a warp divide the flags of the query heads `first_head` to
 /// `first_head + heads − 1` and of the queries in the range `queries`. If the sum is not 0 in some lane of the warp,
 /// one of these queries may be far.
 ///
@@ -89,8 +92,9 @@ pub(crate) fn sum_of_flags(
             + FLAGS * lse_delta.stride(2);
         #[unroll]
         for load in 0..LOADS {
-            // A lane past the end of the range still reads a flag of the head, so that no branch is needed. If this flag is
-            // set, the tile takes the slower path of far queries (queries whose LSE needs two f32).
+            // A lane past the end of the range still reads a flag of the head, so that no branch is needed. If this
+            // flag is set, the tile takes the slower path of far queries (queries whose LSE needs two f32), even if it
+            // has none.
             sum += lse_delta[at + min(first + 32usize * load, last)];
         }
         let mut flag = first + 32usize * LOADS;

@@ -534,8 +534,9 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel (unscaled dot products, no softcap) needs no slopes. If the kernel has loaded the biases early, `s`
-    // already holds scores, and no slopes are needed. In both cases, each slope is 1.
+    // A `raw` kernel (unscaled dot products, no softcap) needs no slopes. If the kernel has loaded the biases early,
+    // `s` already holds scores. Such a kernel needs no slopes either: there is no softcap or score mod, or the kernel
+    // computes the bias gradient. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,

@@ -55,8 +55,9 @@ pub(crate) struct ForwardTiling {
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
-    /// The number of heads whose tiles the launch order interleaves. Heads of different sequences count separately. Without a
-    /// causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// The number of heads whose tiles the launch order interleaves, so that the longest tiles of all these heads start
+    /// first. Heads of different sequences count separately. Without a causal mask, segments and key intervals, the
+    /// tiles are about equally long, and the number is 1. With one of them, the plan limits the number so that the
     /// operands of these heads stay in the L2 cache.
     pub together: usize,
 }
@@ -332,8 +333,9 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 pub(crate) struct GradientDivision {
     /// The number of splits. The CTAs of different splits process different blocks of the same tile.
     pub splits: usize,
-    /// The number of heads whose tiles the launch order interleaves. Heads of different sequences count separately. Without a
-    /// causal mask, segments and key intervals, the number is 1. With one of them, the plan limits the number so that the
+    /// The number of heads whose tiles the launch order interleaves, so that the longest tiles of all these heads start
+    /// first. Heads of different sequences count separately. Without a causal mask, segments and key intervals, the
+    /// tiles are about equally long, and the number is 1. With one of them, the plan limits the number so that the
     /// operands of these heads stay in the L2 cache.
     pub together: usize,
 }

@@ -265,8 +265,8 @@ fn bits_of_queries(
 /// Returns a word of visibility bits for each of a thread's two keys. Bit `i` is set if an interval of query
 /// `first_query + i` contains the key.
 ///
-/// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each key,
-/// all lanes compare their query's intervals with the key.
+/// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each
+/// key of the warp, every lane compares the intervals of its query with the key.
 #[cube]
 fn bits_of_keys(
     masking: &Masking,

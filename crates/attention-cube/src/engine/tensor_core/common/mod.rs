@@ -61,8 +61,9 @@ pub(crate) struct FragmentKind {
     /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. The problem
     /// must have no softcap, no bias and a positive scale.
     pub raw: bool,
-    /// True if the backward multiplies P by the derivatives of softcap and score mod. The bias is added after softcap and
-    /// score mod, so the bias gradient omits these factors.
+    /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernel that computes the bias
+    /// gradient sets this field to false. The bias is added after softcap and score mod, so its gradient does not have
+    /// these factors.
     pub has_slope: bool,
     pub bias_reads: BiasReads,
 }

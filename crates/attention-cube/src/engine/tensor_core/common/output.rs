@@ -86,8 +86,8 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalizes each of the thread's two rows. If a row sees no key, the function sets the row's
-/// elements of O to 0. With dropout, `kept` is 1 / (1 − drop probability). If `writes_logsumexp`, the function also writes
-/// the LSE of both rows.
+/// elements of O to 0. With dropout, the factor includes `kept`, which is 1 / (1 − drop probability). If
+/// `writes_logsumexp`, the function also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,

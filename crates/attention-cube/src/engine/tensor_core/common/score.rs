@@ -25,8 +25,9 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
-        // The scores are computed in two code paths: one for fully visible blocks, and one for partly visible blocks.
-        // If one computation served both paths, ptxas would copy every score to another register before the branch.
+        // With a score mod or mask mod, the scores are computed in two code paths: one for fully visible blocks, and
+        // one for partly visible blocks. If one computation served both paths, ptxas would copy every score to another
+        // register before the branch.
         if block_mask.whole {
             s = scored::<F, NB, NS>(
                 s,

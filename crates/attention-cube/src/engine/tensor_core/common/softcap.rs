@@ -49,8 +49,8 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
     max(min(scale_log2, LARGEST), -LARGEST)
 }
 
-/// The upper limit of the exponent in the softcap's exponential, in log2 units. At this limit, `tanh` is already 1 in f32.
-/// The product of two exponentials at this limit is below the largest f32.
+/// The upper limit of the exponent in the softcap's exponential, in log2 units. At this limit, `tanh` is already 1 in
+/// f32. `capped_together` multiplies two such exponentials. Their product at this limit is below the largest f32.
 const CAPPED: f32 = 60.0;
 
 /// Computes two capped scores with only one reciprocal. A capped score needs `1 / a`, where `a` is 1 plus an

@@ -62,7 +62,8 @@ pub(crate) struct RowMax {
     /// The reference of each row: the row's maximum so far, or a value at most [`RESCALE_THRESHOLD`] log2 units below
     /// this maximum.
     pub reference: Pair,
-    /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is true.
+    /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is
+    /// true, because the references are then already subtracted from the scores.
     pub shift: Pair,
     /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. The softmax then subtracts the references
     /// from the scores before it applies the scale.
@@ -229,8 +230,8 @@ pub(crate) struct ExpScores {
     pub used: u32,
 }
 
-/// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the row maxima
-/// in log2 units. If `uses`, the result includes the bit mask of used columns.
+/// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the
+/// references in log2 units (see [`RowMax`]). If `uses`, the result includes the bit mask of used columns.
 #[cube]
 pub(crate) fn exp_scores<NS: Size>(
     s: Vector<f32, NS>,

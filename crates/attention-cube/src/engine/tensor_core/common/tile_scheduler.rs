@@ -83,7 +83,7 @@ pub(crate) struct Tile {
     pub part: u32,
 }
 
-/// The tile that a CTA processes in one iteration of its mainloop.
+/// The tile that a CTA processes in one iteration of its loop over tiles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct AssignedTile {
@@ -93,8 +93,9 @@ pub(crate) struct AssignedTile {
     pub first: i32,
 }
 
-/// Returns the tile that the CTA processes in iteration `turn` of its loop. The work item `item` is one tile or a pair of
-/// tiles. The tile has `rows` queries, and its blocks have `block` keys each.
+/// Returns the tile that the CTA processes in iteration `turn` of its loop. The tile is part of the work item `item`,
+/// which is one tile or a pair of tiles. A pair takes two iterations. The tile has `rows` queries, and its blocks have
+/// `block` keys each.
 #[cube]
 pub(crate) fn assigned_tile(
     scheduler: &TileScheduler,

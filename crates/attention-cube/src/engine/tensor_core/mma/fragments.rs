@@ -73,8 +73,8 @@ pub(crate) fn used_by_warp<A: Size>(
 /// Returns one bit for each column of P or dS (the left operand, in shared memory) that this lane multiplies. A bit is
 /// set if any of `warps` warps has a nonzero element in the column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. `groups` consecutive warps have the same
-/// rows, and each of these warps has 32 of the columns.
+/// Each warp has stored four words at `table`, one for each lane of a quad. The words mark the used columns among the
+/// 32 columns of that warp. `groups` consecutive warps have the same rows and different columns.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,

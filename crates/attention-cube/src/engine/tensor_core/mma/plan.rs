@@ -74,8 +74,8 @@ pub struct MmaForwardPlan {
     /// The number of key splits (split-KV). With 1 split, no second kernel combines partial outputs.
     pub splits: usize,
     /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
-    /// The number is 1 for a problem without a causal mask, segments and key intervals. Otherwise the plan limits the
-    /// number so that the operands of these heads stay in the L2 cache.
+    /// The number is 1 if the problem has no causal mask, no segments and no key intervals. Otherwise the plan limits
+    /// the number so that the operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
     pub copies: Operands,
@@ -87,15 +87,16 @@ pub struct MmaForwardPlan {
 /// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the first is
 /// without a mask and the second is causal.
 const FORWARD: &[Shape] = &[
-    // At head size 64, the next tiles reach 316 TFLOP/s on an H200 without a mask and 298 causal. Other tiles under a causal
-    // mask, in TFLOP/s: 294 with blocks of 32 keys; 302 with blocks of 128 keys; 295 with warps of 16 rows; 289 with warps of
-    // 16 rows and blocks of 128 keys; 297 with one block of V in shared memory. Two CTAs share a multiprocessor.
+    // At head size 64, the next tiles reach 316 TFLOP/s on an H200 without a mask and 298 causal. Other tiles under a
+    // causal mask, in TFLOP/s: 294 with blocks of 32 keys; 302 with blocks of 128 keys; 295 with warps of 16 rows; 289
+    // with warps of 16 rows and blocks of 128 keys; 297 with one block of V in shared memory. With the next tiles, two
+    // CTAs share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // At head size 128, the next tiles reach 362 TFLOP/s on an H200 without a mask and 335 causal. In an earlier version of
-    // the kernel, these tiles reached 330 causal. In that version, tiles with blocks of 64 keys reached 369 without a mask
-    // and 341 causal. Other tiles under a causal mask, in TFLOP/s: 326 with one block of V in shared memory; 317 with one
-    // block of K and one of V; 295 with warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a
-    // multiprocessor.
+    // At head size 128, the next tiles reach 362 TFLOP/s on an H200 without a mask and 335 causal. In an earlier
+    // version of the kernel, these tiles reached 330 causal. In that version, tiles with blocks of 64 keys reached 369
+    // without a mask and 341 causal. Other tiles under a causal mask, in TFLOP/s: 326 with one block of V in shared
+    // memory; 317 with one block of K and one of V; 295 with warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16
+    // rows. With the next tiles, two CTAs share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
     // At head size 256, the next tiles reach 347 TFLOP/s on an H200 without a mask and 328 causal. Other tiles, without a
     // mask and causal, in TFLOP/s: 340 and 318 with one buffer for P; 344 and 326 if each warp has 64 × 64 elements of the
@@ -132,8 +133,8 @@ const FORWARD: &[Shape] = &[
 /// The largest head size of Q and K that leaves room in shared memory for the slots of operand chunks.
 const WIDEST_DOTS: usize = 576;
 
-/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in the
-/// order of the backward.
+/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in
+/// the order of the backward, so that both round each score alike.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,

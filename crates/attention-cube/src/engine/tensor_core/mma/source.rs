@@ -65,8 +65,8 @@ fn shared_memory() -> usize {
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
 }
 
-/// True if a kernel launch may overlap the preceding launch (PDL). Some GPUs with less shared memory than an H200 lack PDL,
-/// so the function returns false for all of them.
+/// True if a kernel launch may overlap the preceding launch (PDL). The function returns false for every GPU with less
+/// shared memory than an H200, because some of these GPUs lack PDL.
 fn supports_pdl() -> bool {
     shared_memory() == MOST_SHARED_MEMORY
 }

@@ -17,7 +17,7 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of keys per block for which one split-D warpgroup computes scores. Its scores are for 64 queries.
+/// The number of keys per block for which one split-D warpgroup computes the scores of its 64 queries.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// Emits PTX that steps through the chunks in a ring of shared-memory buffers (stages), and computes the addresses of each
@@ -258,11 +258,13 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 2. The descriptors of P and of the ring.
 /// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the warpgroup's first chunk.
-/// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
+/// 5. The empty barrier of the last chunk of the next block's K, and a flag that is 1 in the lanes that free that
+///    chunk.
 ///
-/// If the block's last chunk reuses the stage of the first chunk, the PTX also arrives once at the empty barrier of the
-/// warpgroup's first chunk. The barrier expects eight arrivals, but a warpgroup has only four warps.
-/// `share_first_chunk` or `free_own_first_chunk` adds the other four arrivals.
+/// The caller frees the chunks of V, with one exception. If the block's last chunk of V reuses the stage of its first
+/// chunk, the PTX helps to free the warpgroup's first chunk. The PTX then arrives once at that chunk's empty barrier.
+/// The barrier expects eight arrivals, but a warpgroup has only four warps. `share_first_chunk` or
+/// `free_own_first_chunk` adds the other four arrivals.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -292,7 +294,8 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After the wait that follows, S is complete, so the kernel can free the last chunk of K.
+            // After the wait that follows, S of the next block is complete, so the kernel can free the last chunk of
+            // that block's K.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );

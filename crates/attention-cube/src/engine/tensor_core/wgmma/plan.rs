@@ -35,8 +35,8 @@ pub struct WgmmaForwardPlan {
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
     /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
-    /// The number is 1 for a problem without a causal mask, segments and key intervals. Otherwise the plan limits the
-    /// number so that the operands of these heads stay in the L2 cache.
+    /// The number is 1 if the problem has no causal mask, no segments and no key intervals. Otherwise the plan limits
+    /// the number so that the operands of these heads stay in the L2 cache.
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,

@@ -1,9 +1,9 @@
 //! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and
 //! `0 · NaN` is NaN.
 //!
-//! The *used bits* in shared memory have one bit for each row of a block. A warp sets the bit if one of the tile rows that
-//! the warp computes sees the block row. Each block has four 32-bit *used words*. Three sets of four words serve consecutive
-//! blocks in rotation.
+//! The *used bits* in shared memory have one bit for each row of a block. A warp sets the bit if one of the tile rows
+//! that the warp computes sees the block row. Each block has four 32-bit *used words*. Three sets of four words serve
+//! consecutive blocks in turn: every third block uses the same set.
 
 use crate::math::visibility::Run;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -65,7 +65,7 @@ pub(crate) fn forget_used(used_at: u32, count: u32) {
 }
 
 /// Returns the address of the *used words* of the `turn`-th block, whose bits mark the block's rows that the tile sees.
-/// Consecutive blocks use three sets of words in rotation.
+/// Consecutive blocks use three sets of words in turn.
 #[cube]
 pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
     used_at + turn % 3u32 * 16u32
@@ -83,8 +83,8 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
 }
 
 /// True if the block has rows that no row of the tile sees. If `masked`, the *used words* of the `count`-th block
-/// decide, whose bits mark the block's rows that the tile sees. The function then also clears the used words of a later
-/// block. Without `masked`, the tile's visible range `run` decides.
+/// decide: their bits mark the rows that the tile sees. The function then also clears the used words of a later block.
+/// Without `masked`, the tile's visible range `run` decides.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,

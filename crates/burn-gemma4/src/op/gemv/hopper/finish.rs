@@ -1,7 +1,8 @@
 //! The end of a batch GEMM: adds up the partial sums of the cluster's cubes, and writes the outputs.
 //!
-//! Each cube of the cluster adds up the partial sums of one slice of the input rows. The partial sums in its shared memory
-//! are `[part, input row of the slice, weight row of the tile]`. Every cube of the cluster writes one part there.
+//! The input rows are divided into slices, and each cube of the cluster finishes the sums of one slice. A part is the
+//! partial sums of one cube. The shared memory of a cube holds
+//! `[part, input row of the slice, weight row of the tile]`. Each cube of the cluster writes one of the parts.
 
 use super::super::concat::Side;
 use super::super::sums::{Epilogue, EpilogueInputs, apply_epilogue};
@@ -12,8 +13,8 @@ use cube_kit::nvidia::accumulator::{column, is_second};
 use cube_kit::nvidia::ptx::{load_shared_four, store_shared};
 use cubecl::prelude::*;
 
-/// Writes the warpgroup's sums to the shared memory of the cubes that add them up. `partials` is the address of the partial
-/// sums in this cube, and `rank` is the cube's index within the cluster.
+/// Writes the warpgroup's sums to the shared memory of the cubes that add them up. `partials` is the address of the
+/// partial sums in shared memory, and `rank` is the cube's index within the cluster.
 #[cube]
 pub(super) fn leave_partials<N: Size>(
     sums: Vector<f32, N>,
@@ -28,7 +29,7 @@ pub(super) fn leave_partials<N: Size>(
     let of_tile = comptime!(plan.tokens / 2);
     #[unroll]
     for register in 0..of_tile {
-        // A register has the same input row in all row tiles, so the remote address is computed once for all of them.
+        // In every row tile, this register holds the sum for the input row `token` and the weight row `row`.
         let token = lane % 4u32 * 2u32 + comptime!(column(register) as u32);
         let row = weight_row + comptime!(if is_second(register) { 8u32 } else { 0 });
         let at = partials + ((rank * slice + token % slice) * stride + row) * 4u32;
@@ -108,7 +109,8 @@ pub(super) fn finish_outputs<E: Float>(
     }
 }
 
-/// Adds up the parts of four neighboring sums. `at` is the address of the first part.
+/// Adds up the parts of four neighboring sums. A part is the partial sums of one cube. `at` is the address of the four
+/// sums in the first part.
 #[cube]
 fn sum_of_parts(at: u32, #[comptime] plan: BatchPlan) -> Vector<f32, Const<4>> {
     let part_bytes = comptime!(4 * plan.slice() * plan.partials_stride());

@@ -9,12 +9,12 @@
 //! Budget: shared memory holds a ring buffer and the partial sums, so that two cubes fit on a multiprocessor. A stage has a
 //! chunk of 64 inner elements of the weights and of the input rows. A consumer thread has at most 64 accumulator registers.
 //!
-//! Schedule: warp specialization. One thread of the producer warp fills the ring buffer by TMA. If no
-//! launch writes the weights, it fills the stages with weights before it waits for the previous launch (PDL). It adds the
-//! input rows after the wait.
+//! Schedule: warp specialization. One thread of the producer warp fills the ring buffer by TMA. If no launch writes the
+//! weights, this thread fills the stages with weights before it waits for the previous launch (PDL). After the wait,
+//! the thread fills the stages with input rows.
 //!
-//! Bound: memory bandwidth. A chunk of 64 outputs has 8 KB of weights, for which a multiprocessor's share of the memory
-//! bandwidth needs 450 clocks. The tensor cores need 128 clocks.
+//! Bound: memory bandwidth. A chunk of 64 outputs has 8 KB of weights. A multiprocessor's share of the memory bandwidth
+//! loads them in 450 clocks. The tensor cores multiply them by 64 input rows in 128 clocks.
 
 use super::super::concat::{ConcatRows, Side, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs};
@@ -32,7 +32,7 @@ use cube_kit::nvidia::ptx::{named_barrier, uniform};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The named barrier of the consumer warpgroup.
+/// The number of the named barrier that synchronizes the consumer warpgroup.
 const CONSUMER_BARRIER: u32 = 1;
 
 /// The tensor maps of a GEMM. Matrices that do not exist have the map of the first matrix.
@@ -91,7 +91,8 @@ pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
     let ring = prepare_ring(comptime!(plan.ring()));
     let partials = ring.stages + comptime!(plan.partials_at() as u32);
     let is_split = comptime!(plan.parts > 1);
-    // The first phase of the cluster's barrier shows that all cubes of the cluster have started.
+    // Arrive at the cluster's barrier, whose first phase ends when all cubes of the cluster have started. Only then may
+    // a cube write to the shared memory of another cube.
     if is_split {
         cluster_arrive();
     }

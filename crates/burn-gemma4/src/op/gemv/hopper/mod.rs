@@ -17,8 +17,8 @@ use cubecl::prelude::*;
 use kernel::project_batch_by_wgmma_pdl;
 use plan::{BatchPlan, Shape, UNITS, WIDTH};
 
-/// The alignment that TMA requires of row strides, in elements of 2 bytes. The row stride of the input is its number of
-/// columns.
+/// The alignment that TMA requires of row strides, in elements of 2 bytes. The input is contiguous, so its number of
+/// columns must have this alignment too.
 const ALIGNMENT: usize = 8;
 
 /// Returns the plan of a GEMM with float weights for [`multiply`], or `None` if [`multiply`] does not support this GEMM.
@@ -111,7 +111,8 @@ pub(super) fn multiply(
             exact_cube_count(&client, items.sides.cubes(plan.outputs()) * plan.parts),
             CubeDim::new_1d(UNITS as u32),
             addresses,
-            // A contiguous matrix of one row may have any row stride in its metadata.
+            // Pass `columns` as the row stride of the input, because a contiguous matrix of one row may have any row
+            // stride in its metadata.
             map(&input, columns, plan.tokens),
             of_matrix(None),
             of_matrix(options.second.as_ref()),

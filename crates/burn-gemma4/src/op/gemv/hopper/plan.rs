@@ -24,9 +24,10 @@ const SHARED_MEMORY: usize = 113 * 1024;
 
 /// The limits of a plan. They were tuned for decode speed.
 ///
-/// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences: E2B in bf16, 1,024 tokens of context, one H200, 2026-11-29. An
-/// empty cell has no measurement. The first row has the values of [`LIMITS`]. The row with 4 chunks was the baseline of all
-/// other rows: each differs from it in one limit.
+/// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
+/// tokens of context. An empty cell has no measurement. The first row has the limits in [`LIMITS`]. The second row
+/// differs from it in the number of chunks. Each further row differs from the second row only in the setting that it
+/// names.
 ///
 /// | limits | 1 | 8 | 16 | 64 |
 /// |---|---|---|---|---|
@@ -47,9 +48,10 @@ struct Limits {
     parts: usize,
     /// The smallest number of chunks of the inner dimension that a cube multiplies.
     chunks: usize,
-    /// The largest number of cubes per multiprocessor in a divided GEMM.
+    /// The largest number of cubes per multiprocessor in a GEMM whose inner dimension is divided among cubes.
     cubes: usize,
-    /// The number of cubes per multiprocessor from which a cube multiplies by two row tiles.
+    /// A cube multiplies by two row tiles if the GEMM then has at least this number of cubes per multiprocessor. In a
+    /// smaller GEMM a cube multiplies by one row tile. A row tile has 64 weight rows.
     wide: usize,
     /// The largest number of stages in the ring buffer.
     stages: usize,
@@ -81,7 +83,8 @@ pub(super) struct Shape {
 /// The compile-time settings of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in super::super) struct BatchPlan {
-    /// The number of input rows per tile, a power of two. Rows that the input does not have are zeros.
+    /// The number of input rows per tile, a power of two. If the input has fewer rows, the other rows of the tile are
+    /// zeros.
     pub tokens: usize,
     /// The number of row tiles of weights per cube. A row tile has 64 weight rows. A gated GEMM has one row tile of the gate
     /// projection and one of the up projection.
@@ -106,7 +109,7 @@ impl BatchPlan {
     /// The number of inner elements per chunk. A stage of the ring buffer holds a chunk.
     pub const DEPTH: usize = SUBTILE;
 
-    /// Divides a GEMM among cubes. `multiprocessors` is the device's number of multiprocessors.
+    /// Divides a GEMM among the cubes of a device with `multiprocessors` multiprocessors.
     pub(super) fn new(shape: Shape, half: Half, multiprocessors: usize, pdl: bool) -> Self {
         let tokens = shape.rows.next_power_of_two().max(LEAST_TOKENS);
         let cubes = |outputs: usize| shape.outputs.div_ceil(outputs);
@@ -154,7 +157,8 @@ impl BatchPlan {
         CubeDim::new_1d(self.parts as u32)
     }
 
-    /// The number of input rows whose partial sums one cube adds up.
+    /// The number of input rows whose sums one cube finishes. The cube adds up the partial sums of all parts for these
+    /// rows.
     pub const fn slice(&self) -> usize {
         self.tokens / self.parts
     }
@@ -177,7 +181,7 @@ impl BatchPlan {
         self.input_at() + self.tokens * ROW_BYTES
     }
 
-    /// The offset of the partial sums in shared memory.
+    /// The offset of the partial sums from the first stage in shared memory, in bytes.
     pub const fn partials_at(&self) -> usize {
         self.stages * self.stage_bytes()
     }

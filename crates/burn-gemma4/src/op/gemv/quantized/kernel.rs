@@ -255,7 +255,7 @@ impl WordsFormat {
 #[derive(CubeType)]
 struct Loaded<M: Size> {
     codes: Array<Vector<u32, M>>,
-    /// The upper bits of each word's codes.
+    /// The upper bits of each word's codes. A row stores these bits behind the lower bits of all its codes.
     tops: Array<u32>,
     zeros: Array<f32>,
     scales: Array<f32>,

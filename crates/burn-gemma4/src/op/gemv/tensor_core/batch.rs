@@ -1,5 +1,6 @@
-//! GEMM of 9 to 64 input rows with float weights on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`,
-//! accumulated in f32. Decoding of several sequences uses this kernel, except on Hopper (see [`hopper`](super::super::hopper)).
+//! GEMM of 9 to 64 input rows with float weights on NVIDIA's tensor cores:
+//! `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32. Decoding of several sequences uses this kernel,
+//! except for GEMMs that the [`hopper`](super::super::hopper) kernel supports.
 //!
 //! Algorithm: a team of warps computes up to 32 outputs, and the warps divide the inner dimension. Each weight is read once,
 //! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same algorithm
@@ -217,9 +218,9 @@ fn leave_tile_parts(
     );
 }
 
-/// Loads the thread's input for one step, which is 32 columns, in all row tiles. The thread loads 16 bytes of each of its
-/// rows. Missing rows are loaded as zeros. `rows_address` is the address of the thread's bytes of step 0 in its first row.
-/// `piece_distance` is the size of 8 rows in bytes.
+/// Loads the thread's input for one step, which is 32 columns, in all row tiles. The thread loads 16 bytes of each of
+/// its rows. Rows of the last tile that the input does not have are loaded as zeros. `rows_address` is the address of
+/// the thread's bytes of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
 #[cube]
 fn read_rows(
     rows: &mut Array<Vector<u32, Const<4>>>,

@@ -1,4 +1,4 @@
-//! Conversion of quantized codes to half precision, two at a time, for the tensor-core kernel of quantized weights.
+//! Conversion of quantized codes to half precision, two at a time, for the tensor-core kernels of quantized weights.
 
 use burn::tensor::{bf16, f16};
 use cube_kit::ampere::gemv::add_halves;

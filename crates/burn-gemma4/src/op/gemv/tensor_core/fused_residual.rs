@@ -5,8 +5,8 @@
 //! the row.
 //!
 //! Budget: shared memory holds the warps' sums as in [`kernel`](super::kernel), the row, and two floats for each warp.
-//! Registers hold the weights and sums of [`kernel`](super::kernel), and a vector each of the stream, the added output and
-//! the norms' weights.
+//! Registers hold the weights and sums of [`kernel`](super::kernel), and the thread's vectors of the stream, the
+//! block's output and the norms' weights.
 //!
 //! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three times
 //! before the products.
@@ -65,7 +65,8 @@ pub(super) struct ResidualInputs<E: Float, N: Size> {
 }
 
 /// Computes `sum = (stream + norm(added)) · scalar`. Then multiplies the sum, or its norm, by the weights as
-/// `project_by_matrix_units` does. The first CTA also writes the sum to the tensor `sum`. A vector is 16 bytes.
+/// [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl) does. The first CTA also writes the sum
+/// to the tensor `sum`. A vector is 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     residual_inputs: ResidualInputs<E, N>,
@@ -171,8 +172,8 @@ pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     );
 }
 
-/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. All 8
-/// input rows of a tensor-core product are copies of this row.
+/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. The
+/// tensor-core products take 8 input rows, and all 8 are copies of this row.
 #[cube]
 fn make_row<E: Float, N: Size>(
     inputs: &ResidualInputs<E, N>,

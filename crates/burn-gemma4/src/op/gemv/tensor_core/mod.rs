@@ -358,7 +358,7 @@ pub(super) fn multiply_words(
     product.output
 }
 
-/// The tensors and arguments that the launches of all three tensor-core kernels have in common.
+/// The input, the output and the work items, which the launches of all tensor-core kernels have in common.
 struct Product {
     input: CubeTensor,
     items: Items,

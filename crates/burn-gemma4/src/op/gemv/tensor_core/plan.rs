@@ -34,12 +34,13 @@ pub(super) struct Tuning {
     /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among more
     /// warps.
     pub threads: usize,
-    /// True if the kernel may read weights before the previous launches have ended, because no launch writes these
+    /// True if the kernel reads weights before it waits for the previous launch, provided that no launch writes these
     /// weights.
     pub reads_ahead: bool,
 }
 
-/// The weights that a warp keeps in flight, counted in steps. A step is the columns that a warp multiplies at once.
+/// The amount of weights in flight: at most a number of vectors per thread, or a fixed number of steps per warp. A step
+/// is the columns that a warp multiplies at once.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AtOnce {
     /// The largest number of weight vectors that a thread keeps in flight.
@@ -165,7 +166,7 @@ impl ProjectPlan {
     }
 }
 
-/// Returns the division of the GEMV among warps, or `None` if the CUDA-core kernel must compute it.
+/// Returns the division of the GEMV among warps, or `None` if the tuning does not support the shape.
 pub(super) fn plan(
     shape: Shape,
     tuning: Tuning,

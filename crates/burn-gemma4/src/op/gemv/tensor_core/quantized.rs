@@ -301,8 +301,9 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the sums of input times code over one group, before the multiplication by the scale. The thread's arguments hold a
-/// quarter of the group's columns. The last two sums are 0, because they belong to padding rows of the input.
+/// Returns the sums of input times code over one group, before the multiplication by the scale. The thread's arguments
+/// hold a quarter of the group's columns. The last two sums are 0, because they belong to rows 8 to 15 of the
+/// instruction, which the input does not have.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

@@ -1,6 +1,6 @@
-//! Tests that a GEMV with a fused residual addition gives the same results as two separate launches. The bits are the same,
-//! unless the order of the additions differs. It differs for rows with more vectors than a cube has units, and for matrices
-//! that Hopper's batch kernel multiplies.
+//! Tests that a GEMV with a fused residual addition gives the same results as two separate launches. The bits are the
+//! same, unless the order of the additions differs. This order differs for rows with more vectors than a cube has
+//! units, and for matrices that Hopper's batch kernel multiplies.
 
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};
@@ -29,7 +29,8 @@ fn parameter(drawn: &Drawn<'_>, columns: usize) -> Tensor<1> {
     drawn.tensor([columns])
 }
 
-/// `outputs` are the numbers of rows of the matrices.
+/// Checks the fused GEMV against two launches, with and without a next norm and a scalar factor. `outputs` are the
+/// numbers of rows of the matrices. If `has_same_bits`, the results must have the same bits.
 fn check_columns(drawn: &Drawn<'_>, columns: usize, outputs: [usize; 3], has_same_bits: bool) {
     let next = || {
         let scalar = || parameter(drawn, 1);

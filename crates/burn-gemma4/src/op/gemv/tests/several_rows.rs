@@ -52,8 +52,8 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// The numbers of outputs of three matrices. No number is a multiple of a tile. Hopper's batch kernel needs multiples of 4, so
-/// other kernels multiply these matrices.
+/// The numbers of outputs of three matrices. No number is a multiple of a tile. No number is a multiple of 4 either, so
+/// Hopper's batch kernel does not support these matrices.
 const OUTPUTS: [usize; 3] = [37, 5, 70];
 
 /// Numbers of outputs for Hopper's batch kernel, which computes four neighboring outputs at once. Most numbers are not
@@ -167,8 +167,9 @@ fn runs_on_hopper_kernel(drawn: &Drawn<'_>, [rows, columns, outputs]: [usize; 3]
     !crate::op::is_hopper(drawn.device) || plan().is_some()
 }
 
-/// Checks 1 to 65 rows with Hopper's batch kernel. The numbers of columns give one part of the inner dimension or several,
-/// parts of equal or unequal size, a whole or partial last chunk, and more chunks than a ring buffer has stages.
+/// Checks 1 to 65 rows with Hopper's batch kernel. The numbers of columns cover one part of the inner dimension and
+/// several parts, and equal and different numbers of chunks per part. They also cover a full and a partial last chunk,
+/// and more chunks than a ring buffer has stages.
 #[test]
 fn multiply_batches_by_float_matrices_matches_reference() {
     let device = Device::default();

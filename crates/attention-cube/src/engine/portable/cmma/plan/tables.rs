@@ -32,8 +32,8 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 // or dS.
 //
 // Comments give rates measured on an H200 in f16, over single launches with 4,096 queries and keys. In the tables for
-// gradients, a rate is the rate of the whole backward, not of one kernel. A variant is a tile that differs only in the
-// stated sizes.
+// gradients, a rate is the rate of the whole backward, not of one kernel. The "other tiles" of a comment differ from
+// the next tile only in the stated sizes.
 //
 // Several cubes of few units on a multiprocessor are faster than one cube of many units.
 

@@ -1,14 +1,15 @@
 //! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on
 //! the few cores of a CPU, so few cubes are enough.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that
-//! see any of the tile's keys. For each pair of a key tile and a query block, the cube adds to dK and dV in memory, and to
-//! its own partial dQ. A second kernel adds the partial dQ of all cubes in a fixed order, without atomics. S (the scores)
-//! and dP (the gradient of the probabilities) are computed once, so there are 5 GEMMs. With a separate kernel for the
-//! query's gradient there would be 7.
+//! `splits` cubes share a KV head, and each of them processes every `splits`-th key tile. For each key tile, a cube
+//! loops over all query blocks that see any of the tile's keys. For each pair of a key tile and a query block, it adds
+//! to dK, to dV and to its own partial dQ in memory. A second kernel adds the partial dQ of all cubes in a fixed order,
+//! without atomics. S (the scores) and dP (the gradient of the probabilities) are computed once, so there are 5 GEMMs.
+//! With a separate kernel for the query's gradient there would be 7.
 //!
-//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps
-//! the kernel small, because a software driver's compile time grows with the square of the number of loads and stores.
+//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. A single loop
+//! keeps the kernel small. The size matters, because a software driver's compile time grows with the square of the
+//! number of loads and stores.
 //!
 //! A software driver silently stops a unit's loops after a fixed number of iterations. A launch therefore covers only a
 //! [`Window`] of the tile pairs, and the host repeats the launch until all pairs are done.
@@ -330,8 +331,8 @@ fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
 /// vector.
 ///
 /// # Shapes
-/// `source` is `[batch, heads, length, columns]`. `operands` is the packed buffer, with one dimension. The first row is written
-/// at its element `first`.
+/// `source` is `[batch, heads, length, columns]`. `operands` is the packed buffer, with one dimension. The kernel
+/// writes the first row at element `first` of `operands`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn pack_operand<E: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

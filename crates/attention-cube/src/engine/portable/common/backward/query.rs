@@ -79,8 +79,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     // At the end, the kernel multiplies each row of the gradient by the row's factor. The factor of a query that sees
-    // no key is 0. For this factor, the final store writes 0 even if the row contains NaN. Other units may read the
-    // factors after the next sync.
+    // no key is 0. For a row with the factor 0, the final store writes 0 even if the row contains NaN. Other units may
+    // read the factors after the next sync.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     let scale = late_scale(&scoring.arguments, tiles);
     #[unroll]

@@ -1,10 +1,10 @@
 //! The bias gradient on tensor cores: dBias = Σ dS with dS = P ∘ (dP − Δ). The sum runs over the dimensions along which
 //! the bias is broadcast.
 //!
-//! Algorithm. A CTA computes the gradient of one bias tile, which has some queries × some keys. If the bias is
-//! broadcast, the forward adds this bias tile to the scores of several query tiles. The CTA loops over these query
-//! tiles. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and adds dS to f32 sums in
-//! registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and there are no
+//! Algorithm. A CTA computes the gradient of one bias tile: the biases of a range of queries and a range of keys. If
+//! the bias is broadcast, the forward adds this bias tile to the scores of several query tiles. The CTA loops over
+//! these query tiles. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and adds dS to f32
+//! sums in registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and there are no
 //! atomics, so results are bitwise equal in every run. Half-precision biases are read once, before the loop.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K

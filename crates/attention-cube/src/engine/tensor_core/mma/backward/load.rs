@@ -1,4 +1,4 @@
-//! Copies LSE and delta to shared memory, and computes which rows of an operand are in the CTA's tile.
+//! Copies LSE and delta to shared memory, and returns which rows of the tile's head exist.
 
 use crate::engine::tensor_core::common::stationary_tile::Stationary;
 use crate::engine::tensor_core::mma::forward::load::HeadRows;
@@ -7,11 +7,12 @@ use cube_kit::ampere::cp_async::{PIECE_BYTES, copy_piece};
 use cube_kit::nvidia::ptx::word_address;
 use cubecl::prelude::*;
 
-/// The number of f32 values in one 16-byte piece. A value is the LSE or the delta of one query.
+/// The number of f32 values in one 16-byte piece of a copy. These values are the LSE (or delta) of consecutive queries.
 const PIECE_TERMS: usize = PIECE_BYTES / 4;
 
-/// Starts the copy of the first `count` rows of LSE and delta for `queries` queries. In shared memory, row 0 of all
-/// queries comes first, then row 1, and so on. For queries past the padded `q_len`, zeros are written.
+/// Starts the copy of the first `count` of the five rows of `lse_delta`, for `queries` queries from `first_query` on.
+/// In shared memory, row 0 of all these queries comes first, then row 1, and so on. The copy writes zeros for queries
+/// past the padded `q_len`.
 ///
 /// # Shapes
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, f32.
@@ -49,7 +50,7 @@ pub(super) fn copy_lse_delta(
     }
 }
 
-/// Returns the batch and head of the tile, and the range of this head's rows that exist.
+/// Returns the tile's batch and head, and the range of rows that exist in this head.
 #[cube]
 pub(super) fn stationary_head(tile: &Stationary, #[comptime] side: Side) -> HeadRows {
     let end = if comptime!(side == Side::Queries) {

@@ -1,4 +1,5 @@
-//! The scores of a block that one warp computes: one or two 16-row fragments of the tile, and all or some of the columns.
+//! The scores that one warp computes for a block: one or two 16-row fragments of the tile, with all or some of the
+//! block's columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::far::voted;
@@ -33,7 +34,9 @@ pub(super) struct WarpLseDelta<'a> {
     pub second: LseDelta<'a>,
 }
 
-/// Loads LSE and delta of the thread's rows, if these rows are queries. The thread's first row is row `row` of the tile.
+/// Loads LSE and delta of the thread's rows if these rows are queries. If the rows are keys, the function only finds
+/// out whether a streamed query may be *far*. The LSE of a far query needs two f32. The thread's first row is row `row`
+/// of the tile.
 #[cube]
 pub(super) fn lse_delta_of_warp<'a>(
     lse_delta: &'a Tensor<f32>,

@@ -8,9 +8,10 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm
-//!   of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark
-//!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the
+//!   logarithm of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0
+//!   holds a marker value instead of the LSE, and row 3 the row maximum. Row 4 holds one flag per group of queries,
+//!   which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). Shared
@@ -28,10 +29,10 @@
 //! If one of the tile's operands does not stay in shared memory, the kernel copies the 64 KB of this operand again for
 //! each block.
 //!
-//! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP
-//! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each
-//! slot has a *full* and an *empty* barrier, so the copies need no CTA-wide barrier. Each warp scheduler has two warps: one
-//! warp can multiply while the second waits, copies, or computes P and dS.
+//! Schedule. Each CTA has one tile. All streamed operands pass through one ring of slots in shared memory. The operands
+//! of S and dP come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy
+//! and multiply. Each slot has a *full* and an *empty* barrier, so the copies need no CTA-wide barrier. Each warp
+//! scheduler has two warps: one warp can multiply while the second waits, copies, or computes P and dS.
 //!
 //! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the
 //! gradient GEMM. If a kernel computes dK and dV, one half of the warps computes dK, and the second half computes dV. P
@@ -238,7 +239,8 @@ fn write_values<G: Float, N: Size, AG: Size>(
     }
 }
 
-/// Returns the tile row of a thread's first register in the warp's `fragment`-th gradient fragment.
+/// Returns the tile row of the element that a thread's first register holds in the warp's `fragment`-th gradient
+/// fragment.
 #[cube]
 fn row_of(roles: &Roles, #[comptime] fragment: usize) -> i32 {
     let first = roles.sum_row + comptime!((fragment * FRAGMENT_ROWS) as u32);

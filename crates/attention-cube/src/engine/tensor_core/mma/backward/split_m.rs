@@ -304,8 +304,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
 }
 
 /// Multiplies `left` (P or dS) by a block's rows at address `right`, and adds the product to `sums`. If
-/// `may_have_masked`, a block row that is hidden from the whole tile may hold NaN. The GEMM reads a block row as zeros
-/// if the warp's elements of `left` for the row are zeros.
+/// `may_have_masked`, a block row that is hidden from the whole tile may hold NaN, and `0 · NaN` is NaN. The GEMM
+/// therefore reads a block row as zeros if all elements of `left` that the warp multiplies by the row are zeros.
 #[cube]
 fn with_block<A: Size, AP: Size>(
     sums: Vector<f32, A>,

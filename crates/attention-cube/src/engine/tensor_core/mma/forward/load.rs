@@ -53,14 +53,14 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
 }
 
 /// The number of bytes that a copy reads for a 16-byte piece of a row. `columns` is the number of the row's columns
-/// from the start of the piece on. It is 0 or negative if the row ends before the piece.
+/// from the start of the piece on. `columns` is 0 or negative if the row ends before the piece.
 #[cube]
 fn bytes_left(columns: i32) -> u32 {
     (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
 }
 
-/// Starts the copy of `rows` rows, from `first_row` on, to shared memory at `target`. Rows that do not exist in the head are
-/// zeros.
+/// Starts the copy of `rows` rows, from `first_row` on, to shared memory at `target`. The copy writes zeros for rows
+/// that do not exist in the head.
 #[cube]
 pub(crate) fn copy_rows<E: Float>(
     source: &Tensor<E>,
@@ -155,8 +155,8 @@ pub(crate) struct Columns {
     pub width: usize,
 }
 
-/// Starts the copy of a column range of a tile's queries. The tile has queries of one head or of several heads. Rows
-/// that do not exist are zeros.
+/// Starts the copy of a column range of a tile's queries. The tile has queries of one head or of several heads. The
+/// copy writes zeros for rows that do not exist.
 #[cube]
 pub(crate) fn copy_query_columns<E: Float>(
     query: &Tensor<E>,
@@ -233,8 +233,8 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
     }
 }
 
-/// A *section*: the rows and columns of an operand that one call copies. The number of rows is a multiple of 16, and the
-/// columns form whole subtiles of 64 columns.
+/// A *section*: the rows and columns of an operand that one call of [`copy_section`] copies. The number of rows is a
+/// multiple of 16, and the columns form whole subtiles of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Section {
     /// The number of operand rows that one call copies. Each 64-column subtile in shared memory has the same number of rows.
@@ -258,9 +258,9 @@ impl Section {
 /// The number of 16-byte pieces per subtile row.
 const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
-/// Starts the copy of a section (some rows and columns of an operand) from row `first_row` on. Rows that do not exist in the
-/// head are zeros. All 16-byte pieces of a thread have the same index in their rows, so most addresses of the thread differ
-/// by compile-time constants.
+/// Starts the copy of a section (some rows and columns of an operand) from row `first_row` on. The copy writes zeros
+/// for rows that do not exist in the head. All 16-byte pieces of a thread have the same index in their rows, so most
+/// addresses of the thread differ by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,
@@ -333,9 +333,9 @@ pub(crate) struct WarpSection {
 /// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
-/// Starts a warp's copy of a section (some rows and columns) of an operand, from row `first_row` and column `first_column`
-/// on. All lanes of the warp take part. Rows that do not exist in the head and columns past the operand's last column are
-/// zeros.
+/// Starts a warp's copy of a section (some rows and columns) of an operand, from row `first_row` and column
+/// `first_column` on. All lanes of the warp take part. The copy writes zeros for rows that do not exist in the head,
+/// and for columns past the operand's last column.
 #[cube]
 pub(crate) fn copy_warp_section(
     source: HeadSource,

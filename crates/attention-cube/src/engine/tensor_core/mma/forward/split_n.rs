@@ -21,11 +21,12 @@
 //! memory once. Together with the reads of the queries, these accesses take 50 of the 128 bytes per clock of an H200's
 //! shared memory. The number of bytes in flight decides the speed: 64 to 128 KB per multiprocessor.
 //!
-//! Codes. Blocks of [quantized](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers, with 7
-//! instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the scales of the
-//! next block into two more registers. The columns of the queries are reordered once to match the codes. At head size 512,
-//! shared memory moves 3 bytes on average per byte from memory: 4 for keys (with the queries) and 2 for values. For 1 GB of
-//! keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads from memory take 0.25 ms at 4 TB/s.
+//! Codes. Blocks of [quantized](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers,
+//! with 7 instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the
+//! scales of the next block into two more registers. The columns of the queries are reordered once, into the order in
+//! which lanes hold codes. At head size 512, shared memory moves 3 bytes on average per byte from memory: 4 for keys
+//! (with the queries) and 2 for values. For 1 GB of keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads
+//! from memory take 0.25 ms at 4 TB/s.
 //!
 //! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all
 //! these heads. A key group is one or two warps, which process every `key_groups`-th block. Each warp copies its own

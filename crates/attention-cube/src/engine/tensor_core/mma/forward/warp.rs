@@ -125,12 +125,12 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The scales of a lane's score columns. A lane has two columns in every 8. The vector has room for the largest block,
+/// The scales of a lane's score columns. A lane has two columns in every 8, so 8 scales suffice for the largest block,
 /// 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If V is quantized, each probability is multiplied by its value's scale before the rounding
-/// to half precision.
+/// Computes P from `q·k` of a block. If V is quantized, the function multiplies each probability by the scale of its
+/// row of V, and then rounds the product to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -312,8 +312,8 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// Adds P·V of a block to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads them as zeros.
-/// Codes are never NaN.
+/// Adds P·V of a block to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads them as
+/// zeros. Rows of a quantized V need no zeros, because codes are never NaN.
 #[cube]
 #[allow(
     clippy::collapsible_if,

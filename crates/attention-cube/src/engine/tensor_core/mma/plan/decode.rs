@@ -10,9 +10,9 @@ use cube_kit::nvidia::Half;
 /// entry that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB.
 /// For more than 32 rows, some head sizes have no entry and use the table `FORWARD` in `plan.rs`.
 ///
-/// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, this number
-/// must be at least the bandwidth per multiprocessor times the memory latency. With a latency of 800 ns, the product is
-/// 30 KB for an H200, 12 KB for an A100, 5 KB for a gaming GPU.
+/// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, the bytes
+/// in flight must be at least the bandwidth per multiprocessor times the memory latency. With a latency of 800 ns, the
+/// product is 30 KB for an H200, 12 KB for an A100, 5 KB for a gaming GPU.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
@@ -90,7 +90,8 @@ pub(super) fn first_that_fits(
     }
 }
 
-/// True if the kernel sums `q·k` in the order of the backward. If two warps divide the columns, the order differs.
+/// True if the kernel sums `q·k` in the same order as the backward. The order differs if two warps divide the columns
+/// of Q and K.
 pub(super) const fn sums_as_backward(tiles: &MmaForwardTiles) -> bool {
     match tiles {
         MmaForwardTiles::SplitN(tiles) => tiles.column_groups == 1,

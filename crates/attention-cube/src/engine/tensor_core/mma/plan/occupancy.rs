@@ -9,7 +9,8 @@ pub(super) fn cubes_per_multiprocessor(units: usize, bytes: usize, shared_memory
         .max(1)
 }
 
-/// The number of registers per multiprocessor, and the largest number per thread, which the plan assumes for every thread.
+/// The number of registers per multiprocessor, and the largest number of registers per thread. The plan assumes that
+/// every thread uses the largest number.
 const REGISTERS: usize = 65_536;
 const REGISTERS_PER_THREAD: usize = 256;
 

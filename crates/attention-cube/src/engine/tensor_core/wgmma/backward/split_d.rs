@@ -8,7 +8,7 @@
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
-//!   `v_or_do`: the tensors of the streamed side. All are `[batch, heads, len, dim]`.
+//!   `v_or_do`: the tensors whose blocks the kernel streams. All are `[batch, heads, len, dim]`.
 //! - `summed`: the right operand of the gradient's GEMM, which is `q_or_k` for dQ and dK, and `v_or_do` for dV.
 //! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
 //!   lists.
@@ -26,9 +26,10 @@
 //! 2. Store dS (or P) to shared memory for both warpgroups.
 //! 3. Multiply dS (or P) by the chunks of `summed`, and add the result to the gradient.
 //!
-//! Bound. For a block of 128 columns, each GEMM takes the tensor cores 4 clocks per column of the head: 2,048 clocks at head
-//! size 512. The accesses to shared memory take about 0.9 times as long. The ring loads 16 KB in every 256 clocks, a rate
-//! that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time, while the tensor cores are idle.
+//! Bound. For a block of 128 columns, each GEMM takes the tensor cores 4 clocks per column of the head: 2,048 clocks at
+//! head size 512. The accesses to shared memory take about 0.9 times as long. The ring loads 16 KB in every 256 clocks,
+//! a rate that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time. During this tenth, the tensor
+//! cores are idle.
 
 mod producer;
 

@@ -7,7 +7,7 @@
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
-//!   `v_or_do`: the tensors of the streamed side. All are `[batch, heads, len, dim]`.
+//!   `v_or_do`: the tensors whose blocks the kernel streams. All are `[batch, heads, len, dim]`.
 //! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
 //!   lists.
 //! - Optional: bias, mask bits (u32), lengths and segment ids (i32).

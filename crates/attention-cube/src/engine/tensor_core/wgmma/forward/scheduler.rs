@@ -48,8 +48,8 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
     }
 }
 
-/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. If the item comes from the
-/// counter, the function also sends it to the consumers. The producer thread calls this function.
+/// Returns the work item of the CTA's iteration `turn + 1`. Each iteration processes one tile. If the item comes from
+/// the counter, the function also sends it to the consumers. The producer thread calls this function.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,
@@ -73,8 +73,8 @@ pub(super) fn take_item(
     }
 }
 
-/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The consumer threads call this
-/// function.
+/// Returns the work item of the CTA's iteration `turn + 1`. Each iteration processes one tile. The consumer threads
+/// call this function.
 #[cube]
 pub(super) fn receive_item(
     schedule: &Schedule,

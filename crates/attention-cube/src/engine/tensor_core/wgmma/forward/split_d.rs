@@ -94,7 +94,8 @@ pub(crate) fn forward_split_d<
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
             // An empty barrier expects 8 arrivals. For a chunk of K, each of the 8 warps arrives once. For a chunk of
-            // V, each of the 4 warps of one warpgroup arrives twice.
+            // V, each of the 4 warps of one warpgroup arrives twice. If the ring is smaller than a block of V, however,
+            // each of the 8 warps arrives once for the block's first chunk of V.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);

@@ -110,14 +110,14 @@ struct Row {
     width: usize,
     query: Shape,
     key: Shape,
-    /// The kernel that computes dV alone, or `None` if the key kernel computes dK and dV. dV has a separate kernel if one
-    /// kernel has too few registers for two gradients.
+    /// The kernel that computes only dV, or `None` if the key kernel computes dK and dV. dV has its own kernel if the
+    /// registers of one kernel cannot hold two gradients.
     value: Option<Shape>,
 }
 
 // The split-M table. The comment behind a kernel gives the speed of the whole backward in TFLOP/s, and in parentheses
-// the speeds with other tiles for this kernel. The problem is causal, with 4 sequences of 4,096 tokens and heads ×
-// width = 4,096. The speeds are medians of 20 launches in bf16 on one H200, measured on 2026-11-21 (width 64 on
+// the speeds with other tiles for this kernel. The measured problem is causal, with 4 sequences of 4,096 tokens and
+// heads × width = 4,096. The speeds are medians of 20 launches in bf16 on one H200, measured on 2026-11-21 (width 64 on
 // 2026-11-22).
 const ROWS: &[Row] = &[
     Row {

@@ -1,5 +1,5 @@
-//! The main loop of a CTA. The CTA keeps a tile of queries or keys, and loops over the blocks of the other side that
-//! the tile sees.
+//! The main loop of a CTA over the blocks that its tile sees. A tile of queries streams blocks of keys, and a tile of
+//! keys streams blocks of queries.
 //!
 //! Each iteration handles one block. Chunks of the operands of S, dP and the gradient GEMM pass through a ring of slots in
 //! shared memory.
@@ -169,20 +169,18 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
     sums
 }
 
-/// The addresses from which a lane loads operands of the GEMMs. A ring slot is the shared-memory buffer of one chunk, and
-/// addresses in a chunk are relative to its slot. Addresses of the operands that stay in shared memory are relative to
-/// `start`, the start of shared memory.
+/// The shared-memory addresses from which a lane loads the GEMMs' operands. The fields `score_left`, `score_right` and
+/// `sum_right` are offsets from the start of a chunk. A chunk lies in a slot of the ring, or in the part of shared
+/// memory that holds the tile during the whole main loop.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address of the tile's rows for the GEMMs of S and dP. The address is relative to `start` if the rows stay in
-    /// shared memory, else relative to the shared-memory slot of a chunk.
+    /// The offset of the tile's rows for the GEMMs of S and dP, from the start of a chunk of the tile's columns.
     score_left: u32,
-    /// The address from which the lane loads the block's rows for the GEMMs of S and dP, relative to the shared-memory slot
-    /// of a chunk.
+    /// The offset of the block's rows for the GEMMs of S and dP, from the start of the chunk's slot in the ring.
     score_right: u32,
-    /// The address in shared memory of P or dS, the left operand of the gradient GEMM.
+    /// The absolute address from which the lane loads P or dS, the left operand of the gradient GEMM.
     sum_left: u32,
     sum_right: u32,
 }

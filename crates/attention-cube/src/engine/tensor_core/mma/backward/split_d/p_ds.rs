@@ -166,7 +166,7 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads one bit for each column of P or dS, the left operand of the gradient GEMM, that this lane multiplies. A bit is
+/// Loads one bit for each column that this lane multiplies in P or dS, the left operand of the gradient GEMM. A bit is
 /// set if the column has a nonzero element in the warp's gradient rows.
 #[cube]
 pub(super) fn load_used_keys(

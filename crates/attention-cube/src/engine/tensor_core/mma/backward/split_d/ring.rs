@@ -111,7 +111,7 @@ pub(super) fn copy_stationary(
 
 /// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th
 /// chunk of an iteration (`pass`) to this slot. A `chunk` past the iteration's last chunk is a chunk of the next
-/// iteration. If there is no next iteration, the function copies nothing.
+/// iteration. If there is no next iteration, the function does nothing.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,

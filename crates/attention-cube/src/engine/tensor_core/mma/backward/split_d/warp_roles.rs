@@ -18,7 +18,8 @@ pub(super) struct Roles {
     pub gradient: u32,
     /// The tile row where the warp's gradient rows begin.
     pub sum_row: u32,
-    /// The index of the warp among the warps that divide the columns of one gradient.
+    /// The index of the warp among the warps that compute the same gradient rows. These warps divide the gradient's
+    /// columns.
     pub column_group: u32,
 }
 

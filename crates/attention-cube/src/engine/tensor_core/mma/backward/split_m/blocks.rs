@@ -7,7 +7,8 @@ use crate::engine::tensor_core::mma::plan::MmaGradientSplitMTiles;
 use crate::math::side::Side;
 use cubecl::prelude::*;
 
-/// Starts the copy of the tile's Q or K rows, and of its V or dO rows if needed. Rows that do not exist are zeros.
+/// Starts the copy of the tile's Q or K rows, and of its V or dO rows if needed. The copy writes zeros for rows that do
+/// not exist.
 #[cube]
 pub(super) fn copy_stationary<E: Float>(
     q_or_k: &Tensor<E>,
@@ -39,7 +40,8 @@ pub(super) fn copy_stationary<E: Float>(
     }
 }
 
-/// Starts the copy of a block of the tile's `head`-th head to address `target`. Rows that the tile does not see are zeros.
+/// Starts the copy of a block of the tile's `head`-th head to address `target`. The copy writes zeros for rows that the
+/// tile does not see.
 #[cube]
 pub(super) fn copy_block<E: Float>(
     q_or_k: &Tensor<E>,

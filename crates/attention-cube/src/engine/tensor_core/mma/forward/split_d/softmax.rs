@@ -35,8 +35,8 @@ pub(super) fn score_fragment<AS: Size, NS: Size>(
     own
 }
 
-/// Stores the maxima of a fragment's rows in shared memory, for warps with scores of the same rows. `row` is the thread's
-/// first row.
+/// Stores the maxima of a fragment's rows in shared memory, where other warps with scores of the same rows read them.
+/// `row` is the thread's first row.
 #[cube]
 pub(super) fn store_row_max<NS: Size>(
     s: Vector<f32, NS>,
@@ -82,8 +82,8 @@ pub(super) struct Weighed<AS: Size> {
 
 /// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
 ///
-/// The function also stores the factors that rescale the output of earlier blocks in shared memory. `row` is the thread's
-/// first row.
+/// The function also stores in shared memory the factors that rescale the output of earlier blocks. `row` is the
+/// thread's first row.
 #[cube]
 pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     s: Vector<f32, AS>,

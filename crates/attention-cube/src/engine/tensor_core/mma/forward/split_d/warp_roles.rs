@@ -15,7 +15,7 @@ pub(super) struct Roles {
     pub key_group: u32,
     /// The tile row where the warp's output begins.
     pub output_row: u32,
-    /// The index of the warp among the warps that divide the output's columns.
+    /// The index of the warp in its row group. The warps of a row group divide the output's columns.
     pub column_group: u32,
     /// The index of the warp's row group. The warps of a row group share output rows and compute the scores of these rows,
     /// so warps synchronize only inside their row group.

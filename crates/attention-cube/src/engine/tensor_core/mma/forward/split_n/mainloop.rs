@@ -1,4 +1,5 @@
-//! The main loop of a warp. A key group is one or two warps, which process every `key_groups`-th block of a tile.
+//! The main loop of a warp over the blocks of its key group. A key group is one or two warps, which process every
+//! `key_groups`-th block of a tile.
 
 use super::pages::page_of_block;
 use super::scales::{column_scales, lane_scales, with_scales};

@@ -167,8 +167,9 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for some columns of a fragment. A key group is one or two warps that process the same
-/// keys. One warp of each group has computed the columns, and these warps divide the additions among themselves.
+/// Adds the outputs of all key groups for some columns of a fragment. A key group is one or two warps that process the
+/// same keys. In each group, one warp has computed these columns. The warps that have computed the same columns in
+/// different groups divide the additions among themselves.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 pub(super) struct PageSources {
     /// The address of the sequence's first entry in the page table.
     pub entries: u64,
-    /// The index of the sequence's last entry.
+    /// The index of the last entry in the sequence's row of the page table.
     pub last_entry: u32,
     /// The index of the last page in the tensors of keys and values.
     pub last_page: u32,
@@ -25,8 +25,9 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index along the first dimension of the tensors K and V from which a tile reads. Without pages, the index
-/// is `batch`. With pages, the index is 0, because [`paged_head`] adds the offset of the page.
+/// Returns the index in the first dimension of K and V at which the addresses of a tile begin. Without pages, the index
+/// is `batch`. With pages, this dimension counts pages and the index is 0, because [`paged_head`] adds the offset of
+/// the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -89,8 +90,8 @@ fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
 
 /// Returns the index of the page that holds a block of keys, or 0 without pages.
 ///
-/// A block past the sequence's end gets the sequence's last page. An entry outside of the existing pages counts as the
-/// nearest page, so that no copy leaves the tensors.
+/// A block past the last entry in the sequence's row of the page table gets the page of that entry. An entry that is
+/// not the index of an existing page counts as the nearest index. No copy therefore leaves the tensors.
 #[cube]
 pub(super) fn page_of_block(
     pages: &PageSources,

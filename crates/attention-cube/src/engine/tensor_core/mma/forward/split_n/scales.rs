@@ -51,7 +51,8 @@ fn scale_source(scales: &ComptimeOption<OwnedTensor<f32>>, head: HeadRows) -> He
     }
 }
 
-/// The scales of one key and of its value: the lane's row of a block, or zeros if the head has no such row.
+/// The scales of one key and of its value. Each lane holds the scales of one row of a block, or zeros if the head has
+/// no such row.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct LaneScales {

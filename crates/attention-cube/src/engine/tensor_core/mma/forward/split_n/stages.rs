@@ -27,8 +27,7 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
-    /// The warp adds the outputs of all key groups for some steps of 16 output columns. This field is the index of the first
-    /// step.
+    /// The index of the first 16-column step of the output for which the warp adds the outputs of all key groups.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
@@ -86,8 +85,8 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
-/// Reorders the columns of all queries for the GEMM of queries and codes. The copies of the queries must have
-/// completed.
+/// Reorders the columns of all queries into the order in which lanes hold codes, for the GEMM of queries and codes. The
+/// copies of the queries must have completed.
 #[cube]
 pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     let steps = comptime!(tiles.key_columns() / STEP);

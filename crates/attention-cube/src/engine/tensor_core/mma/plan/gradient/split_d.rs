@@ -21,7 +21,7 @@ pub enum Resident {
 /// The tiles of the kernel in `backward/split_d.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaGradientSplitDTiles {
-    /// The side of the tile's rows: queries or keys.
+    /// Tells whether the tile's rows are queries or keys.
     pub side: Side,
     /// The gradients that the kernel computes.
     pub sums: Sums,
@@ -208,7 +208,7 @@ impl MmaGradientSplitDTiles {
     }
 
     /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk
-    /// has rows of Q or K, and behind these bytes rows of V or dO.
+    /// has two right operands: first rows of Q, then rows of dO.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }

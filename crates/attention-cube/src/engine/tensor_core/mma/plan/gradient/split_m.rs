@@ -9,7 +9,7 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaGradientSplitMTiles {
-    /// The side of the tile's rows: queries or keys.
+    /// Tells whether the tile's rows are queries or keys.
     pub side: Side,
     /// The gradients that the kernel computes.
     pub sums: Sums,

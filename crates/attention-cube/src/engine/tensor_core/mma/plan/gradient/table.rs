@@ -27,7 +27,7 @@ struct Row {
     shared_memory: usize,
     query: Shape,
     key: Shape,
-    /// The tiles of a separate kernel for dV, or `None` if the registers of one kernel can hold dK and dV.
+    /// The tiles of a kernel that computes only dV, or `None` if the registers of one kernel can hold dK and dV.
     value: Option<Shape>,
 }
 
@@ -277,8 +277,9 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // A warp stores one bit per column for all of its score rows, which marks a used column. These rows must lie in
-        // one row group of the gradient. The rows of a row group are therefore a multiple of the score rows per warp.
+        // A warp stores one bit per column. The bit marks the column as used if any of the warp's score rows uses it.
+        // All these rows must lie in one row group of the gradient. The number of rows in a row group must therefore be
+        // a multiple of the score rows per warp.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");

@@ -35,8 +35,8 @@ pub(super) struct ConsumerThread {
     pub elected: u32,
 }
 
-/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied them with the rows
-/// of Q.
+/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied the LSE and
+/// delta of each block together with the block's rows of Q.
 #[cube]
 fn block_lse_delta<'a>(
     row_lse_delta: &LseDelta<'a>,
@@ -49,7 +49,8 @@ fn block_lse_delta<'a>(
     lse_delta_of_block(row_lse_delta, at, tiles.columns)
 }
 
-/// Loads the thread's biases of the `count`-th block from shared memory, where TMA has copied them with the rows of Q or K.
+/// Loads the thread's biases of the `count`-th block from shared memory, where TMA has copied the biases together with
+/// the block's rows of Q or K.
 #[cube]
 fn block_biases(
     offsets: &SharedOffsets,

@@ -230,9 +230,9 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. A chunk that TMA cannot copy as one box is
-/// not prefetched. CTAs with neighboring tiles need the block at about the same time, and each of these CTAs prefetches
-/// a different chunk.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. One chunk of each suffices, because CTAs
+/// with neighboring tiles need the block at about the same time, and each prefetches a different chunk. The function
+/// does not prefetch a chunk that TMA cannot copy as one box.
 #[cube]
 fn prefetch(
     key_map: u64,

@@ -74,8 +74,9 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V. The barrier expects
-/// eight arrivals, but only the four warps of the second warpgroup arrive there.
+/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V, in the same case as
+/// [`share_first_chunk`]. The barrier expects eight arrivals, but only the four warps of the second warpgroup arrive
+/// there.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -90,8 +91,8 @@ pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: W
     }
 }
 
-/// Exchanges two f32 of a thread, one per row, with the other warpgroup. Returns their maxima if `largest`, else their sums.
-/// The caller must ensure that the last exchange through this buffer is complete.
+/// Exchanges two f32 of a thread, one per row, with the other warpgroup. Returns their maxima if `largest`, else their
+/// sums. The caller must ensure that the previous exchange through this buffer is complete.
 #[cube]
 pub(super) fn exchange(
     offsets: &SharedOffsets,
@@ -130,7 +131,8 @@ pub(super) fn exchange(
 /// Computes the warpgroup's half of P for the `count`-th block, and stores this half to shared memory.
 ///
 /// If `busy`, the tensor cores run `P V` of the previous block at the same time. The function then also frees the
-/// chunks of V that this GEMM has read, from chunk `values` on.
+/// chunks of V that this GEMM has read, but leaves the last chunk to the caller. Chunk `values` is the warpgroup's
+/// first chunk of V.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

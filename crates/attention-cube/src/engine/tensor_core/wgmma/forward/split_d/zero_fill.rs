@@ -18,8 +18,8 @@ use cubecl::prelude::*;
 /// chunks of K and V that pass through the ring before the block's first chunk of V. Call this function before the GEMM
 /// `P V`.
 ///
-/// Returns true if the block has such rows. In this case, the function has also waited for S and freed the last chunk
-/// of K.
+/// Returns true if the block has such rows. In this case, the function has also waited for S of the next block, if any,
+/// and freed the last chunk of that block's K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -45,7 +45,8 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of V may need the shared-memory buffer of the last chunk of K, so free that buffer first.
+        // The last chunk of V may need the shared-memory buffer of the next block's last chunk of K, so free that
+        // buffer first.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

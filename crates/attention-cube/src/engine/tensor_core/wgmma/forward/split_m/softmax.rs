@@ -61,8 +61,9 @@ pub(super) fn softmax<NS: Size>(
 /// Draws the random words of dropout for the thread's scores of block `block`, four words for each 16 columns. The words do
 /// not depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
 ///
-/// If a tile has several heads, all four words for 16 columns are in use. The words of a block would then need too many
-/// registers, so [`packed`] draws them instead.
+/// If a tile has several heads, the kernel uses all four words for 16 columns. The words of a block would then need too
+/// many registers. In this case, and for head sizes up to [`LATE_DRAWS`], the function returns zeros, and [`packed`]
+/// draws the words.
 #[cube]
 pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
     block: i32,
@@ -77,7 +78,8 @@ pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
         for step in 0..comptime!(tiles.keys / 16) {
             let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
             let own = draw_step::<F, NB>(scoring, rows, column, true);
-            // The tile has one head, so only the first two of the four words are in use.
+            // The tile has one head. One draw then serves both rows of a thread, and fills only the first two of the
+            // four words.
             #[unroll]
             for i in 0..2usize {
                 words.insert(comptime!(4 * step + i), computed_here(own.extract(i)));

@@ -13,7 +13,7 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, is_whole};
 /// Split-D tiles: each warpgroup computes all 64 rows and half of the columns of the gradient (`backward/split_d.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaGradientSplitDTiles {
-    /// The side of the stationary tile: queries or keys.
+    /// Tells whether the rows of the stationary tile are queries or keys.
     pub side: Side,
     /// The gradient that the kernel computes: either the gradient of Q or K, or the gradient of V.
     pub sums: Sums,

@@ -8,14 +8,14 @@ use crate::math::side::{Side, Sums};
 use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The number of registers per thread in the producer warpgroup and in spare warpgroups, which only give up registers to the
-/// consumers.
+/// The number of registers per thread in the producer warpgroup and in the spare warpgroups. These warpgroups give up
+/// all other registers to the consumers.
 const FETCHING_REGISTERS: usize = 24;
 
 /// Split-M tiles: each warpgroup computes 64 rows and all columns of their gradients (`backward/split_m.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaGradientSplitMTiles {
-    /// The side of the stationary tile: queries or keys.
+    /// Tells whether the rows of the stationary tile are queries or keys.
     pub side: Side,
     /// The gradients that the kernel computes.
     pub sums: Sums,

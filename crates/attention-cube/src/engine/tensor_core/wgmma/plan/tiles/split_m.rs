@@ -97,8 +97,8 @@ impl WgmmaSplitMTiles {
         self.blocks_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
     }
 
-    /// The offset of the output's staging buffer, in bytes. The offset is 0, the buffer of the queries, if there is no
-    /// separate buffer.
+    /// The offset of the output's staging buffer, in bytes. Without a separate buffer, the offset is 0, so the output
+    /// overwrites the queries.
     pub const fn output_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end()
