@@ -51,6 +51,6 @@ pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_shift: bool
 
 /// True if tensor-core kernels keep `q·k` unscaled until the exponential.
 pub(crate) fn is_raw(problem: &AttentionProblem) -> bool {
-    let has_q_or_k = problem.softcap.is_none() && problem.bias.is_none() && !problem.has_code();
-    has_q_or_k && RAW_SCALES.contains(&problem.scale)
+    let has_only_scale = problem.softcap.is_none() && problem.bias.is_none() && !problem.has_code();
+    has_only_scale && RAW_SCALES.contains(&problem.scale)
 }

@@ -71,12 +71,12 @@ fn words(text: &str) -> Vec<String> {
         Letters,
         Digit,
         Spaces,
-        ProgressLines,
+        Lines,
         Signs,
     }
     let kind = |character: char| match character {
         '▁' | '\t' => Kind::Spaces,
-        '\n' | '\r' => Kind::ProgressLines,
+        '\n' | '\r' => Kind::Lines,
         _ if character.is_alphabetic() => Kind::Letters,
         _ if character.is_numeric() => Kind::Digit,
         _ => Kind::Signs,
