@@ -14,15 +14,16 @@ use attention_cube::{AttentionOptions, AttentionProblem};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use std::ops::Range;
 
-/// The number of query rows in a sample, summed over the query heads of the sample.
+/// The number of sampled query rows, counted over all query heads of the sample.
 const ROWS: usize = 128;
 
-/// The relative L2 error of a result, and the error of the reference implementation when it runs in the result's dtype.
+/// The relative L2 error of a result. For comparison, also the error of the reference implementation when it runs in
+/// the result's dtype.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Errors {
     /// The error of the result.
     pub error: f64,
-    /// The error of the reference implementation if its inputs and results have the dtype of the result.
+    /// The error of the reference implementation when it runs in the dtype of the measured result.
     pub same_dtype: f64,
 }
 
@@ -44,7 +45,8 @@ pub struct Oracle {
     gradients: [Known; 3],
 }
 
-/// The exact elements of the output or of a gradient, and the error of the reference implementation in the result's dtype.
+/// The exact elements of one result (the output or a gradient). Also the error of the reference implementation when it
+/// runs in the dtype of this result.
 struct Known {
     exact: Vec<f64>,
     same_dtype: f64,
@@ -126,8 +128,9 @@ impl Oracle {
         self.output.errors(&sampled, output)
     }
 
-    /// Returns a mask for the output gradient, `[batch, heads, q_len, 1]`. The mask is 1 for the rows of the sample's queries,
-    /// and 0 for all other rows. `like` is the output or its gradient.
+    /// Returns a mask for the output gradient, `[batch, heads, q_len, 1]`. The mask is 1 for the sampled query rows,
+    /// and 0 for all other rows. `like` is the output or the output gradient, from which the mask takes its sizes,
+    /// dtype and device.
     pub fn gradient_mask(&self, like: &Tensor<4>) -> Tensor<4> {
         let [batch, heads, length, _] = like.dims();
         let mut ones = vec![0.0f32; batch * heads * length];
@@ -140,9 +143,9 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// Returns the errors of the worst of the three gradients. The worst gradient has the largest ratio of its own error to
-    /// the error of the reference implementation in the same dtype. Before the backward, the caller must multiply the output
-    /// gradient by [`gradient_mask`](Self::gradient_mask).
+    /// Returns the errors of the worst of the three gradients. For each gradient, the function divides its error by the
+    /// error of the reference implementation in the same dtype. The gradient with the largest ratio is the worst.
+    /// Before the backward, the caller must multiply the output gradient by [`gradient_mask`](Self::gradient_mask).
     ///
     /// # Errors
     /// Returns an error if the gradients cannot be read.
@@ -215,7 +218,7 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// Returns the rows of `tensor` at the sampled queries, for the heads in `heads`. `tensor` has one sequence, `[1, heads,
+    /// Returns the sampled query rows of `tensor`, for the heads in `heads`. `tensor` has one sequence, `[1, heads,
     /// q_len, columns]`.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();

@@ -8,10 +8,10 @@ use burn::tensor::Device;
 use burn_gemma4::{Gemma4Config, Gemma4Model, LoadOptions, Quantization};
 use std::path::Path;
 
-/// Creates a model with random weights on `device`, in its default dtype.
+/// Creates a model with random weights on `device`, in the device's default dtype.
 ///
-/// If the per-layer embedding table stays on the host, the model is saved to files in `folder` and loaded from these files.
-/// Quantized weights are created one at a time to save memory.
+/// Unless `table` is [`Table::Device`], the per-layer embedding table may stay on the host. The model is then saved to
+/// files in `folder` and loaded from these files. Quantized weights are created one at a time to save memory.
 ///
 /// # Errors
 /// Returns an error if the files cannot be written or read.

@@ -14,18 +14,18 @@ const REST: Duration = Duration::from_secs(1);
 /// backward with head dimension 256 was 437, 446 and 462 TFLOP/s.
 const BALLAST: usize = 48;
 
-/// The effort of a measurement: the numbers of launches, and a time limit.
+/// The effort of a measurement: how often the work is launched, and a time limit.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Effort {
-    /// The number of single launches. The median of their times is reported.
+    /// The number of launches that are timed one by one. The median of their times is reported.
     pub launches: usize,
-    /// The number of launches in the back-to-back measurement.
+    /// The number of launches that are timed together, back to back.
     pub sustained: usize,
     /// The time limit of each measurement, in seconds. A measurement that would exceed the limit has fewer launches.
     pub seconds: f64,
 }
 
-/// The median time of single launches, and the number of these launches.
+/// The median time of launches that were timed one by one, and the number of these launches.
 #[derive(Clone, Copy, Debug)]
 pub struct Singles {
     /// The median time in seconds.
@@ -68,8 +68,8 @@ impl Timer {
         }
     }
 
-    /// Measures the median time of single launches of `run`. Each launch gets what `prepare` returns. Work that `prepare`
-    /// enqueues on the device is finished before the measurement begins.
+    /// Times launches of `run` one by one, and returns their median time. Each launch gets what `prepare` returns. All
+    /// work that `prepare` enqueues on the device is finished before the measurement begins.
     ///
     /// # Errors
     /// Returns an error if the device reports a fault.
@@ -124,8 +124,8 @@ impl Timer {
         Ok(start.elapsed().as_secs_f64() / launches as f64)
     }
 
-    /// Measures the memory bandwidth of an elementwise operation over a large tensor, in bytes per second. Bytes that are read
-    /// and bytes that are written both count.
+    /// Measures the memory bandwidth of an elementwise operation over a large tensor, in bytes per second. The measured
+    /// bytes are those that the operation reads and those that it writes.
     ///
     /// # Errors
     /// Returns an error if the device reports a fault.

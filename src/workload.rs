@@ -54,7 +54,7 @@ pub struct Inputs {
     pub value: Tensor<4>,
     /// The quantized keys and values. If they are present, `key` and `value` hold their dequantized elements.
     pub quantized: Option<[QuantizedRows; 2]>,
-    /// The number of valid keys per sequence, `[batch]`, if it is less than `kv_len`.
+    /// The number of valid keys per sequence, `[batch]`, or `None` if all `kv_len` keys are valid.
     pub kv_lengths: Option<Tensor<1, Int>>,
     /// The mask, `[1, 1, q_len, kv_len]`.
     pub mask: Option<Tensor<4, Bool>>,
@@ -219,8 +219,8 @@ pub fn forward_operations(problem: &AttentionProblem) -> f64 {
     2.0 * problem.visible_pairs() as f64 * (problem.head_dim + problem.value_dim) as f64
 }
 
-/// Returns the number of floating-point operations of the backward, which has five GEMMs. A GEMM that a kernel computes twice
-/// counts once.
+/// Returns the number of floating-point operations of the backward, which has five GEMMs. If a kernel computes a GEMM
+/// twice, the GEMM still counts once.
 pub fn backward_operations(problem: &AttentionProblem) -> f64 {
     2.5 * forward_operations(problem)
 }

@@ -103,7 +103,7 @@ const fn decode(
     }
 }
 
-/// Creates a copy of the case `like` whose keys and values are quantized in `format`.
+/// Creates a copy of the case `like`. The keys and values of the copy are quantized in `format`.
 const fn quantized(name: &'static str, format: CodeFormat, like: Case) -> Case {
     Case {
         name,
@@ -170,7 +170,8 @@ pub const CASES: [Case; 57] = [
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
     // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key
-    // head. For 40 rows, as in `rows-d128-40-int8`, the operator first dequantizes keys and values.
+    // head. For 40 rows (5 queries times 8 heads), as in `rows-d128-40-int8`, the operator first dequantizes keys and
+    // values.
     rows_d128("rows-d128-40", 5),
     quantized(
         "rows-d128-32-int8",
@@ -223,7 +224,8 @@ pub const CASES: [Case; 57] = [
         q_len: 4,
         ..decode("decode-d512-32k-queries4", [8, 32, 4, 32768, 512])
     },
-    // These cases differ from a plain case in one option, such as the softcap, and measure what the option costs.
+    // Each of these cases equals a plain case except for one option, such as the softcap. The time of the case shows
+    // what the option costs.
     softcapped("option-d128-softcap", D128_FULL),
     masked("option-d128-mask", D128_FULL),
     biased("option-d128-bias", D128_FULL),

@@ -30,7 +30,7 @@ pub fn ceilings(
     };
     // In half precision, the benchmark times the GEMM of burn-gemma4's `Linear`, because Burn's own untuned GEMM
     // reaches only a tenth of a Hopper GPU's speed. In f32, the benchmark times Burn's GEMM instead. On NVIDIA GPUs,
-    // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs, which would lower the measured peak.
+    // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs. This split would lower the measured peak.
     let product = timer.singles(
         effort,
         || left.clone(),

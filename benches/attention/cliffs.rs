@@ -29,8 +29,8 @@ pub struct Attention {
     /// True if every fourth block of 256 tokens is an image whose tokens all see each other. Intervals of visible keys
     /// then replace the causal mask.
     images: bool,
-    /// How the prompts of [`RAGGED`], which have different lengths, are stored. `None` if all prompts have the same
-    /// length.
+    /// How the prompts of [`RAGGED`] are stored. These prompts have different lengths. The field is `None` if all
+    /// prompts have the same length.
     ragged: Option<Rows>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
     page_len: Option<usize>,
@@ -69,8 +69,8 @@ enum Rows {
     Packed,
 }
 
-/// A case in which attention was once slow, and a similar case for comparison (the counterpart). The benchmark reports a
-/// failure if the case takes more than `limit` times as long as the counterpart.
+/// A case in which attention was once slow, and a similar case for comparison (the counterpart). If the case takes more
+/// than `limit` times as long as the counterpart, the benchmark reports a failure.
 pub struct Cliff {
     pub name: &'static str,
     pub pass: Pass,
@@ -133,8 +133,8 @@ const fn cliff(
     }
 }
 
-/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has 2,048 queries and 2,048 keys,
-/// which give the same number of scores.
+/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has 2,048 queries and 2,048
+/// keys, and therefore the same number of scores.
 const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
     let square = Attention {
         kv_heads,
@@ -162,8 +162,8 @@ const fn few_queries(name: &'static str, kv_heads: usize, length: usize, width: 
     }
 }
 
-/// Creates a cliff in which documents of 1,024 tokens are packed into one sequence. In the counterpart, each document is a
-/// sequence of a batch.
+/// Creates a cliff in which documents of 1,024 tokens are packed into one sequence. In the counterpart, each document
+/// is a separate sequence of the batch.
 const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) -> Cliff {
     let heads = 1024 / width;
     cliff(
@@ -178,8 +178,8 @@ const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) 
     )
 }
 
-/// Creates a cliff in which intervals of visible keys describe the image blocks of a Gemma prompt. The counterpart is
-/// causal attention.
+/// Creates a cliff with the mask of a Gemma prompt that contains images. Intervals of visible keys express this mask.
+/// The counterpart is causal attention.
 const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
     let plain = attention([1, heads, 8192, width], true);
     let case = Attention {
@@ -191,7 +191,8 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
 }
 
 /// The prompts of the cases with different prompt lengths. An entry `(count, length)` stands for `count` prompts of
-/// `length` tokens. Under a causal mask, all entries have about the same number of visible query-key pairs.
+/// `length` tokens. Under a causal mask, the prompts of one entry together have about as many visible query-key pairs
+/// as those of any other entry.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
 /// Returns one length for each prompt that [`RAGGED`] describes.
@@ -584,16 +585,17 @@ impl Prepared {
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
-        // Read one output before the timing, because a failed launch reports its error only when its output is read.
+        // Read one output before the timing. If a launch fails, the error is reported only when the output of the
+        // launch is read.
         let attend = || self.attend(self.operands.clone(), self.bias.clone());
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. A
-    /// second measurement has a leaf tensor in place of the output, so it times the differentiation of the loss without
-    /// attention. This second time is subtracted from the first.
+    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. The
+    /// function first times the backward of this loss. It then times the backward of the same loss with a leaf tensor
+    /// in place of the output, which excludes attention. The result is the first time minus the second time.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

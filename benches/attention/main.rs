@@ -1,11 +1,11 @@
 //! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
-//! The FLOP/s of the forward count `2 · visible pairs · (head_dim + value_dim)` operations, and the FLOP/s of the
-//! backward 2.5 times as many. A visible pair is a query with a key that the query sees. The rate of decoding is the
-//! number of bytes of keys and values per second.
+//! The FLOP/s of the forward assume `2 · visible pairs · (head_dim + value_dim)` operations. The FLOP/s of the backward
+//! assume 2.5 times as many operations. A visible pair is a query with a key that the query sees. The rate of decoding
+//! is the size of all keys and values in bytes, divided by the time in seconds.
 //!
-//! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this
-//! loss.
+//! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate
+//! this loss.
 //!
 //! The sustained time is the time per launch when launches follow each other without a pause. For the backward, it is
 //! the time of a training step (forward and backward) minus the times of the forward and of the loss.
@@ -73,7 +73,8 @@ struct Cli {
     /// minutes to tune them]
     #[arg(long, default_missing_value = "true", num_args = 0..=1)]
     only_ours: Option<bool>,
-    /// The maximum memory in GB for the scores of a peer; larger cases run without that peer [default: 40 on a GPU, 4 on a CPU]
+    /// The maximum memory in GB for the scores of a peer; a case whose scores need more memory runs without that peer
+    /// [default: 40 on a GPU, 4 on a CPU]
     #[arg(long)]
     peer_memory: Option<f64>,
     /// Print the kernel of each case, and the reason why each faster kernel refused the case

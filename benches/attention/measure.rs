@@ -100,8 +100,8 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // Before the timing, compare one output with the reference result, if there is one. A failed launch reports its
-        // error only when its output is read.
+        // Before the timing, compare one output with the reference result, if there is one. If a launch fails, the
+        // error is reported only when the output of the launch is read.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle
@@ -141,8 +141,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // This closure computes the loss from a leaf tensor in place of the output. Its backward therefore takes only
-        // the time to differentiate the loss, without attention.
+        // This closure computes the loss from a leaf tensor in place of the output. The backward of this loss therefore
+        // takes only the time to differentiate the loss, without attention.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

@@ -25,7 +25,7 @@ impl Peer {
     pub const ALL: [Self; 3] = [Self::Ours, Self::Burn, Self::Composed];
 }
 
-/// An implementation of attention, with its inputs in the form that it accepts.
+/// An implementation of attention, with the inputs in the form that this implementation accepts.
 pub struct Prepared<'a> {
     peer: Peer,
     workload: &'a Workload,
@@ -147,8 +147,8 @@ fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads * group, length, width])
 }
 
-/// Returns the mask that hides the keys before the window. The mask need not hide the keys after the query, because
-/// Burn's causal option hides them.
+/// Returns the mask that hides the keys before each query's window. The mask need not hide the keys after the query,
+/// because Burn's causal option hides those keys.
 fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
     let (rows, columns) = (problem.q_len, problem.kv_len);
     let left = problem.window_left.unwrap_or(columns);

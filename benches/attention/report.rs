@@ -13,7 +13,7 @@ pub struct Report {
     /// The date and time of the run in UTC.
     pub date: String,
     pub device: String,
-    /// The name of the CubeCL runtime and its compiler, or `None` if the device has no CubeCL runtime.
+    /// The names of the CubeCL runtime and of the runtime's compiler, or `None` if the device has no CubeCL runtime.
     pub runtime: Option<String>,
     pub dtype: Dtype,
     pub scale: Scale,

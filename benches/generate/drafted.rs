@@ -35,14 +35,14 @@ pub struct Drafted {
     /// True if a drafter model computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
     /// The number of accepted draft tokens divided by the number of compared draft tokens. A pass compares its draft
-    /// tokens with the target model's tokens until it rejects one.
+    /// tokens with the target model's tokens one by one, up to the first rejected draft token.
     pub acceptance: f64,
     /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass. A separate measurement, in which the host waits for the draft
-    /// tokens, gives this time. In a timed pass, the host does not wait for them.
+    /// The time to compute the draft tokens of a pass. This time comes from a separate measurement, in which the host
+    /// waits for the draft tokens. In a timed pass, the host does not wait for the draft tokens.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,

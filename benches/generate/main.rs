@@ -1,11 +1,11 @@
 //! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
 //! The prefill time is the time from a prompt on the host to the first token on the host. In decoding, each token
-//! reaches the host before the benchmark requests the next token. As in the program `generate`, the device may already
-//! run the forward of the next token during this time.
+//! reaches the host before the benchmark requests the next token. Before this request, the device may already run the
+//! forward of the next token, as in the program `generate`.
 //!
-//! The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. It assumes
-//! the memory bandwidth of an elementwise operation over a large tensor.
+//! The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. The floor
+//! assumes the memory bandwidth of an elementwise operation over a large tensor.
 //!
 //! The parts of a decode step, such as attention, are timed in a separate run that waits for the device after each
 //! part. The times show how the work of a step divides among the parts. Because of the waits, the sum of these times is
@@ -57,8 +57,8 @@ struct Cli {
     /// Quantize the weights to this form, as `generate` does
     #[arg(long, value_enum, value_name = "FORM")]
     quantize: Option<WeightForm>,
-    /// The memory that holds the table of per-layer embeddings; `host` first saves the whole model to files and leaves
-    /// the table there
+    /// The memory that holds the table of per-layer embeddings; with `host`, the benchmark first saves the whole model
+    /// to files and leaves the table in these files
     #[arg(long, value_enum, default_value = "device")]
     per_layer_table: Table,
     /// The number of tokens per prompt [default: 128,2048,8192; 24,96 on a CPU]
@@ -79,7 +79,7 @@ struct Cli {
     /// Launch every kernel of a token separately, without graph capture
     #[arg(long)]
     launch_each: bool,
-    /// Store only the rotated (RoPE) channels of keys, in layers that compute their values from the key projection
+    /// In layers that compute their values from the key projection, store only the rotated (RoPE) channels of keys
     #[arg(long)]
     compact_keys: bool,
     /// Store keys and values in the model's dtype, or in int8
@@ -95,10 +95,10 @@ struct Cli {
     /// Sample tokens with temperature 1, top-k 64 and top-p 0.95 instead of greedy decoding
     #[arg(long)]
     sample: bool,
-    /// Give the sequences of a batch different lengths, from half the prompt's length up to its full length
+    /// Give the sequences of a batch different lengths, from half of the prompt length up to the whole prompt length
     #[arg(long)]
     ragged: bool,
-    /// Skip the times of the parts of a token, such as attention, and the lists of kernel launches
+    /// Do not time the parts of a token, such as attention, and do not list the kernel launches
     #[arg(long)]
     no_parts: bool,
     /// Write all results to this file, as JSON

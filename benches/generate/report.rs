@@ -14,8 +14,8 @@ pub struct Report {
     pub device: String,
     pub dtype: Dtype,
     pub quantize: Option<WeightForm>,
-    /// True if the cache stored only the rotated (RoPE) channels of keys, in the layers that compute their values from the
-    /// key projection.
+    /// True if the cache stored only the rotated (RoPE) channels of keys in some layers. These are the layers that
+    /// compute their values from the key projection.
     pub compact_keys: bool,
     /// The storage format of keys and values.
     pub kv: Kv,
@@ -53,7 +53,7 @@ pub struct Measured {
     pub decode_rate: f64,
     /// The mean time between two consecutive tokens of a sequence.
     pub token_milliseconds: f64,
-    /// The time of the fastest token, which is the least affected by disturbances.
+    /// The time of the fastest token. Disturbances affect the fastest token least.
     pub fastest_token_milliseconds: f64,
     /// The lower bound of a token's time: the time to read weights, keys and values from memory once.
     pub floor_milliseconds: f64,

@@ -68,8 +68,8 @@ struct Cli {
     /// Quantize the frozen weights under an adapter to this form, as `finetune` does
     #[arg(long, value_enum, value_name = "FORM", requires = "rank")]
     quantize: Option<WeightForm>,
-    /// The memory that holds the table of per-layer embeddings; `host` first saves the whole model to files, leaves the
-    /// table there, and does not train it
+    /// The memory that holds the table of per-layer embeddings; with `host`, the benchmark first saves the whole model
+    /// to files, leaves the table in these files, and does not train the table
     #[arg(long, value_enum, value_name = "PLACE", default_value = "device")]
     per_layer_table: Table,
     #[command(flatten)]

@@ -1,5 +1,5 @@
 //! Times each part of a training step separately, and a whole step. Both measurements launch every kernel separately,
-//! without a CUDA graph, so their launch overhead is comparable.
+//! without a CUDA graph, so both have a comparable launch overhead.
 
 use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
@@ -110,8 +110,8 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// Returns the time of one run of `work` in seconds. It is the median over `BATCHES` batches of `RUNS` runs after the
-/// warm-up.
+/// Returns the time of one run of `work` in seconds. After the warm-up, `BATCHES` batches of `RUNS` runs are timed. The
+/// result is the median over the batches.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -153,8 +153,8 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers as a map. Each kind maps to `(layer, count)`: the index of one layer of the
-/// kind, and the number of its layers.
+/// Returns the kinds of attention layers as a map. Each kind maps to `(layer, count)`. `layer` is the index of one
+/// layer of the kind, and `count` is the number of layers of the kind.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -204,8 +204,8 @@ fn attention(
     Ok(sum)
 }
 
-/// Returns the weight matrices of a layer, except those of experts. An entry is a matrix and its number of input
-/// columns.
+/// Returns the weight matrices of a layer, except those of experts. An entry is a matrix and the number of input
+/// columns of the matrix.
 fn matrices<'a>(
     layer: &'a DecoderLayer,
     config: &Gemma4Config,

@@ -12,8 +12,9 @@ use burn::tensor::DType;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The extent of a mask or a bias: one flag for each dimension of the scores, `[batch, q_heads, q_len, kv_len]`. A dimension
-/// with `true` has its full size. A dimension with `false` has the size 1 and is broadcast.
+/// The extent of a mask or a bias. Each flag belongs to one dimension of the scores, `[batch, q_heads, q_len, kv_len]`.
+/// If a flag is true, the mask or bias has the full size of the dimension. Otherwise it has the size 1 and is
+/// broadcast.
 pub type Extent = [bool; 4];
 /// The extent that has the full size in all four dimensions.
 pub const FULL: Extent = [true; 4];
@@ -43,8 +44,8 @@ pub struct Case {
     pub softcap: Option<f64>,
     /// The alignment of the causal mask, or `None` without a causal mask.
     pub causal: Option<CausalAlignment>,
-    /// The attention window: the number of keys that a query sees to the left of its own position, and the number to the right.
-    /// `None` means no limit.
+    /// The attention window. A query sees the first number of keys to the left of its own position, and the second
+    /// number of keys to the right. `None` means no limit.
     pub window: (Option<usize>, Option<usize>),
     /// The extent of a random mask, or `None` without a mask. About seven of ten elements of the mask are visible.
     pub mask: Option<Extent>,
@@ -197,7 +198,8 @@ impl Case {
         }
     }
 
-    /// Returns the case's dtype and the number of addends of its longest sum. Both determine how large rounding errors may be.
+    /// Returns the case's dtype, and the largest number of addends that a sum of this case has. Both determine how
+    /// large rounding errors may be.
     pub fn precision(&self) -> Precision {
         let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
         let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
@@ -216,8 +218,8 @@ impl Case {
         self.check_inputs(&inputs, &inputs);
     }
 
-    /// Checks like [`check`](Self::check), but the devices compute with `given`, and the reference implementation computes
-    /// with `equivalent`. Correct results must not depend on the differences between `given` and `equivalent`.
+    /// Checks like [`check`](Self::check), but with two sets of inputs. The devices compute with `given`, and the
+    /// reference implementation computes with `equivalent`. Correct results are the same for both sets.
     ///
     /// # Panics
     /// Panics like [`check`](Self::check).

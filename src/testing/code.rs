@@ -68,7 +68,7 @@ impl MaskMod for KeySieve {
     }
 }
 
-/// The number in the tables of the mask mods: the remainder modulo 4 for which a key is hidden.
+/// The remainder modulo 4 for which a key is hidden. The tables of both mask mods hold this number.
 const HIDDEN: usize = 1;
 
 /// Returns the factor of a head in the table of [`Bent`].
@@ -110,8 +110,8 @@ impl Case {
         (score_mod, mask_mod)
     }
 
-    /// Returns the score of query `i` and key `j` after the case's score mod. `offset` is the position of query 0 on
-    /// the axis of keys.
+    /// Returns the score that the case's score mod makes from `score`, the score of query `i` and key `j`. `offset` is
+    /// the position of query 0 on the axis of keys.
     pub fn changed(&self, score: f64, [b, h, i, j]: [usize; 4], offset: i64) -> f64 {
         match self.score_mod {
             None => score,

@@ -1,25 +1,26 @@
 //! Compares results with the reference implementation. The dtype determines the allowed error.
 //!
-//! The baseline is the result of the reference implementation in the same dtype. A result may have twice the error of the
-//! baseline, both in root mean square and at the worst element. The following rounding errors are allowed in addition, where
-//! ε is the precision of a dtype:
+//! The baseline is the result of the reference implementation in the same dtype. A result may have twice the error of
+//! the baseline, both in root mean square and at the worst element. Rounding errors of four kinds are allowed in
+//! addition, where ε is the precision of a dtype:
 //!
 //! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. The allowance is
 //!   `4·ε·√n`.
-//! - The gradient of the scores is `dS = P ∘ (dP − Δ)`. P are the probabilities, dP are their gradients, and Δ is the row sum
-//!   of output ∘ output gradient. If dP and Δ cancel, the small difference still has an error of `ε·dP`. The allowance is
-//!   `4·ε` times the magnitude of the terms, which the caller provides.
+//! - The gradient of the scores is `dS = P ∘ (dP − Δ)`. P are the probabilities, dP are the gradients of P, and Δ is
+//!   the row sum of output ∘ output gradient. If dP and Δ cancel, the small difference still has an error of `ε·dP`.
+//!   The allowance is `4·ε` times the magnitude of the cancelling terms. The caller provides this magnitude.
 //! - The result is rounded once to the storage dtype. The allowance is a quarter of the storage dtype's ε in root mean
 //!   square, and half of this ε at the worst element.
-//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. The allowance is half of
-//!   the storage dtype's ε, times the magnitude of the terms that contain Δ.
+//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. The allowance is half
+//!   of the storage dtype's ε, times the magnitude of the terms that are computed from Δ.
 //!
 //! For f32 and a few hundred terms, the allowed error is 10⁻⁵. Wrong mathematics causes errors of 10⁻³ and above.
 
 use super::dense::rms;
 use burn::tensor::DType;
 
-/// The dtype of a result and the number of addends of its longest sum. Both determine the result's rounding errors.
+/// The dtype of a result, and the largest number of addends of a sum in the computation. Both determine the result's
+/// rounding errors.
 #[derive(Clone, Copy, Debug)]
 pub struct Precision {
     /// The dtype of the inputs and results.
@@ -55,13 +56,14 @@ pub struct Named {
     pub name: &'static str,
     /// The elements of the result.
     pub values: Vec<f64>,
-    /// The magnitude of the addends that cancel in the result, or 0 if none cancel.
+    /// The total magnitude of the addends that cancel each other in the result, or 0 if no addends cancel.
     pub magnitude: f64,
-    /// The magnitude of the cancelling addends that contain the stored output. The stored output has been rounded to the dtype.
+    /// The total magnitude of those cancelling addends that are computed from the stored output. They are counted
+    /// separately, because the stored output has been rounded to the dtype.
     pub stored: f64,
 }
 
-/// The error of a result and its allowed error, as the module's documentation defines them.
+/// The error of a result and the allowed error of the result. The module's documentation defines the allowed error.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     /// The name of the result.
@@ -74,10 +76,10 @@ pub struct Comparison {
     pub baseline: Deviation,
     /// The allowed error of the result.
     pub allowed: Deviation,
-    /// The element with the largest error, as its index, its value and the expected value.
+    /// The element with the largest error: its index, its value in the result, and its expected value.
     pub worst: (usize, f64, f64),
-    /// The first element that is infinite or NaN by mistake, or that lacks an expected infinity. The element is given as its
-    /// index, its value and the expected value.
+    /// The first element that is infinite or NaN although a finite value is expected, or that differs from an expected
+    /// infinity. The tuple holds the element's index, its value in the result, and its expected value.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
@@ -129,9 +131,9 @@ impl Comparison {
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // For the worst element, the error of cancelling terms is multiplied by `peak`. `peak` is at least 4, because the
-        // largest of many normally distributed errors is a few times their root mean square. `peak` is larger if a few rows
-        // have nearly all of the result's magnitude.
+        // At the worst element, the allowance for cancelling terms is `peak` times the allowance in root mean square.
+        // `peak` is at least 4, because the largest of many normally distributed errors is a few times their root mean
+        // square. `peak` is larger if a few rows have nearly all of the result's magnitude.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);
         let allowed = Deviation {
             mean: explained(baseline.mean) + (sums + precision.storage() / 4.0) * size + cancelled,

@@ -9,7 +9,7 @@ use super::run::Operator;
 use burn::tensor::{DType, Device};
 use std::cell::OnceCell;
 
-/// The largest ratio of an error to the allowed error that [`Definition::random_faults`] accepts.
+/// [`Definition::random_faults`] accepts errors of up to this factor times the allowed error.
 const STORED: f64 = 4.0;
 
 /// The results of the reference implementation for a case.
@@ -41,8 +41,8 @@ impl<'a> Definition<'a> {
         &self.exact
     }
 
-    /// Returns the faults of `got`: results whose errors exceed the allowed errors, and elements that should be exactly zero
-    /// but are not.
+    /// Returns the faults of `got`. A fault is a result whose error exceeds the allowed error, or an element that
+    /// should be exactly zero but is not.
     ///
     /// # Panics
     /// Panics if `got` has fewer results than the reference implementation, or results of another size.
@@ -55,12 +55,12 @@ impl<'a> Definition<'a> {
 
     /// Returns the faults like [`faults`](Self::faults), but accepts larger errors, because the case has random data.
     ///
-    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that rounding
-    /// the logsumexp to f32 loses their differences. The allowed errors of [`compare`](super::compare) are too small for
-    /// these two cases.
+    /// The allowed errors of [`compare`](super::compare) are too small for two kinds of random data. In the first kind,
+    /// a few rows have nearly all of the output's magnitude. In the second kind, the scores are so large that rounding
+    /// the logsumexp to f32 loses the differences between scores.
     ///
-    /// An error of up to four times the allowed error is therefore accepted, if the unfused backward in the same dtype has a
-    /// similar error.
+    /// An error of up to four times the allowed error is therefore accepted, if the unfused backward in the same dtype
+    /// has a similar error.
     ///
     /// # Panics
     /// Panics like [`faults`](Self::faults).
@@ -91,9 +91,9 @@ impl<'a> Definition<'a> {
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison uses the exact results as the baseline, so it allows the smallest errors. Computing the
-        // real baseline takes as long as all other work of the check. The real baseline is therefore computed only if a
-        // result fails.
+        // Computing the real baseline takes as long as all other work of the check. Each result is therefore first
+        // compared with the exact results as the baseline, which allows the smallest errors. The real baseline is
+        // computed only if this first comparison fails.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)

@@ -66,8 +66,8 @@ impl Dense {
         self.values[self.index(at)]
     }
 
-    /// Overwrites all elements of the rows for which `matches` returns true. A row lies along the last dimension. `matches`
-    /// gets the row's index `[a, b, c]` in the first three dimensions.
+    /// Sets all elements of some rows to `value`. A row lies along the last dimension. The function `matches` gets the
+    /// row's index `[a, b, c]` in the first three dimensions, and returns true if the row is to be overwritten.
     pub fn fill_rows(&mut self, value: f64, matches: impl Fn([usize; 3]) -> bool) {
         let columns = self.shape[3];
         let [_, b, c, _] = self.shape;
@@ -126,28 +126,30 @@ pub enum Layout {
     /// Stored in the order of the dimensions, `[batch, heads, length, columns]`.
     #[default]
     Contiguous,
-    /// Stored as `[batch, length, heads, columns]`, the layout of a projection's output.
+    /// Stored in the order `[batch, length, heads, columns]`, in which a projection writes its output.
     HeadsLast,
-    /// Stored as `[batch, heads, columns, length]`, so the last dimension is not contiguous.
+    /// Stored in the order `[batch, heads, columns, length]`, so the tensor's last dimension, `columns`, is not
+    /// contiguous.
     Transposed,
-    /// A slice of a larger tensor, which has more rows and columns around the slice. All elements outside the slice are NaN.
+    /// A slice of a larger stored tensor. The larger tensor has more rows and more columns on both sides of the slice.
+    /// All elements outside the slice are NaN.
     Sliced {
         /// The number of columns before the slice.
         before: usize,
         /// The number of columns after the slice.
         after: usize,
     },
-    /// A slice of the columns of a joint projection, which is stored as `[batch, length, heads, columns]`. All elements outside
-    /// the slice are NaN.
+    /// A slice of the columns that a joint projection of queries, keys and values writes. The projection's output is
+    /// stored in the order `[batch, length, heads, columns]`. All elements outside the slice are NaN.
     Projection {
         /// The number of columns before the slice.
         before: usize,
         /// The number of columns after the slice.
         after: usize,
     },
-    /// A single stored sequence that is expanded to all sequences with the stride 0.
+    /// Only one sequence is stored. The tensor repeats it for all sequences with the stride 0.
     SharedBatch,
-    /// A single stored head that is expanded to all heads with the stride 0.
+    /// Only one head is stored. The tensor repeats it for all heads with the stride 0.
     SharedHeads,
 }
 
@@ -182,8 +184,7 @@ impl Layout {
         Self::SharedHeads,
     ];
 
-    /// Returns the array that the layout `self` stores in memory for `dense`. The [`view`](Self::view) of the stored array
-    /// equals `dense`.
+    /// Returns the array that must be stored in memory so that its [`view`](Self::view) in this layout equals `dense`.
     pub fn store(self, dense: &Dense) -> Dense {
         let [b, h, s, d] = dense.shape;
         match self {
@@ -215,7 +216,8 @@ impl Layout {
         }
     }
 
-    /// Returns the view of shape `shape` on the tensor `stored`, which [`store`](Self::store) arranged for this layout.
+    /// Returns a view of the tensor `stored`. The view has the shape `shape`. The function [`store`](Self::store) has
+    /// arranged the elements of `stored` for this layout.
     pub fn view(self, stored: Tensor<4>, shape: [usize; 4]) -> Tensor<4> {
         let [b, h, s, d] = shape;
         match self {

@@ -12,9 +12,11 @@ pub struct Inputs {
     pub key: Dense,
     /// The values, `[batch, kv_heads, kv_len, value_dim]`.
     pub value: Dense,
-    /// The weights of the output in the loss, `[batch, q_heads, q_len, value_dim]`. The weights equal the output's gradient.
+    /// The output's weights in the loss, `[batch, q_heads, q_len, value_dim]`. The output's gradient equals these
+    /// weights.
     pub output_gradient: Dense,
-    /// The weights of the logsumexp in the loss, `[batch, q_heads, q_len, 1]`. The weights equal the logsumexp's gradient.
+    /// The logsumexp's weights in the loss, `[batch, q_heads, q_len, 1]`. The logsumexp's gradient equals these
+    /// weights.
     pub lse_gradient: Option<Dense>,
     /// The bias, with a shape that broadcasts to the scores `[batch, q_heads, q_len, kv_len]`.
     pub bias: Option<Dense>,

@@ -220,8 +220,8 @@ pub struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    /// Runs the case like [`Case::run`]. Returns the name and the data of each result, in the dtype in which the device
-    /// computed it.
+    /// Runs the case like [`Case::run`]. Returns the name and the data of each result. The data have the dtype in which
+    /// the device returned them.
     ///
     /// # Panics
     /// Panics if the operator refuses the case, or if a gradient is missing.
@@ -288,10 +288,11 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`. Here `p` is
-/// the probability, `do` is the output gradient, `v` is the value, and `Δ` is `do·o` for the output `o`. The terms
-/// `do·v` and `Δ` have the magnitude `√value_dim · |do| · |v|`. A loss that depends on the logsumexp adds the magnitude
-/// of the logsumexp's gradient.
+/// The magnitudes of the terms that cancel in gradients.
+///
+/// The gradient of a score is `ds = p (do·v − Δ)`. Here `p` is the probability, `do` is the output gradient, `v` is the
+/// value, and `Δ` is `do·o` for the output `o`. The terms `do·v` and `Δ` have the magnitude `√value_dim · |do| · |v|`.
+/// If the loss depends on the logsumexp, the magnitude of the logsumexp's gradient is added.
 struct Magnitudes {
     score: f64,
     difference: f64,
@@ -321,8 +322,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // If heads or sequences share one stored tensor, their gradients are added up. The sum has the magnitude of one
-        // gradient, times the square root of the number of gradients.
+        // If several heads or sequences share one stored tensor, the gradient of the stored tensor is the sum of their
+        // gradients. The sum has the magnitude of one gradient, times the square root of the number of gradients.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

@@ -83,10 +83,11 @@ impl Case {
     }
 }
 
-/// Returns the length of sequence `b`, clamped to `0..=most`, or `most` without lengths.
+/// Returns the length of sequence `b`, clamped to `0..=most`. If `lengths` is `None`, returns `most`.
 fn own(lengths: &Option<Vec<i64>>, b: usize, most: usize) -> i64 {
     let most = most as i64;
-    // If the lengths are expanded, the list has a single entry, which the modulo selects for every `b`.
+    // If the case expands its lengths tensor, `lengths` has a single entry. The modulo then selects this entry for
+    // every `b`.
     let own = lengths.as_ref().map(|lengths| lengths[b % lengths.len()]);
     own.map_or(most, |own| own.clamp(0, most))
 }

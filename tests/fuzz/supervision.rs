@@ -15,7 +15,7 @@ use std::{
 /// The maximum time for reading one input. A worker that takes longer is killed, and its target counts as failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// The maximum number of lines of a worker's standard error that the report includes.
+/// The report includes at most this number of lines of a worker's standard error.
 const LINES: usize = 12;
 
 /// The file in which a worker records each input before reading it. The file holds the number of inputs so far, the length of
@@ -60,8 +60,8 @@ impl Note {
     }
 }
 
-/// Runs the worker of a format until it ends. Returns true if nothing failed. After a failure, keeps the input that the worker
-/// was reading, and prints the path of the kept input.
+/// Runs the worker of a format until the worker ends. Returns true if nothing failed. After a failure, saves the
+/// worker's last input to a file, and prints the path of this file.
 pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
     fs::create_dir_all(&folder).expect("a folder to write to");

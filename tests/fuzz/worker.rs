@@ -11,11 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The maximum number of broken inputs that the worker keeps in memory and mutates further. The worker keeps an input if the
-/// description of its result was new.
+/// The maximum number of broken inputs that the worker keeps in memory and mutates further. Reading an input gives a
+/// description of the result. The worker keeps the input if no earlier input gave this description.
 const KEPT: usize = 2048;
-/// The number of words at the start of a result or error message that the worker compares with earlier messages. A message
-/// counts as new if these first words are new.
+/// The worker compares only this number of words at the start of each result or error message. A message counts as new
+/// if no earlier message began with these words.
 const WORDS: usize = 8;
 /// The maximum length of an input in bytes. Longer inputs are skipped.
 const LONGEST: usize = 256 << 10;

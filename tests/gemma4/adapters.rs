@@ -10,8 +10,9 @@ use crate::{
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
-/// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the gradient's norm. The
-/// tolerance allows for the gradients of the query matrices, which are the smallest and have only a few exact digits.
+/// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the norm of the CPU's
+/// gradient. The gradients of the query matrices determine this tolerance. They are the smallest gradients and have
+/// only a few exact digits.
 const TOLERANCE: f64 = 3e-4;
 
 /// A device's gradients equal the gradients of Burn's own operators on the CPU, except for rounding. Recomputed activations

@@ -1,6 +1,6 @@
 //! Tests batches that sequences join and leave between decode steps. A sequence must generate the same tokens in a
-//! batch as without other sequences. The number of other sequences, their lengths, and the storage format of the KV
-//! cache must not matter.
+//! batch as alone. The number and the lengths of the other sequences must not matter, and neither must the storage
+//! format of the KV cache.
 
 use crate::fixture::{greedy, on_every_device};
 use burn_gemma4::{
@@ -60,8 +60,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
         }
         let last = |index: &usize| *sequences[*index].tokens.last().expect("a token");
         let tokens: Vec<u32> = running.iter().map(last).collect();
-        // Each row chooses its next token in one of three random ways: from logits on the host, by a sampler, or by argmax.
-        // The sampler is greedy, so a draw by the sampler is the argmax too.
+        // Each row chooses its next token in one of three random ways: from logits on the host, by a sampler, or by
+        // argmax. The sampler decodes greedily, so all three ways give the same token.
         let sampler = Sampler::new(&Sampling::greedy());
         let choices: Vec<RowChoice<'_>> = (0..tokens.len())
             .map(|_| match rng.random_range(0..4) {
@@ -70,8 +70,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
                 _ => RowChoice::Argmax,
             })
             .collect();
-        // Half of the steps call `follow`, which may start the next step early. The early step is discarded if a
-        // sequence then joins or leaves.
+        // Half of the steps call `follow`, which may start the next step early. If a sequence joins or leaves before
+        // the next step, the batch discards the early step.
         let next = match rng.random_bool(0.5) {
             true => batch.follow(&tokens, rng.random_bool(0.7)),
             false => batch.step(&tokens).and_then(|next| next.choose(&choices)),
@@ -112,9 +112,9 @@ fn step_of_a_changing_batch_equals_single_sequences() {
         if device.is_cube() && fixture.name != "dense-ple" {
             return;
         }
-        // The first schedule has ten sequences, which is more than the eight that the decode kernels support. In the
-        // second schedule, the prompts nearly fill the allocated 256 cache slots (token positions) per sequence. The
-        // answers then need more slots, while some allocated rows of the batch have no sequence.
+        // In the first schedule, the batch has ten sequences, but the decode kernels support at most eight. In the
+        // second schedule, each prompt nearly fills the 256 cache slots (token positions) that are allocated per
+        // sequence. The answers then need more slots. At that time, some allocated rows of the batch have no sequence.
         let kinds = [
             (10, 1..60, false, KvPrecision::Model),
             (6, 250..257, false, KvPrecision::Model),

@@ -1,12 +1,13 @@
-//! Tests that a text in the KV cache gives the same logits whether it is prefilled at once or in portions. The portions are
-//! single tokens, chunks, and padded batches. The texts exceed the sliding window and the first allocation of the buffers.
+//! Tests that a text in the KV cache gives the same logits whether it is prefilled at once or in portions. A portion is
+//! a single token, a chunk, or a padded batch. The texts are longer than the sliding window, and longer than the
+//! buffers' first allocation.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
-/// A function that creates an empty cache of a model. The second argument holds the number of padding tokens of each
+/// A function that creates an empty cache for a model. The second argument lists the number of padding tokens of each
 /// sequence.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
@@ -36,8 +37,8 @@ fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
     )
 }
 
-/// Returns the logits of `sequence` after prefilling `cache` in portions. The list `portions` holds the number of tokens of
-/// each portion, and repeats until the sequence ends.
+/// Prefills `cache` with `sequence` in portions, and returns the logits of all positions. The list `portions` holds the
+/// number of tokens of each portion. The list is repeated until the sequence ends.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -115,8 +116,8 @@ fn cache_logits_of_last_positions_equal_the_whole() {
     });
 }
 
-/// Sequences of different lengths, left-padded to a batch, give the same logits as each sequence alone. The logits stay equal
-/// after the ring buffer has overwritten the padding.
+/// Sequences of different lengths are left-padded to a batch. Each sequence gives the same logits in the batch as
+/// alone. The logits stay equal after the ring buffer has overwritten the padding.
 #[test]
 fn cache_padded_batch_equals_single_sequences() {
     on_every_device(|fixture, gemma, device| {
@@ -190,8 +191,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
-    // The size has the factor 2 for keys and values, and the factor 4 for the bytes of an f32. Each of two sliding layers
-    // has 8 slots (token positions) with 32 columns. One full layer has 256 slots with 64 columns.
+    // The factor 2 counts keys and values, and the factor 4 counts the bytes of an f32. Each of the two sliding layers
+    // has 8 slots (token positions) with 32 columns. The one full layer has 256 slots with 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
         // The model `dense-ple` computes its values separately from its keys, so even the compact cache stores complete keys
@@ -201,8 +202,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
 
     let fixture = Fixture::open("dense-keqv");
     let gemma = fixture.load(&device, DType::F32);
-    // Each of three sliding layers has two heads and 8 slots (token positions) with 32 columns per head. Each of two full
-    // layers has 256 slots with 64 columns. A compact key stores only the 16 columns that RoPE rotates.
+    // Each of the three sliding layers has two heads, and each head has 8 slots (token positions) with 32 columns. Each
+    // of the two full layers has 256 slots with 64 columns. A compact key stores only the 16 columns that RoPE rotates.
     let sliding = 2 * 4 * 3 * 2 * 8 * 32;
     for ((_, cache), columns) in CACHES.into_iter().zip([64 + 64, 64 + 16]) {
         let full = 4 * 2 * 256 * columns;

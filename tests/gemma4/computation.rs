@@ -38,8 +38,8 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // Hugging Face Transformers returns the last layer's output only after the final norm. So the test does not
-            // compare the output before the norm.
+            // For the last layer, Hugging Face Transformers returns only the output after the final norm. The test
+            // therefore does not compare the last layer's output before this norm.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }

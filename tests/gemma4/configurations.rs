@@ -192,8 +192,8 @@ fn config_field_of_wrong_type_is_named_with_its_path() {
     );
 }
 
-/// A configuration that scales RoPE in the older field `rope_scaling` is refused. A scaling factor with the RoPE type
-/// `default` is refused too, because Hugging Face Transformers would ignore the factor.
+/// A configuration that scales RoPE in the older field `rope_scaling` is refused. A configuration with the RoPE type
+/// `default` and a scaling factor is refused too, because Hugging Face Transformers would ignore the factor.
 #[test]
 fn config_rope_scaling_is_obeyed_or_refused() {
     for scaling in [

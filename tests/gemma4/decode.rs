@@ -1,6 +1,6 @@
-//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases decode with the
-//! decode kernels or with the model's layers, and with or without CUDA graph capture. The batches have one or several
-//! sequences of equal or different lengths. The texts exceed the window and the allocated buffers.
+//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases decode with
+//! the decode kernels or with the model's layers, and with or without CUDA graph capture. A batch has one or several
+//! sequences, of equal or different lengths. The texts are longer than the window and than the allocated buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -22,8 +22,9 @@ fn has_kernels(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Prefills `cache` with the first `prefix` tokens of each sequence in `rows` in one forward, and decodes the remaining
-/// tokens. Returns the logits of each step, `[batch · vocabulary]`, and the execution mode of each step.
+/// Prefills `cache` in one forward with the first `prefix` tokens of each sequence in `rows`. Then decodes the
+/// remaining tokens. Returns two lists with one entry per decode step: the logits, `[batch · vocabulary]`, and the
+/// decode mode.
 fn decode(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -134,8 +135,8 @@ fn decode_left_padded_batch_equals_single_sequences() {
             let gemma = fixture.load(&device.device, DType::F32);
             let model = gemma.model();
             let whole = [&fixture.prompt[..], &fixture.generated].concat();
-            // At the prefill, the first text is longer than the window, the third has two tokens, and the fourth is
-            // only padding.
+            // After the prefill of `prefix` columns, the first text is longer than the window, the third has two
+            // tokens, and the fourth is only padding.
             let prefix = whole.len() - 12;
             let padding = [0, 3, prefix - 2, prefix];
             let cache = match compact {
@@ -155,8 +156,9 @@ fn decode_left_padded_batch_equals_single_sequences() {
             first.expect("the step succeeds");
             let mut found: Vec<Vec<f32>> = Vec::new();
             let mut modes = Vec::new();
-            // Between the runs of the two decoders, one step runs the model's layers without the decode kernels. The layers
-            // must find the keys and values that the first decoder wrote.
+            // The first decoder decodes six tokens, and the second decoder decodes the last tokens. Between the two,
+            // one step runs the model's layers without the decode kernels. The layers must find the keys and values
+            // that the first decoder wrote.
             for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
                 let mut decoder = model.decoder(&mut cache);
                 for column in start..end {

@@ -1,6 +1,6 @@
 //! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
 //! lengths, accept different numbers of draft tokens, and end at different times. Tokens are chosen greedily or
-//! sampled. Some passes have few enough rows for the decode kernels, and others have too many.
+//! sampled. Some forward passes have few enough rows for the decode kernels, and others have too many.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -95,8 +95,8 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// A pass of the decode kernels takes at most 8 tokens, but a batch of ten sequences has ten tokens per pass even without
-/// drafts. With such a batch, the decoder uses draft tokens only if `draft_tokens` sets their number.
+/// The decode kernels process at most 8 tokens per forward pass. A batch of ten sequences exceeds this limit even
+/// without draft tokens. For such a batch, the decoder uses draft tokens only if `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");
@@ -172,9 +172,9 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// Batches with a drafter give the same texts as without a drafter. The first model accepts draft tokens in all
-/// sequences, because its drafter is built to predict the model's text. The other models reject most draft tokens,
-/// because their drafters have random weights.
+/// Batches with a drafter give the same texts as without a drafter. The first model's drafter is built to predict the
+/// model's text, so the model accepts draft tokens in all sequences. The drafters of the other models have random
+/// weights, so these models reject most draft tokens.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

@@ -36,8 +36,9 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// A drafter gives the same draft tokens and hidden states as Hugging Face Transformers. The expected results are those
-/// for the exact window (`strict_window`), because in Transformers itself, the drafter's window has one key more.
+/// A drafter gives the same draft tokens and hidden states as Hugging Face Transformers. The expected results were
+/// computed with `strict_window`, that is, with the exact window. In Transformers itself, the drafter's window has one
+/// key more.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
@@ -89,8 +90,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
     }
 }
 
-/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The caches have either eight spare
-/// slots for rejected tokens or no spare slots.
+/// If a captured CUDA graph computes the draft tokens, they equal the draft tokens from separate kernel launches. One
+/// case runs with eight spare cache slots for rejected tokens, and the other case has no spare slots.
 #[test]
 fn drafter_replayed_round_equals_direct_round() {
     for device in devices() {
@@ -388,7 +389,8 @@ fn drafter_with_right_tokens_accepts_all() {
     }
 }
 
-/// A session continues in the same way after a text with draft tokens as after a text without them.
+/// A session generates a text with draft tokens, and then continues the text with a longer prompt. The second answer is
+/// the same as without draft tokens.
 #[test]
 fn drafter_session_continues_as_without_drafts() {
     let gemma = load("assistant-ple", "dense-ple", &Device::flex());

@@ -26,8 +26,8 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// Returns the fixture's prompt and answer, then the prompt a second time, then the first eight tokens of the answer. Prompt
-/// lookup can take draft tokens from the first answer.
+/// Returns four parts, one after the other: the fixture's prompt, its answer, the prompt again, and the first eight
+/// tokens of the answer. Prompt lookup can take draft tokens from the first answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],
@@ -87,9 +87,9 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// A seed gives the same tokens with draft tokens as without, because the random numbers are drawn in the same order.
-/// Penalties and other sampling options depend on the earlier text. For a draft token, the earlier text includes the
-/// draft tokens before it.
+/// With the same seed, the decoder samples the same tokens with and without draft tokens, because the random numbers
+/// are drawn in the same order. Penalties and some other sampling options depend on the earlier text. For a draft
+/// token, the earlier text includes the draft tokens before it.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -225,9 +225,9 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     );
 }
 
-/// A text can end at any of the tokens that one forward pass generates. The causes of the end are a cancellation, a stop
-/// token, a stop string, and the maximum number of tokens. The session then contains exactly the tokens before the last
-/// token of the text.
+/// A forward pass may generate several tokens, and the text can end at any of them. The end is caused by a
+/// cancellation, a stop token, a stop string, or the maximum number of tokens. Afterwards, the session contains exactly
+/// the tokens before the last token of the text.
 #[test]
 fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {

@@ -140,8 +140,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently. Rounding changes the cumulative probabilities of the tokens by a
-            // millionth, so a single draw may differ.
+            // Devices may round exponentials differently. The rounding changes cumulative probabilities by a millionth,
+            // so one of the drawn tokens may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -361,7 +361,7 @@ fn sampling_with_too_few_samplers_is_refused() {
     assert!(error.is_err());
 }
 
-/// Returns the generated texts of two runs: sampled by kernels, and sampled on the host. The second run requests
+/// Returns the generated texts of two runs. In the first run, kernels sample the tokens. The second run requests
 /// logprobs, which makes the decoder sample on the host.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {

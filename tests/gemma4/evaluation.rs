@@ -102,8 +102,8 @@ fn evaluation_in_windows_and_shared_rows_equals_the_definition() {
     };
     let long = random(21, 5);
     let (length, stride) = (8, 3);
-    // The sum includes all predicted tokens of the first window, 3 tokens of each of the next windows, and one token of
-    // the last. Each window after the first starts with the text's first token.
+    // The first window scores 7 tokens, each of the next windows scores 3 tokens, and the last window scores one token.
+    // Each window after the first starts with the text's first token.
     let mut expected = definition(&gemma, &long[..8], 7);
     for (end, counted) in [(11, 3), (14, 3), (17, 3), (20, 3), (21, 1)] {
         let window = [&long[..1], &long[end - 7..end]].concat();
@@ -160,8 +160,9 @@ fn evaluate_reports_the_validation_loss_of_finetune() {
     assert_eq!(documents.len(), 200);
     assert_eq!(documents[199]["line"], 200);
     let of = |told: &Value| told["cross_entropy"].as_f64().expect("field is a number");
-    // Every fifth document has the same text, so its cross entropy must be the same except for rounding. The equal
-    // documents lie at different positions of their rows, where a GEMM on the CPU may add in another order.
+    // Every fifth document has the same text, so its cross entropy must be the same except for rounding. These equal
+    // documents lie at different positions of their rows. At different positions, a GEMM on the CPU may add in another
+    // order.
     let (first, fifth) = (of(&documents[0]), of(&documents[5]));
     let error = (first - fifth).abs();
     assert!(

@@ -1,6 +1,6 @@
 //! Tests the mixture of experts (MoE). Kernels must select the same experts as the host, even if probabilities are
-//! equal. The logits and the gradients must be the same too. The tested sizes are no multiples of the tile size. Two
-//! runs must give bitwise equal results.
+//! equal. The logits and the gradients of the kernels must equal those of the host, except for rounding. Some sizes are
+//! no multiples of the tile size. If a test computes the gradients twice, they must be bitwise equal.
 
 use crate::{
     devices::devices,
@@ -169,7 +169,7 @@ impl Observer for Chosen {
 }
 
 /// The results of a case: the logits of the whole text, the selected experts, and the gradients of all parameters. The
-/// gradients are those of a loss that depends on the logits.
+/// loss of these gradients depends on the logits.
 struct Outcome {
     logits: Vec<f32>,
     chosen: Vec<Vec<f32>>,

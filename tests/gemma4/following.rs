@@ -1,6 +1,7 @@
-//! Tests `Decoder::follow`, which launches the next forward pass before the host has the tokens of the current pass. The
-//! early forward pass is called a pass ahead. The tokens equal the tokens of separate steps. A discarded pass ahead leaves
-//! no trace in the cache. The texts exceed the window and the allocated buffers.
+//! Tests `Decoder::follow`, which launches the next forward pass before the host has the tokens of the current pass.
+//! The early forward pass is called a pass ahead. `follow` must give the same tokens as separate decode steps. A
+//! discarded pass ahead leaves no trace in the cache. The texts are longer than the window and than the allocated
+//! buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -13,8 +14,8 @@ fn chooses(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Returns a cache that holds the beginning of `batch` texts. If `ragged` is true, row `i` starts with `2 · i` padding
-/// tokens.
+/// Returns a cache that holds `batch` copies of `text`. If `ragged` is true, `2 · i` padding tokens replace the first
+/// tokens of row `i`.
 fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: usize) -> Cache {
     let padding: Vec<usize> = (0..batch)
         .map(|row| if ragged { 2 * row } else { 0 })
@@ -30,7 +31,7 @@ fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: u
     cache
 }
 
-/// Runs a decode step on the tokens in `read`, and returns the next token of each sequence.
+/// Runs a decode step that processes the tokens in `read`, one per sequence. Returns the next token of each sequence.
 fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) -> Vec<u32> {
     let next = decoder.step(read).expect("the step succeeds");
     match samplers.is_empty() {
@@ -40,8 +41,8 @@ fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) ->
     .expect("the tokens are valid")
 }
 
-/// Returns the next tokens after the tokens in `read`. The function calls `follow`, or runs a step if the device does not
-/// sample tokens.
+/// Processes the tokens in `read`, one per sequence, and returns the next token of each sequence. The function calls
+/// `follow`. If the device does not sample tokens, the function runs a separate decode step instead.
 fn followed(
     decoder: &mut Decoder<'_>,
     read: &[u32],

@@ -1,6 +1,7 @@
 //! Tests caches that remove their last columns, as after rejected draft tokens. A column is one token position of every
-//! sequence. The cases combine the removal with padding, growing buffers and wrapped ring buffers. In some cases, a forward
-//! pass has more tokens than a ring buffer has slots beyond the window.
+//! sequence. The cases combine the removal with padding, growing buffers and wrapped ring buffers. A ring buffer may
+//! have spare slots in addition to the slots of the window. In some cases, a forward pass has more tokens than there
+//! are spare slots.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -63,8 +64,9 @@ fn cache_forget_over_a_block_keeps_padded_batches() {
     }
 }
 
-/// A forward pass may have more tokens than a ring buffer has slots beyond the window. Some tokens then overwrite slots
-/// that the pass's first query still needs. The cache must store such tokens only after that query has read the slots.
+/// A ring buffer may have spare slots in addition to the slots of the window. If a forward pass has more tokens than
+/// there are spare slots, some tokens overwrite slots that the pass's first query still needs. The cache must store
+/// such tokens only after this query has read the slots.
 #[test]
 fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {

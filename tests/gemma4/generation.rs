@@ -40,8 +40,8 @@ fn generate_greedy_tokens_equal_transformers() {
     });
 }
 
-/// The size of the prefill chunks does not change a text. The texts are longer than the window, and longer than the first
-/// allocation of a full layer's buffers.
+/// The size of the prefill chunks does not change a text. The texts are longer than the window, and longer than the
+/// buffers of a full-attention layer at their first allocation.
 #[test]
 fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {

@@ -1,5 +1,6 @@
 //! Tests half precision. The error of the logits is their distance from the f32 logits of Hugging Face Transformers. In
-//! bf16, the limit is 1.5 times the error that Transformers has in bf16. In f16, the limit is that error itself.
+//! bf16, the error may be at most 1.5 times the error that Transformers has in bf16. In f16, the error may be at most
+//! the error that Transformers has in bf16.
 
 use crate::{
     devices::devices,
@@ -18,8 +19,8 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     (squares / a.len() as f32).sqrt()
 }
 
-/// An observer that finds the first position at which rounding makes the router select other experts than in f32. The
-/// logits of this and all later positions differ by arbitrary amounts, so they are not compared.
+/// An observer that finds the first position at which rounding makes the router select other experts than in f32. From
+/// this position on, the logits differ by arbitrary amounts, so the test does not compare them.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
@@ -45,8 +46,9 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Rounding explains the selection of another expert only if the smallest selected and the largest
-                    // unselected probability are close. Their gap may be at most twice the rounding error.
+                    // If the smallest selected and the largest unselected probability are close, rounding explains the
+                    // selection of another expert. The gap between these probabilities may be at most twice the
+                    // rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));

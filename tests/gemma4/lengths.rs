@@ -48,9 +48,9 @@ fn expected(
     chosen
 }
 
-/// Each length option gives the same tokens as [`expected`], which runs a forward over the whole text per token and
-/// excludes suppressed tokens. Each text is generated three times: without draft tokens, with draft tokens, and in a
-/// batch.
+/// Each length option gives the same tokens as [`expected`], which runs a forward over the whole text for each token
+/// and excludes suppressed tokens. Each text is generated three times: without draft tokens, with draft tokens, and in
+/// a batch.
 #[test]
 fn length_options_suppress_tokens_as_transformers_does() {
     let fixture = Fixture::open("dense-ple");

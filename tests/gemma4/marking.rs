@@ -1,6 +1,6 @@
-//! Tests `Tokenizer::marking`. If a message spells out a special token, a mark character in the spelling makes the
-//! tokenizer encode the spelling as plain text. The tests try to defeat this with special tokens that contain possible
-//! mark characters.
+//! Tests `Tokenizer::marking`. If a message spells out a special token, the tokenizer must encode the spelling as plain
+//! text. A mark character that is inserted into the spelling achieves this. The tests try to defeat the mark with
+//! special tokens that contain possible mark characters.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;

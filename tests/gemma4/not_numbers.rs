@@ -91,8 +91,9 @@ fn argmax_of_the_lowest_finite_logit_is_found() {
     }
 }
 
-/// Argmax and sampling give the expected tokens even if there are more rows than one dimension of a launch grid allows. The
-/// number of rows is prime, so it is not a product of two smaller grid dimensions.
+/// A launch grid allows a limited number of cubes (thread blocks) per dimension. Argmax and sampling give the expected
+/// tokens even for more rows than this limit. The number of rows is prime, so it is not a product of two smaller grid
+/// dimensions.
 #[test]
 fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
     const ROWS: u32 = 131_071;

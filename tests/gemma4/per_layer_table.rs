@@ -29,8 +29,8 @@ const CASES: [(&str, Quantization); 6] = [
     ("compressed/mixed", Quantization::Stored),
 ];
 
-/// Returns a memory limit for a fixture. Under this limit, the table needs several buffers, and every other weight needs only
-/// one buffer.
+/// Returns a memory limit for a model. Under this limit, the table of per-layer embeddings needs several buffers, but
+/// every other weight fits into one buffer.
 fn small_buffers((name, quantization): (&str, Quantization), dtype: DType) -> DeviceMemory {
     let options = LoadOptions::new().dtype(dtype).quantization(quantization);
     let model = load(name, &Device::flex(), options).model().clone();
@@ -81,8 +81,8 @@ fn load(name: &str, device: &Device, options: LoadOptions<'_>) -> Gemma4 {
 /// buffers.
 fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gemma4; 3] {
     let (name, quantization) = case;
-    // The option `quantization` does not quantize a table on the host. If the file itself is quantized, the table has the
-    // same elements on the host as on the device.
+    // The option `quantization` quantizes only a table on the device, not a table on the host. If the file itself is
+    // quantized, the table has the same elements on the host as on the device.
     let form = || LoadOptions::new().dtype(dtype).quantization(quantization);
     let on_device = form().per_layer_table(PerLayerTable::Device);
     let on_host = form().per_layer_table(PerLayerTable::Host);

@@ -23,8 +23,8 @@ fn answer(
     chunk: usize,
 ) -> (Vec<u32>, usize) {
     let choose = |results: Vec<RowResult>| results[0].token().expect("the logits are finite");
-    // On a Hopper card, a prefill from `Gemma4::prefill` would not use the prefix cache, because running the whole
-    // prompt with a CUDA graph is faster.
+    // The test does not call `Gemma4::prefill`, because this function may not use the prefix cache. On a Hopper card,
+    // it runs the whole prompt with a CUDA graph instead, which is faster.
     let mut prefill = Prefill::new(gemma.model(), prompt.to_vec(), kind).expect("the prompt fits");
     prefixes.resume(&mut prefill);
     let reused = prefill.reused();
@@ -53,9 +53,9 @@ fn drawn(rng: &mut StdRng, gemma: &Gemma4, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Four prompts share a prefix that is longer than the sliding window of 8 or 16 tokens. The second prompt takes a
-/// checkpoint (a copy of the ring buffers) at the end of the prefix. The third and fourth prompts reuse the whole
-/// prefix from there.
+/// Four prompts share a prefix that is longer than the sliding window of 8 or 16 tokens. While the second prompt is
+/// prefilled, a checkpoint (a copy of the ring buffers) is taken at the end of the prefix. The third and fourth prompts
+/// continue from this checkpoint, so they reuse the whole prefix.
 #[test]
 fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     on_every_device(|fixture, gemma, device| {
@@ -82,8 +82,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
             };
             let mut rng = StdRng::seed_from_u64(11);
             let mut prefixes = PrefixCache::new(gemma.model(), usize::MAX, usize::MAX);
-            // A prefix of 256 tokens fills a whole block of slots, the unit in which the buffers of full-attention
-            // layers grow.
+            // The buffers of full-attention layers grow in blocks of 256 slots (token positions). A prefix of 256
+            // tokens fills a whole block.
             let numbers: &[usize] = match device.is_cube() {
                 true => &[256],
                 false => &[66, 100, 256],
@@ -120,8 +120,8 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
     });
 }
 
-/// In a conversation, each prompt begins with the whole earlier prompt. The prefix cache then replaces the earlier
-/// prompt's keys and values by those of the new prompt.
+/// In a conversation, each prompt begins with the whole earlier prompt. The prefix cache then drops the keys and values
+/// of the earlier prompt, and keeps those of the new prompt.
 #[test]
 fn keep_of_a_continued_prompt_replaces_the_earlier_prompt() {
     on_every_device(|fixture, gemma, device| {
@@ -219,17 +219,18 @@ fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
             let (tokens, reused) = answer(&gemma, &mut prefixes, &mut batch, &prompt, kind, 50);
             let what = format!("{shared} of {first} tokens shared, {reused} reused");
             assert_eq!(tokens, expected.tokens, "{what}");
-            // The ring buffers hold all tokens of a prompt that is shorter than the window. The ring buffers of any
-            // other prompt hold only its last tokens. The next prompt can then continue only before or after the last
-            // token.
+            // If a prompt is shorter than the window, the ring buffers hold all of its tokens. If it is longer, the
+            // ring buffers hold only its last tokens. The next prompt can then continue only directly before or
+            // directly after the last token.
             let is_held = first < window || shared + 1 >= first;
             assert_eq!(reused >= shared, is_held, "{what}");
         }
     }
 }
 
-/// Two prompts continue the same earlier prompt. The first of the two replaces the earlier prompt in the prefix cache,
-/// but keeps a checkpoint at the earlier prompt's end. The second continues from this checkpoint.
+/// Two prompts continue the same earlier prompt. In the prefix cache, the first of the two replaces the earlier prompt.
+/// A checkpoint (a copy of the ring buffers) is kept at the earlier prompt's end. The second of the two continues from
+/// this checkpoint.
 #[test]
 fn resume_from_a_replaced_prompt_reuses_all_its_tokens() {
     on_every_device(|fixture, gemma, device| {

@@ -1,5 +1,6 @@
-//! Tests the GEMMs of linear layers and the gradients of these GEMMs, for any matrix size. The error is at most twice
-//! the error of rounding the exact result once. A GEMM must not read the memory around a sliced matrix.
+//! Tests the GEMMs of linear layers and the gradients of these GEMMs, for any matrix size. The error of a result may be
+//! at most twice the error of the exact result after one rounding. If a matrix is a slice, a GEMM must not read the
+//! memory around the slice.
 
 use crate::{devices::devices, fixture::values};
 use burn::{

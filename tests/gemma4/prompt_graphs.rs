@@ -1,8 +1,9 @@
 //! Tests prompts whose prefill replays a CUDA graph. A graph processes a fixed number of tokens, to which shorter
-//! prompts are padded. The logits, the KV cache and the next decode steps must equal those of separate launches.
+//! prompts are padded. With a graph, the logits, the KV cache and the next decode steps must be the same as with
+//! separate kernel launches.
 //!
-//! On a device without CUDA graphs, the first prompt that a graph would process runs the padded pass without a capture.
-//! All later prompts use separate launches.
+//! On a device without CUDA graphs, the first attempt to capture a graph fails. The prompt of this attempt still runs
+//! padded. All later prompts use separate launches without padding.
 
 use crate::fixture::{assert_close, greedy, on_every_device, tokens, values};
 use burn_gemma4::{Gemma4, Logits, PromptGraphs};
@@ -50,8 +51,8 @@ fn prompt_by_graph_matches_separate_launches() {
         let graphs = PromptGraphs::new(gemma.model().clone());
         let vocabulary = gemma.config().vocab_size as u32;
         let mut rng = StdRng::seed_from_u64(11);
-        // Several lengths are padded to 32 and to 64 tokens, so that each of these two graphs runs for prompts of
-        // different lengths.
+        // Nearly all of these lengths are padded to 32 or to 64 tokens. Each of these two graphs thus runs for prompts
+        // of different lengths.
         for length in [20, 32, 33, 64, 1, 31, 2, 32, 50, 8, 65, 40, 63, 17] {
             let mut draw = |count: usize| -> Vec<u32> {
                 (0..count)
@@ -70,8 +71,8 @@ fn prompt_by_graph_matches_separate_launches() {
     });
 }
 
-/// Checks generations on threads that did not load the weights. One thread uses its own stream, and another uses the
-/// stream of the weights.
+/// Checks generations on threads that did not load the weights. One thread uses a stream of its own, and another thread
+/// uses the stream on which the weights were loaded.
 #[test]
 fn generation_on_another_thread_equals_that_of_the_loading_thread() {
     on_every_device(|fixture, gemma, _| {
@@ -92,7 +93,8 @@ fn generation_on_another_thread_equals_that_of_the_loading_thread() {
     });
 }
 
-/// Checks that a generation that replays a graph gives the same tokens as the first generation, which has no graph.
+/// Checks repeated generations for the same prompt. The first generation runs without a graph, and later generations
+/// replay a graph. All generations must give the same tokens.
 #[test]
 fn generation_by_graph_equals_first_generation() {
     on_every_device(|fixture, gemma, _| {

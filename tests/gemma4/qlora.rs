@@ -1,5 +1,5 @@
-//! Tests LoRA adapters over quantized weights (QLoRA). The gradients equal the gradients over the dequantized weights, but the
-//! weights need only the memory of the packed format.
+//! Tests LoRA adapters over quantized weights (QLoRA). The gradients equal the gradients of the same adapters over
+//! dequantized weights. The quantized weights stay packed in memory, even during training.
 
 use crate::{
     devices::devices,
@@ -15,8 +15,8 @@ use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantiz
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
-/// The checkpoints with their quantization options. The cases cover all bit widths, zero points, block minima, experts,
-/// per-layer embeddings and tied output heads.
+/// The test cases. Each case is a checkpoint and the way in which its weights are quantized. The cases cover all bit
+/// widths, zero points, block minima, experts, per-layer embeddings and tied output heads.
 const CASES: [(&str, Quantization); 7] = [
     ("dense-ple", Quantization::Q4),
     ("moe", Quantization::Q8),
@@ -30,7 +30,8 @@ const PROMPT: [u32; 21] = [
     2, 24, 301, 33, 47, 210, 111, 85, 90, 24, 301, 34, 47, 25, 26, 310, 44, 45, 99, 100, 7,
 ];
 
-/// Fills the LoRA matrices A and B with numbers that depend only on the matrices' paths, so that all models get equal matrices.
+/// Fills the LoRA matrices A and B with pseudo-random numbers. The numbers depend only on the paths of the matrices, so
+/// all models get equal matrices.
 #[derive(Default)]
 struct Drawn {
     path: Vec<String>,
@@ -68,8 +69,8 @@ impl ModuleMapper for Drawn {
     }
 }
 
-/// A visitor that collects the gradients of the LoRA matrices A and B by their paths. The visitor panics if any other parameter
-/// has a gradient.
+/// A visitor that collects the gradients of the LoRA matrices A and B, each under the path of its matrix. The visitor
+/// panics if any other parameter has a gradient.
 struct Found<'a> {
     gradients: &'a GradientsParams,
     path: Vec<String>,
@@ -102,7 +103,8 @@ fn dense_ple(form: Quantization, device: &Device) -> Gemma4Model {
     Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("the model is valid")
 }
 
-/// Attaches an adapter to `model`. Neither of the adapter's matrices A and B is zero, unlike in an untrained adapter.
+/// Attaches an adapter to `model`, and fills both of its matrices, A and B, with numbers. In an untrained adapter, B
+/// would be zero and the adapter would have no effect.
 pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     let mut drawn = Drawn::default();
     let model = Adapter::new(2, 4.0)
@@ -113,8 +115,8 @@ pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     model
 }
 
-/// Returns a loss and the gradients of the LoRA matrices. If `by_layer` is true, the gradients are computed layer by layer,
-/// and otherwise by one backward through the whole model.
+/// Returns a loss and the gradients of the LoRA matrices. If `by_layer` is true, the function runs a separate backward
+/// for each layer. Otherwise, it runs one backward through the whole model.
 pub fn learned(
     model: &Gemma4Model,
     device: &Device,
@@ -325,8 +327,8 @@ fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     }
 }
 
-/// If an adapter is merged or attached twice, the product of its matrices A and B is added to the weights twice. The first
-/// merge dequantizes the weights, and the second merge adds to these dequantized weights.
+/// If an adapter is merged or attached a second time, the product of its matrices A and B is added to the weights once
+/// more. The first merge dequantizes the weights, and the second merge adds to these dequantized weights.
 #[test]
 fn qlora_second_merged_adapter_adds_to_the_first() {
     let device = Device::flex();

@@ -1,5 +1,5 @@
-//! Tests models whose weights stay quantized. These models give the same results as models with the dequantized weights, and
-//! need only the memory of the packed weights.
+//! Tests models whose weights stay quantized. Such a model gives the same results as a model with the dequantized
+//! weights, but its weights need only the memory of the packed format.
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
@@ -18,8 +18,8 @@ use burn_gemma4::{
 use std::ops::ControlFlow;
 use tempfile::TempDir;
 
-/// The cases: quantized checkpoints, and checkpoints that are quantized while loading. The cases cover every format, tied
-/// output heads, per-layer embeddings, experts, and heads as wide as in real models.
+/// The test cases: checkpoints that are already quantized, and checkpoints that the loader quantizes. The cases cover
+/// every format, tied output heads, per-layer embeddings, experts, and heads as wide as in real models.
 const CASES: [(&str, Quantization); 12] = [
     ("gguf/dense-ple.Q8_0.gguf", Quantization::Stored),
     ("gguf/moe.Q4_0.gguf", Quantization::Stored),
@@ -107,8 +107,8 @@ fn quantized_model_tokens_and_logits_equal_the_dequantized_model() {
     }
 }
 
-/// The decode kernels over quantized weights give the logits of the dequantized model. The batches have one sequence, a few
-/// sequences, the maximum number that the decode kernels support, and more than this maximum.
+/// The decode kernels over quantized weights give the logits of the dequantized model. The tested batches have one
+/// sequence, a few sequences, as many sequences as the decode kernels support, and more sequences than that.
 #[test]
 fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     for device in devices() {
@@ -171,9 +171,9 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// A quantized model takes the bytes of its packed rows and of its unquantized weights. The 64 columns of a row take 16 words
-/// (32 bits each) of 8-bit codes or 8 words of 4-bit codes. One more word holds two scales. The row is padded to a multiple
-/// of 4 words.
+/// The memory of a quantized model is the sum of its packed rows and its unquantized weights. The 64 columns of a row
+/// take 16 words (32 bits each) with 8-bit codes, or 8 words with 4-bit codes. One more word holds two scales. The row
+/// is then padded to a multiple of 4 words.
 #[test]
 fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
@@ -205,8 +205,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
     }
 }
 
-/// A model that is quantized after loading has the same logits as a model that is quantized while loading. The quantized
-/// model can be dequantized again.
+/// A model may be quantized after loading or while loading, and the logits are the same. The test also dequantizes the
+/// model that was quantized after loading.
 #[test]
 fn quantize_of_a_loaded_model_equals_quantizing_while_loading() {
     let device = Device::flex();

@@ -12,13 +12,15 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The maximum root mean square difference between the logits with the int8 cache and the logits with the full-precision
-/// cache, relative to the logits. The int8 codes of a row have an error of about 1/180 of the standard deviation of the row.
-/// The scores of the test models have a standard deviation of 8, so the error changes the probabilities by about 5 %.
+/// The maximum root mean square of the difference between the logits with the int8 cache and the logits with the
+/// full-precision cache. This maximum is relative to the root mean square of the logits with the full-precision cache.
+/// The int8 codes of a row have an error of about 1/180 of the standard deviation of the row. The scores of the test
+/// models have a standard deviation of 8, so the error changes the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
-/// The maximum relative difference between the results of two computations over the same text with an int8 cache. The
-/// results may differ, because rounding in f32 decides the code of an element that lies midway between two codes.
+/// The maximum relative difference between two computations over the same text with an int8 cache. The two computations
+/// may round differently in f32. If an element lies close to the midpoint between two codes, this rounding decides
+/// which code the element gets.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -51,8 +53,8 @@ fn whole(fixture: &Fixture) -> Vec<u32> {
     [&fixture.prompt[..], &fixture.generated].concat()
 }
 
-/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The list `portions` holds the number
-/// of tokens of each portion, and repeats until the sequence ends.
+/// Prefills `cache` with `sequence` in portions, and returns the logits of all positions. The list `portions` holds the
+/// number of tokens of each portion. The list is repeated until the sequence ends.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -77,9 +79,9 @@ fn by_portions(
     logits
 }
 
-/// Returns the values of `compact_keys` to test. Compact keys (only the rotated channels) are possible if keys and
-/// values come from the same projection. The function then returns both false and true. In other models, `compact_keys`
-/// has no effect, so only false is returned.
+/// Returns the values of the option `compact_keys` to test. With this option, the cache stores only the rotated
+/// channels of a key. The option needs keys and values from the same projection, and the function then returns both
+/// false and true. In other models the option has no effect, so the function returns only false.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],
@@ -107,8 +109,8 @@ fn int8_cache_logits_stay_near_full_precision() {
             let at_once = read(&[sequence.len()]);
             let what = format!("{} {} compact {compact}", fixture.name, device.name);
             let error = mean_difference(&at_once, &expected);
-            // In the MoE model, rounding may change which experts a token selects. A change of experts changes the logits much
-            // more than rounding does.
+            // In the MoE model, rounding may change which experts the router selects for a token. Such a change alters
+            // the logits much more than rounding itself.
             let bound = if fixture.name == "moe" { 0.5 } else { BOUND };
             assert!(error > 0.0 && error < bound, "{what}: {error}");
             let all = [&[24, 1][..], &[7, 1, 1], &[1]];
@@ -120,8 +122,8 @@ fn int8_cache_logits_stay_near_full_precision() {
     });
 }
 
-/// Over the int8 cache, the decode kernels give the same logits as a prefill by the model's layers. The sequences of a
-/// batch have different lengths, and are longer than the sliding window.
+/// Over the int8 cache, the decode kernels give the same logits as a prefill by the layers of the model. The sequences
+/// of a batch have different lengths, and every sequence is longer than the sliding window.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
@@ -242,8 +244,8 @@ fn int8_cache_with_drafter_leaves_the_tokens_unchanged() {
     }
 }
 
-/// A session that is loaded from its file continues like the original session, also on an autodiff device. If the file has
-/// another KV precision, the session prefills its text again.
+/// A session that is loaded from its file continues like the original session, also on an autodiff device. If the KV
+/// cache in the file has another precision than the loaded session, the session prefills its text again.
 #[test]
 fn int8_cache_session_continues_from_its_file() {
     let flex = Device::flex();
@@ -313,8 +315,8 @@ fn int8_cache_session_of_wrong_dtype_is_malformed() {
     );
 }
 
-/// An int8 session is refused if it was computed in another dtype than the dtype of the model. The file records the dtype of
-/// the computation.
+/// A session with an int8 cache is refused if the session was computed in another dtype than the dtype of the model.
+/// The session file records the dtype in which the session was computed.
 #[test]
 fn int8_cache_session_computed_in_another_dtype_is_refused() {
     let fixture = Fixture::open("dense-ple");
@@ -331,8 +333,9 @@ fn int8_cache_session_computed_in_another_dtype_is_refused() {
     assert!(text.contains("computed in f32"), "{text}");
 }
 
-/// A key or value element takes one byte. Each head in a slot takes 4 more bytes for the scale of its key, and 4 for
-/// the scale of its value. A compact key stores only its rotated channels, and shares the scale of its value.
+/// A slot of the cache holds the keys and values of one token. A key or value element takes one byte. For each head,
+/// the slot has 4 more bytes for the scale of the key, and 4 for the scale of the value. A compact key stores only its
+/// rotated channels, and shares the scale of its value.
 #[test]
 fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
     let device = Device::flex();

@@ -112,7 +112,8 @@ fn quantize_to_gguf_equals_quantizing_while_loading() {
     }
 }
 
-/// A quantized GGUF file equals the file that llama.cpp's converter and quantizer made from the same checkpoint.
+/// A quantized GGUF file equals the file that llama.cpp made from the same checkpoint, with its own converter and
+/// quantizer.
 #[test]
 fn quantize_to_gguf_equals_llama_cpp() {
     let folder = TempDir::new().expect("a temporary folder");
@@ -134,8 +135,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
         for (tensor, found) in &found.tensors {
             let expected = &expected.tensors[tensor];
             assert_eq!(found.dimensions, expected.dimensions, "{tensor}");
-            // Only tensors that have the same type in both files are compared, because llama.cpp's quantizer chooses larger
-            // types for some tensors.
+            // llama.cpp's quantizer chooses larger types for some tensors. The test therefore compares only tensors
+            // that have the same type in both files.
             if found.kind == expected.kind {
                 let bytes = found.bytes.len().min(expected.bytes.len());
                 // The last tensor's bytes extend to the end of the file, and may include padding. Only the bytes that both
@@ -342,8 +343,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
     );
 }
 
-/// The output's folder may contain other files, such as temporary files of a killed run. `quantize` still writes its output,
-/// does not overwrite these files, and does not follow a symbolic link.
+/// The folder of the output may contain other files, such as temporary files that a killed run has left. `quantize`
+/// still writes its output. The program does not overwrite these files, and does not follow a symbolic link.
 #[test]
 fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");

@@ -19,8 +19,8 @@ use burn_gemma4::{
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The maximum relative difference between a replay and separate launches. Tuning may have chosen different kernels for the
-/// replay.
+/// The maximum relative difference between a replay and separate launches. The results may differ, because autotuning
+/// may have chosen other kernels for the captured step.
 const TOLERANCE: f64 = 1e-5;
 
 const POSITIONS: usize = 24;
@@ -98,8 +98,8 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Draws a batch of two rows. If `is_packed` is true, the rows consist of packed documents. Otherwise the targets cover
-    /// only the last third of each row.
+    /// Draws a batch of two rows. If `is_packed` is true, each row consists of several packed documents, and every
+    /// position has a target. Otherwise, only the last third of each row has targets.
     fn draw(random: &mut StdRng, words: i32, is_packed: bool, device: &Device) -> Self {
         let packing = is_packed.then(|| {
             let rows = (0..2).map(|_| {
@@ -171,7 +171,8 @@ impl ModuleMapper for Descent<'_> {
     }
 }
 
-/// Fills newly allocated memory with NaN and frees it, so that a replay that reads freed memory fails the comparison.
+/// Allocates memory, fills it with NaN and frees it again. If a replay reads memory that was freed before, it may find
+/// this NaN, and the comparison then fails.
 fn dirty(device: &Device) {
     let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
     let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));
@@ -235,8 +236,8 @@ fn captured_training_steps_equal_separate_launches() {
     }
 }
 
-/// The recorder drops its CUDA graph if a batch has another shape than the captured batch, or if another model is trained.
-/// The recorder then launches the kernels of the step without a graph.
+/// The recorder drops its CUDA graph in two cases: the shape of a batch differs from the shape at the capture, or
+/// another model is trained. From then on, the recorder launches the kernels of each step separately.
 #[test]
 fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     for device in devices() {
@@ -275,7 +276,8 @@ fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
             for (found, expected) in found.iter().zip(&expected) {
                 assert!(relative(found, expected) <= TOLERANCE, "another {change}");
             }
-            // A recorder that has dropped its graph does not capture another one, even for the first shape and model.
+            // A recorder that has dropped its graph never captures a graph again, not even for the shape and the model
+            // of the dropped graph.
             let (_, _, has_graph) = learn(&first, &packed);
             assert!(!has_graph);
         }
@@ -304,8 +306,9 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// If a step trains another parameter than the captured step, the recorder drops its CUDA graph and launches the kernels
-/// without a graph. The recorder does so even if the two parameters belong to the same model and have the same size.
+/// If a step trains another parameter than the captured step, the recorder drops its CUDA graph and launches the
+/// kernels separately. The test trains two parameters of one model, one after the other. Both parameters have the same
+/// size.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {

@@ -1,5 +1,5 @@
-//! Tests the effect of sampling options on logits: penalties, suppressed tokens, cuts (top-k, top-p, min-p), seeds of batches,
-//! and reported log probabilities.
+//! Tests the effect of sampling options on logits: penalties, suppressed tokens, and cuts (top-k, top-p, min-p). Other
+//! tests cover the seeds of the sequences in a batch, and the reported log probabilities.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -142,8 +142,9 @@ fn sampling_min_p_applies_after_temperature() {
     assert_frequencies(&min_p(0.0, 1.0), &[], &logits, &[0.1, 0.4, 0.2, 0.3]);
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
-    // The largest probability is 0.4. At temperature 0.5 the probabilities are squared. The probability 0.2 then
-    // becomes a quarter of the largest one instead of a half. Its token is therefore removed by a min-p of 0.4.
+    // The largest probability is 0.4. At temperature 0.5 the probabilities are squared and then normalized. The token
+    // with the probability 0.2 then has a quarter of the largest probability instead of a half. A min-p of 0.4
+    // therefore removes this token.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],
@@ -244,8 +245,8 @@ fn sampling_option_out_of_range_is_refused() {
     }
 }
 
-/// Equal prompts of a batch get different answers. Each answer equals the answer that the prompt alone gets with the
-/// seed of the sequence.
+/// Equal prompts of a batch get different answers, because each sequence of the batch has a seed of its own. If the
+/// prompt is generated alone with one of these seeds, the answer is the same as in the batch.
 #[test]
 fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     let fixture = Fixture::open("dense-ple");

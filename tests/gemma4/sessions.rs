@@ -14,8 +14,8 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The number of tokens between the last checkpoint of the cache and the end of the prompt, if the prompt is not a
-/// conversation.
+/// The number of tokens between the last checkpoint of a prompt and the end of the prompt. This number is for plain
+/// prompts. The checkpoints of conversations lie elsewhere.
 const MARGIN: usize = 8;
 
 fn generate(
@@ -89,8 +89,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
                     let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
                     expect(&mut session, longer, 4);
                 }
-                // The checkpoint of a prompt is 8 tokens before the prompt's end. The checkpoint exists only if the session has
-                // prefilled tokens before that position.
+                // The checkpoint of a prompt is 8 tokens before the end of the prompt. If the session reuses cached
+                // tokens up to this position or beyond, the prompt adds no checkpoint.
                 let at = trunk.len() - MARGIN;
                 expect(&mut session, branch(36, 2), 45 - at);
                 if !is_flex {
@@ -227,7 +227,7 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
                 // The third template changes the text of a question as soon as another question follows. The session
-                // then goes back to an earlier checkpoint, which may not exist in the first two turns.
+                // then goes back to an earlier checkpoint. In the first two turns, there may be no such checkpoint.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
@@ -309,8 +309,8 @@ fn session_is_continued_from_its_file() {
     }
 }
 
-/// A session file matches the model that wrote the file, whatever numbers the configuration contains. This test uses a
-/// number that a JSON parser may round to a neighboring floating-point number.
+/// A session file matches the model that wrote the file, whatever numbers the model's configuration contains. This test
+/// uses a number that a JSON parser may round to a neighboring floating-point number.
 #[test]
 fn session_file_matches_its_model_with_any_config_number() {
     let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");

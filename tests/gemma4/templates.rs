@@ -421,8 +421,8 @@ fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     }
 }
 
-/// The parser nests one level deeper for each `elif`, in addition to the levels of all surrounding `if` chains. A template
-/// with too many levels is refused.
+/// For the parser, each `elif` is nested one level deeper than the branch before it. The levels of all surrounding `if`
+/// chains count too. A template with too many levels is refused.
 #[test]
 fn template_with_nested_chains_of_branches_is_refused() {
     for (begin, end) in [("", ""), ("{% for x in [1] %}", "{% endfor %}")] {
@@ -432,8 +432,8 @@ fn template_with_nested_chains_of_branches_is_refused() {
     }
 }
 
-/// A template without a loop can also exceed the time limit. Therefore, the limit is checked between instructions that
-/// read a whole text, and between the elements that a filter processes.
+/// A template without a loop can also exceed the time limit. An instruction may read a whole text, and a filter may
+/// process many elements. The limit is therefore checked between such instructions and between such elements.
 #[test]
 fn template_that_reads_long_texts_without_a_loop_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}";

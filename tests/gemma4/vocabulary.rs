@@ -6,8 +6,8 @@ use crate::fixture::Fixture;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Logits, Packing};
 
-/// The tested texts. Each pair holds a text of four tokens, and the one token in it that is outside the vocabulary of
-/// 320 tokens.
+/// The tested texts. Each pair holds a text of four tokens, and the one token of the text that is not in the
+/// vocabulary. The vocabulary has 320 tokens.
 const OUTSIDE: [([i32; 4], i32); 5] = [
     ([2, 7, 9, 320], 320),
     ([1_000_000, 7, 9, 8], 1_000_000),
@@ -17,7 +17,7 @@ const OUTSIDE: [([i32; 4], i32); 5] = [
 ];
 
 fn tensor(tokens: [i32; 4], device: &Device) -> Tensor<2, Int> {
-    // The wrong token is in the second of the two sequences.
+    // The batch has two sequences. The token outside the vocabulary is in the second sequence.
     let both = [[2, 5, 6, 7], tokens].concat();
     Tensor::from_data(TensorData::new(both, [2, 4]), device)
 }

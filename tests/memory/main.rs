@@ -57,8 +57,8 @@ fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64>
     device.memory_pool_usage().map(|usage| usage.bytes_in_use)
 }
 
-/// As the text grows, only the full layer's cache grows. The ring buffer of the sliding layer must keep its size, and the other
-/// memory of a decode step must be freed after the step.
+/// As the text grows, only the cache of the full layer grows. The ring buffer of the sliding layer must keep its size.
+/// All other memory that a decode step allocates must be freed after the step.
 #[test]
 fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,8 +77,8 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
 
         let positions = PROMPT + 20 + count;
         assert_eq!(cache.len(), positions, "{}", device.name);
-        // The bound counts the slots of both layers. The sliding layer has as many slots as its window. The full layer has
-        // at most as many slots as positions, rounded up to a multiple of 1024, plus 1024 more slots.
+        // The bound counts the slots (token positions) of both layers. The sliding layer has as many slots as its
+        // window. For the full layer, the bound is `positions` rounded up to a multiple of 1024, plus 1024 more slots.
         let slots = WINDOW + positions.next_multiple_of(1024) + 1024;
         assert!(
             cache.bytes() <= 2 * 4 * HEAD_DIM * slots,

@@ -67,11 +67,12 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
         let model = model(&device.device.clone().autodiff());
         let numbers = LAYERS * POSITIONS * DType::F32.size();
         let inside = numbers * 2 * INSIDE;
-        // Queries, keys and values are kept twice, before and after their norms. The attention output is kept twice too, by
-        // attention and by the output projection.
+        // Queries, keys and values are each kept twice: before and after their norms. The attention output is also kept
+        // twice: once for the backward of attention, and once for the backward of the output projection.
         let heads = numbers * HEAD_DIM * (2 * HEADS + 2 * 2 + 2 * HEADS);
-        // Each layer keeps six tensors of the hidden size. Four of them are the layer's input and the MLP's input, each before
-        // and after the norm. The other two are the outputs of attention and MLP.
+        // Each layer keeps six tensors of the hidden size. Two of them are the input of the layer, before and after the
+        // norm. Two more are the input of the MLP, before and after the norm. The last two are the outputs of attention
+        // and of the MLP.
         let streams = numbers * 6 * HIDDEN;
         let mut found = Vec::new();
         for anew in [false, true] {

@@ -91,8 +91,8 @@ fn bias_gradient_skipped_tiles_are_zero() {
     }
 }
 
-/// Checks even and odd numbers of keys. For an even number, kernels load the biases of two neighboring keys at once. The
-/// queries and the keys fill their last tiles only partly.
+/// Checks even and odd numbers of keys. If the number of keys is even, kernels load the biases of two neighboring keys
+/// at once. The queries and the keys fill their last tiles only partly.
 #[test]
 fn bias_gradient_partial_tiles_match_reference() {
     for (q_len, kv_len, extent, dtype) in [
@@ -116,8 +116,8 @@ fn bias_gradient_partial_tiles_match_reference() {
     }
 }
 
-/// Checks a bias of −∞ on pairs of neighboring keys, whose biases kernels load at once. The bias hides both keys of a pair,
-/// one key, or no key.
+/// Checks a bias of −∞ for neighboring keys. Kernels load the biases of a pair of neighboring keys at once. The bias
+/// hides both keys of a pair, one key, or no key.
 #[test]
 fn bias_gradient_bias_of_minus_infinity_hides_keys() {
     for head_dim in [64, 128] {

@@ -53,7 +53,7 @@ pub(crate) fn chosen(problem: &AttentionProblem, device: &DeviceProfile, pass: P
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// Checks that inputs whose rows do not start at multiples of 16 bytes still run on the fastest engine, wgmma.
+/// Checks that wgmma, the fastest engine, also serves inputs whose rows do not start at multiples of 16 bytes.
 #[test]
 fn plan_unaligned_head_dim_selects_wgmma() {
     for width in [9, 12, 33, 90, 100, 104, 250, 511] {
@@ -61,8 +61,8 @@ fn plan_unaligned_head_dim_selects_wgmma() {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
             assert_eq!(engine, Engine::Wgmma, "{width}, {pass:?}: {selection:?}");
-            // If the head size is not a multiple of 8, the operator copies the inputs to aligned rows. The plan lists these
-            // inputs.
+            // If the head size is not a multiple of 8, the operator first copies the inputs, so that the rows of the
+            // copies are aligned. The plan lists the inputs that the operator copies.
             let are_copied = !width.is_multiple_of(8);
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
             let plan = format!("{selection:?}");
@@ -71,8 +71,8 @@ fn plan_unaligned_head_dim_selects_wgmma() {
     }
 }
 
-/// Checks that head sizes below 8 run on the unit engine. At such sizes, the rounding of the probabilities P to half precision
-/// would dominate the error of the other engines.
+/// Checks that head sizes below 8 run on the unit engine. The other engines round the probabilities P to half
+/// precision. At such small head sizes, this rounding would cause most of their error.
 #[test]
 fn plan_head_dim_below_eight_selects_unit() {
     for width in [1, 4, 7] {
@@ -83,8 +83,8 @@ fn plan_head_dim_below_eight_selects_unit() {
     }
 }
 
-/// Checks that broadcast queries, which have a stride of 0, also run on the fastest engine, wgmma. The plan copies only the
-/// queries, because TMA cannot load a stride of 0.
+/// Checks that wgmma, the fastest engine, also serves broadcast queries, which have a stride of 0. TMA cannot load a
+/// stride of 0, so the plan copies the queries. The plan copies no other input.
 #[test]
 fn plan_broadcast_queries_copies_queries_only() {
     let problem = problem([4, 16, 2048, 128]);
@@ -110,8 +110,9 @@ fn plan_broadcast_queries_copies_queries_only() {
     }
 }
 
-/// Checks the scheduler that a plan selects. Segments make tiles cost different amounts, so persistent CTAs must fetch their
-/// next tile dynamically. Problems without segments or with few queries keep a static schedule.
+/// Checks the scheduler that a plan selects. With segments, some tiles take longer than others, so the plan lets each
+/// persistent CTA fetch its next tile dynamically. Problems without segments or with few queries keep a static
+/// schedule.
 #[test]
 fn plan_packed_segments_selects_dynamic_scheduler() {
     let plain = AttentionProblem {
@@ -139,8 +140,9 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
     }
 }
 
-/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently
-/// ends a loop that is too long. So the plan divides the sum over the broadcast dimensions among many units (threads).
+/// Checks that on a software driver, the unit engine computes the gradient of a broadcast bias. Such a driver silently
+/// ends a loop that is too long. The plan therefore divides the sum over the broadcast dimensions among many units
+/// (threads).
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {

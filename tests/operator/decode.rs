@@ -1,6 +1,6 @@
-//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are
-//! split over cubes (thread blocks), which is called split-KV, and the kernel `combine` merges the splits' results. The
-//! tests cover lengths, sinks and windows.
+//! Tests of decode: few queries over many keys. The query heads of a GQA group, which share a key head, also share a
+//! tile. The keys are split over cubes (thread blocks), which is called split-KV. The kernel `combine` then merges the
+//! results of the splits. The tests cover lengths, sinks and windows.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -43,8 +43,8 @@ fn decode_one_to_eight_queries_matches_reference() {
     }
 }
 
-/// Checks tiles that hold rows of several heads. Some GQA groups have more rows (heads times queries) than the smallest
-/// tile.
+/// Checks tiles that hold rows of several heads. For some GQA groups, the number of rows (heads times queries) exceeds
+/// the smallest tile.
 #[test]
 fn decode_large_groups_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 1, 3), (16, 1, 2), (6, 2, 8)] {
@@ -56,8 +56,8 @@ fn decode_large_groups_match_reference() {
     }
 }
 
-/// Checks the tiles of 16, 32 and 64 rows that half precision uses, full or partly filled. Each tile is tested with all
-/// options that hide keys, and keys past a sequence's length are NaN.
+/// Checks the tile sizes of half precision: 16, 32 and 64 rows. The tiles are full or partly filled. Each tile is
+/// tested with all options that hide keys, and keys past a sequence's length are NaN.
 #[test]
 fn decode_half_precision_tiles_match_reference() {
     for (q_heads, kv_heads, q_len) in [(4, 1, 3), (2, 2, 16), (8, 1, 4), (8, 1, 7)] {

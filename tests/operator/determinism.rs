@@ -31,7 +31,7 @@ fn repeated_call_gives_equal_bits() {
         ..prefill.clone()
     };
     // Kernels compute the gradient of a broadcast bias as several partial sums. The bias of `by_scores` has one element
-    // per key, and the bias of `by_queries` has a single element.
+    // per key, and all sequences, heads and queries share this element. The bias of `by_queries` has a single element.
     let [by_scores, by_queries] = [[false, false, false, true], [false; 4]].map(|extent| Case {
         bias: Some(extent),
         q_len: 300,

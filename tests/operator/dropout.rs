@@ -27,8 +27,8 @@ fn dropout_of_prompts_matches_reference() {
 
 #[test]
 fn dropout_of_few_rows_matches_reference() {
-    // The cases have few rows and 1300 keys. The query heads of a GQA group therefore share a tile, and the keys are split
-    // over cubes (split-KV).
+    // The cases have few query rows and 1300 keys. All query heads of a GQA group therefore share a tile, and the keys
+    // are split over cubes (split-KV).
     for (group, q_len) in [(1, 1), (4, 3), (5, 2), (8, 4)] {
         Case {
             q_heads: group,
@@ -88,9 +88,9 @@ fn dropout_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks queries that see few keys of a tile, so that dropout may drop all probabilities of a query in the tile. The
-/// gradient of the keys still depends on such a query, because the gradient of a dropped score is w (0 − Δ). Here w is the
-/// probability before dropout, and Δ is the dot product of the output and its gradient.
+/// Checks queries that see few keys of a tile, so that dropout may drop all probabilities of a query in the tile. Such
+/// a query still contributes to the gradients of these keys. The gradient of a dropped score is w (0 − Δ), where w is
+/// the probability before dropout. Δ is the dot product of the query's output and the gradient of this output.
 #[test]
 fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();
@@ -127,7 +127,7 @@ fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     }
 }
 
-/// Checks heads so wide that the warps of a CTA divide the output columns among themselves.
+/// Checks wide heads, for which each warp of a CTA computes only some of the output columns.
 #[test]
 fn dropout_of_wide_heads_matches_reference() {
     for dtype in [DType::F32, DType::BF16] {

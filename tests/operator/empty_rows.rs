@@ -10,8 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks that queries that see no key may hold NaN. The inputs of the devices have NaN in the queries that `blind` selects,
-/// and in the output gradients of these queries.
+/// Checks that queries that see no key may hold NaN. `blind` selects these queries. The devices get NaN in these
+/// queries and in the gradients of their outputs, and the reference gets `clean`.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -148,7 +148,8 @@ fn empty_row_with_sinks_ignores_nan() {
     check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
 }
 
-/// Checks that a sink of −∞ counts as no sink. A query that sees no key then has an output of 0 and a logsumexp of −∞.
+/// Checks that a sink of −∞ has the same effect as no sink. A query that sees no key then has an output of 0 and a
+/// logsumexp of −∞.
 #[test]
 fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     for q_len in [150, 2] {
@@ -197,8 +198,8 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Checks calls in which some queries see no key and all others see NaN. Some keys and their values are NaN. A query that
-/// sees no key must have an output of 0, a gradient of 0, and a logsumexp of −∞ or its sink.
+/// Checks calls in which some keys and their values are NaN. Some queries see no key, and all other queries see NaN. A
+/// query that sees no key must have an output of 0, a gradient of 0, and a logsumexp of −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -272,8 +273,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// Checks the gradients of a reference call without keys or without queries. The query tensor must have a gradient of
-/// its own shape. All elements of this gradient must be 0, even if the query is NaN.
+/// Checks the reference in a call without keys or without queries. The gradient of the query tensor must have the shape
+/// of that tensor. All elements of the gradient must be 0, even if the query is NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

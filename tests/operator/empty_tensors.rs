@@ -1,6 +1,6 @@
-//! Tests of tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of
-//! a query without keys is its sink, or −∞ without sinks. Only the gradient of a sink may differ from 0: it is the sum of
-//! the head's logsumexp gradients.
+//! Tests of tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The
+//! logsumexp of a query without keys is the sink of its head, or −∞ without sinks. Only the gradient of a sink may
+//! differ from 0: it is the sum of the head's logsumexp gradients.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, devices};
@@ -54,7 +54,7 @@ enum Loss {
     Both,
 }
 
-/// The sizes and options of one call of the operator, which always has sinks.
+/// The sizes and options of one operator call. Every call in these tests has sinks.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     sizes: [usize; 5],
@@ -65,7 +65,8 @@ struct Call {
     operator: Operator,
 }
 
-/// Returns a sink for each head. Half precision can represent these sinks exactly, so the results must equal the sinks.
+/// Returns a sink for each head. Half precision can represent these sinks exactly, so each logsumexp must equal its
+/// sink without a rounding error.
 fn sinks_of(heads: usize) -> Vec<f64> {
     (0..heads).map(|head| head as f64 * 0.75 - 1.0).collect()
 }
@@ -149,8 +150,8 @@ impl Call {
         for row in (0..rows).filter(|_| sees_logsumexp) {
             sums[head_of(row)] += weights[row];
         }
-        // Burn's autodiff gives no gradient to a tensor that no operation reads. The reference may therefore give no gradient
-        // for the sinks.
+        // Burn's autodiff gives a tensor no gradient if no operation reads the tensor. If the loss depends only on the
+        // output, the reference may have no operation that reads the sinks.
         let is_fused = self.operator == Operator::Fused;
         match sinks.grad(&gradients) {
             Some(gradient) => {
@@ -174,8 +175,8 @@ impl Call {
     }
 }
 
-/// Checks causal calls of all empty sizes, with and without sinks. Values have fewer columns than keys, so that a mistaken
-/// shape is detected.
+/// Checks causal calls of all empty sizes, with and without sinks. Values have fewer columns than keys, so that the
+/// test detects a result that has the shape of the keys.
 #[test]
 fn empty_tensor_gives_zero_output_and_gradients() {
     for device in devices() {

@@ -220,7 +220,7 @@ fn third_interval_is_refused() {
     }
 }
 
-/// Checks that a call is refused if one of its tensors is on another device than the query.
+/// Checks that a call is refused if one of its tensors is not on the device of the query.
 #[test]
 fn argument_on_other_device_is_refused() {
     let flex = &Device::flex();
@@ -284,7 +284,8 @@ fn argument_on_other_device_is_refused() {
     }
 }
 
-/// Checks that a call may have constants without autodiff together with tensors that autodiff tracks.
+/// Checks that a call may mix two kinds of tensors: tensors that autodiff tracks, and constants on a device without
+/// autodiff.
 #[test]
 fn autodiff_device_beside_plain_device_is_accepted() {
     for device in devices() {

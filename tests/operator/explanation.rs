@@ -123,8 +123,9 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Asserts that the engine `Blocks`, which serves every problem, serves the forward and the backward of `problem`.
-/// Asserts also that the unit engine's refusal satisfies `matches` and contains each string in `text`.
+/// Asserts that the engine `Blocks` serves the forward and the backward of `problem`. `Blocks` is the last choice,
+/// because it serves every problem. Asserts also that the unit engine's refusal satisfies `matches` and contains each
+/// string in `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -320,8 +321,8 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks a device on which an engine is disabled. The device must run the next engine, which is `Blocks` here, and the
-/// refusal of the disabled engine must name the reason.
+/// Checks a device on which an engine is disabled. The next engine, here `Blocks`, must serve the problem. The refusal
+/// of the disabled engine must say that the engine is disabled on this device.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {

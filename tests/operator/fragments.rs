@@ -1,6 +1,6 @@
-//! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without
-//! fragments, the tests emulate fragments in f16. The cases cover partly filled tiles, rows without keys, every option that
-//! hides keys, head sizes that no fragment divides, GQA groups, and decode.
+//! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices
+//! without fragments, the tests emulate fragments in f16. The cases cover partly filled tiles, rows that see no key,
+//! every option that hides keys, head sizes that are not multiples of a fragment's size, GQA groups, and decode.
 //!
 //! A process can support only one fragment shape, so each test runs itself in a new process for every shape.
 
@@ -23,10 +23,12 @@ use std::env;
 /// The environment variable that tells a test that it runs in its new process, in which fragments are emulated.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
-/// A shared memory size in bytes that permits the smallest tiles only, which compile fastest on a software driver.
+/// A shared memory size in bytes that has space for the smallest tiles only. On a software driver, kernels with small
+/// tiles compile fastest.
 const LITTLE: usize = 16 << 10;
 
-/// A shared memory size in bytes that holds a block of queries, keys and values at the same time, if the heads are narrow.
+/// A shared memory size in bytes for narrow heads. A block of queries, a block of keys and a block of values then fit
+/// at the same time.
 const ENOUGH: usize = 32 << 10;
 
 /// Runs `check` on every device that supports f16, in a new process for each pair in `shapes`. A pair is a fragment shape and a
@@ -151,8 +153,8 @@ fn fragments_all_options_ignore_hidden_nan() {
     );
 }
 
-/// Checks rows whose scores in the first blocks are the lowest finite number. The scores in later blocks are so much
-/// higher that the first blocks must add nothing to the row sum.
+/// Checks rows whose scores in the first blocks are the lowest finite number. The scores in later blocks are much
+/// higher, so the scores of the first blocks must add nothing to the row sum.
 #[test]
 fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     emulated(
@@ -178,8 +180,8 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     );
 }
 
-/// Checks kernels that convert queries, keys and values to f32 in shared memory. Such kernels are for devices whose
-/// fragments in half precision do not accumulate in f32.
+/// Checks kernels that convert queries, keys and values to f32 in shared memory. These kernels are for devices that
+/// cannot multiply half-precision fragments and accumulate the products in f32.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -193,7 +195,8 @@ fn fragments_operands_widened_to_f32_match_reference() {
     );
 }
 
-/// Checks kernels that multiply int8 codes in fragments, and then multiply the products by the scales.
+/// Checks kernels that multiply int8 codes in fragments. These kernels multiply the scores by the scales of the keys,
+/// and the attention probabilities by the scales of the values.
 #[test]
 fn fragments_int8_keys_and_values_match_reference() {
     emulated(

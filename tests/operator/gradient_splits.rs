@@ -1,5 +1,6 @@
-//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles.
-//! To fill the device, kernels divide the sum for each tile among several cubes (CTAs).
+//! Tests of gradients with few keys and many queries, and with few queries and many keys. The kernel for the gradients
+//! of the few keys, or of the few queries, has few tiles. To fill the device, such a kernel divides the sum for each
+//! tile among several cubes (CTAs).
 
 use crate::case::{Case, FULL};
 use crate::cliffs::{chosen, hopper, problem};
@@ -33,8 +34,9 @@ fn planned_splits(problem: &AttentionProblem, device: &DeviceProfile) -> Gradien
     }
 }
 
-/// Checks that a gradient kernel with few tiles is split until its cubes fill the device. The kernel for the gradient
-/// of the other side (queries or keys) has many tiles and is not split.
+/// Checks that a gradient kernel with few tiles is split until its cubes fill the device. If there are few keys, the
+/// kernel for their gradients is split, and the kernel for the gradient of the many queries is not. If there are few
+/// queries, the opposite holds.
 #[test]
 fn plan_few_tiles_fill_the_device() {
     for device in [hopper(), ampere()] {

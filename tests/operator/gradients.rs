@@ -35,8 +35,8 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks the results of a case with the error limits of [`Definition::random_faults`]. These limits are larger than
-/// usual, because they allow for the rounding of the stored output and logsumexp.
+/// Checks the results of a case with the error limits of [`Definition::random_faults`]. The operator stores the output
+/// and the logsumexp in rounded form, so these limits are larger than usual.
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -46,9 +46,9 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// Checks gradients if the scores are in the hundreds. Even the last bits of such a score change the attention
-/// probability. The backward must therefore accumulate each dot product in the same order as the forward, even if
-/// another engine ran the forward.
+/// Checks gradients if the scores are in the hundreds. For such a score, even a difference in the last bits changes the
+/// attention probability. The backward must therefore accumulate each dot product in the same order as the forward.
+/// This must also hold if different engines run the forward and the backward.
 #[test]
 fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     for (dtype, head_dim, value_dim) in [
@@ -219,7 +219,7 @@ fn gradient_of_halves_merged_by_logsumexp_matches_reference() {
     });
 }
 
-/// Checks calls in which autodiff tracks one input, while the other inputs are constants without autodiff.
+/// Checks calls in which autodiff tracks only one input. All other inputs are constants without autodiff.
 #[test]
 fn gradient_of_one_tracked_input_matches_reference() {
     let case = Case {
@@ -289,8 +289,8 @@ fn gradient_of_one_tracked_input_matches_reference() {
     }
 }
 
-/// Checks gradients that fit in the device's largest buffer one by one, but not all together. The last head must get
-/// the same gradients as in a call with this head alone.
+/// Checks a call whose gradients each fit in the device's largest buffer, although all gradients together do not fit.
+/// The last head must get the same gradients as in a call with this head alone.
 #[test]
 fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;

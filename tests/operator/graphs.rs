@@ -12,8 +12,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// The environment variable that is set in the new process in which a test captures its graph. No other test may run in
-/// that process, because during a capture no other thread may allocate device memory or wait for the device.
+/// A test captures its graph in a new process, in which this environment variable is set. No other test may run in that
+/// process, because during a capture no other thread may allocate device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
 /// The environment variable that is set if the tests run on an emulated CUDA GPU.
@@ -124,8 +124,8 @@ fn check<O>(
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // The tensors in `direct` and `direct_of_other` stay alive to the end. Otherwise, a graph could reuse their memory
-    // and find the expected results in it.
+    // The tensors in `direct` and `direct_of_other` stay alive to the end. Otherwise, the graph's results could lie in
+    // the memory of these tensors, which already contains the expected results.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
     assert!(
@@ -222,8 +222,8 @@ fn graph_replay_gives_the_bits_of_direct_calls() {
     });
 }
 
-/// Checks captured calls over int8 keys and values. The kernels for few rows read the packed int8 directly. The kernels for
-/// many rows read a dequantized copy, which the graph makes at each replay.
+/// Checks captured calls over int8 keys and values. The kernels for few rows read the packed int8 directly. The kernels
+/// for many rows read a dequantized copy of the keys and values, and each replay of the graph makes this copy again.
 #[test]
 fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
     on_cards(

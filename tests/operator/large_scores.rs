@@ -37,8 +37,9 @@ enum Extra {
     Sink,
 }
 
-/// The data of a test. Every second query has huge elements and the other queries have small elements, so that a tile contains
-/// both kinds of queries. Most keys are equal, some keys are half as large, and the last key is negative.
+/// The data of a test. Every second query has huge elements and the other queries have small elements. A tile therefore
+/// contains both kinds of queries. Most keys are equal, some keys are half as large as these, and the last key is
+/// negative.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     head_dim: usize,
@@ -122,9 +123,9 @@ impl Case {
             .collect()
     }
 
-    /// Returns the gradients of query, key and value, as one pair of numbers per row. All elements of a row have the
-    /// same gradient, which is the first number. The second number is the sum of the absolute values of the gradient's
-    /// addends, from which the tolerance follows.
+    /// Returns the gradients of query, key and value, with one pair of numbers for each row. All elements of a row have
+    /// the same gradient, and the first number is this gradient. The second number is the sum of the absolute values of
+    /// the terms that add up to the gradient. The tolerance is proportional to the second number.
     fn gradients(&self) -> [Vec<[f64; 2]>; 3] {
         let mut query_gradient = vec![[0.0; 2]; Q_HEADS * self.length];
         let mut key_gradient = vec![[0.0; 2]; self.length];

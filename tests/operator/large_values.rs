@@ -9,8 +9,8 @@ use burn::tensor::{DType, Tensor};
 /// The number of keys. All keys have the same score.
 const KEYS: usize = 64;
 
-/// The upper bound of the softmax's numerators, which is a power of two. The sum of `kv_len` products of a numerator
-/// and a value stays finite if each value is at most `f32::MAX / (256 · kv_len)`.
+/// A power of two that is an upper bound of the softmax's numerators. The kernels sum `kv_len` products of a numerator
+/// and a value. This sum stays finite if each value is at most `f32::MAX / (256 · kv_len)`.
 const LARGEST_NUMERATOR: f32 = 256.0;
 
 #[test]

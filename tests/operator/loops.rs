@@ -2,8 +2,8 @@
 
 use crate::case::Case;
 
-/// Checks a masked forward whose longest loop has more than 65,535 iterations. This loop finds out which columns of a
-/// masked tile are used. It has 90 iterations for each of 740 blocks, 66,600 in total.
+/// Checks a masked forward whose longest loop has more than 65,535 iterations. This loop finds out which columns (keys)
+/// of a masked tile are used by at least one row. It has 90 iterations for each of 740 blocks, 66,600 in total.
 #[test]
 fn masked_forward_beyond_the_loop_limit_matches_reference() {
     Case {

@@ -101,8 +101,8 @@ fn mask_causal_window_and_lengths_together_match_reference() {
     }
 }
 
-/// Checks that hidden keys do not matter. On the devices, the keys that `hide` selects are infinite, and their values are
-/// NaN. The reference gets finite keys and values.
+/// Checks that hidden keys do not matter. `hide` selects keys by their positions. On the devices, the selected keys are
+/// infinite and their values are NaN. The reference gets finite keys and values.
 fn check_poisoned(case: &Case, hide: impl Fn(usize) -> bool) {
     let clean = case.inputs();
     let mut given = clean.clone();

@@ -1,6 +1,6 @@
 //! Tests of the modules with fused attention against burn-nn's modules with the same parameters. The modules of burn-nn
-//! run in f64 for exact results, and in f32 for a baseline. The error of a fused module may be twice the error of the
-//! baseline.
+//! run in f64 for exact results, and in f32 for a baseline. The error of a fused module must be at most twice the error
+//! of the baseline, apart from a few roundings.
 
 mod attention;
 mod cache;

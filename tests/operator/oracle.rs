@@ -72,8 +72,9 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     (output, logsumexp)
 }
 
-/// Returns the factor by which dropout multiplies the attention probability of query `at[0]` and key `at[1]`. The
-/// factor of a dropped probability is 0. `plane` is the index of the query head among all heads of all sequences.
+/// Returns the factor by which dropout multiplies one attention probability. `at` holds the index of the query and the
+/// index of the key. The factor of a dropped probability is 0. `plane` is the index of the query head among all heads
+/// of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
     // A call of the generator gives two words for eight scores: the first word for query i, and the second word for

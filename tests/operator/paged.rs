@@ -150,8 +150,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // The contiguous keys come from `pages` too, with one page per sequence. Therefore, the same keys are NaN in
-        // the contiguous keys and in the tested pages.
+        // The function `pages` also makes the contiguous keys, as one page per sequence. Therefore, the contiguous keys
+        // are NaN at the same positions as the keys in the tested pages.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(

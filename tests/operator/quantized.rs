@@ -29,7 +29,7 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Checks a few query rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split
+/// Checks a few query rows in f16, and asserts that the cmma engine serves the call with fragments. The keys are split
 /// over cubes (split-KV), and some keys lie past the sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {

@@ -1,5 +1,6 @@
-//! Tests of `query_lengths`: sequences with different numbers of queries in one call (ragged queries). Rows past the end of a
-//! sequence see no key, and may hold NaN. All other rows must equal the rows of a call with their sequence alone.
+//! Tests of `query_lengths`: sequences with different numbers of queries in one call (ragged queries). Query rows past
+//! the end of a sequence see no key, and may hold NaN. For all other rows, the results must be the same as in a call
+//! with the sequence alone.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, Layout};
@@ -7,8 +8,8 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::DType;
 
-/// Checks the case with NaN in all queries, output gradients, keys and values that must not affect the results. The
-/// reference gets inputs without NaN.
+/// Checks the case with NaN in all rows that must not affect the results. Such rows exist in queries, output gradients,
+/// keys and values. The reference gets inputs without NaN.
 fn check(case: Case) {
     let clean = case.inputs();
     case.check_inputs(&poisoned(&case, &clean), &clean);
@@ -146,7 +147,8 @@ fn ragged_queries_in_half_precision_match_reference() {
     }
 }
 
-/// Checks that each sequence gives the same bits in a call in which all other sequences of the batch have no queries.
+/// Checks that a sequence's results do not depend on the other sequences of the batch. The bits of the results must
+/// stay the same if all other sequences have no queries.
 #[test]
 fn ragged_sequence_is_independent_of_the_others() {
     let lengths = [50, 3, 0, 21];

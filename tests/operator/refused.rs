@@ -89,8 +89,8 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
     }
 }
 
-/// Returns the expected error of a wrong shape. The error's message names the number and the name of the wrong
-/// dimension, and the expected size.
+/// Returns the expected error for an argument with a wrong shape. The error's message names the wrong dimension by
+/// number and by name, and states the expected size.
 pub fn shape(
     argument: &'static str,
     has: &[usize],

@@ -94,8 +94,9 @@ fn segments_with_lengths_and_window_equal_a_mask() {
     });
 }
 
-/// Checks documents of nine tokens, so that a tile of queries sees few of the many blocks of keys. The queries' documents
-/// are in the same order as the keys' documents, or in reversed order. The last documents of the keys have no queries.
+/// Checks documents of nine tokens, so that each tile of queries sees only a few of the many blocks of keys. The
+/// documents of the queries are in the same order as the documents of the keys, or in reversed order. The last
+/// documents of the keys have no queries.
 #[test]
 fn segments_of_many_documents_equal_a_mask() {
     let (q_len, kv_len) = (400, 460);

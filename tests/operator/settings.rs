@@ -1,5 +1,5 @@
 //! Tests of devices that are configured with other default dtypes for bools and integers. Masks, lengths and segment
-//! ids then have these dtypes. The reference must give the same results with each of them.
+//! ids then have these dtypes. The results of the reference must not depend on the configured dtypes.
 //!
 //! A process can configure a device only once, so each test runs itself in a new process for every dtype.
 
@@ -88,8 +88,8 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// Checks masks in every bool store, the type in which a tensor stores bools. Comparisons inside the reference may give
-/// masks with another bool store than the device's.
+/// Checks masks in every bool store. A bool store is the type in which a tensor stores bools. Comparisons inside the
+/// reference may give masks with another bool store than the device's default.
 #[test]
 fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);

@@ -78,8 +78,8 @@ fn keys_of(i: usize) -> (usize, usize) {
 }
 
 /// Returns the options of the shard with the keys `first..end`. Each query's interval is cut to the keys of the shard,
-/// and is relative to the first key of the shard. Only the first shard also has the sinks, because a sink must count
-/// only once.
+/// and its bounds count from the first key of the shard. A sink must count only once, so only the first shard has the
+/// sinks.
 fn options(first: usize, end: usize, sinks: &Tensor<1>, device: &Device) -> AttentionOptions {
     let side = |key: fn(usize) -> usize| {
         let keys = (0..BATCH * Q_LEN).map(|query| key(query % Q_LEN).clamp(first, end) - first);
@@ -235,8 +235,9 @@ fn check(device: &TestDevice, dtype: DType) {
         let found = run(&problem, method, &device.device, dtype);
         let names = ["output", "logsumexp", "query", "key", "value", "sinks"];
         for (index, name) in names.into_iter().enumerate() {
-            // The allowed error is twice the error of one call over all keys. That error may be 0 by chance, so a slack is
-            // added. The gradients of the few sinks get more slack, because the addends of these gradients cancel.
+            // The allowed error is twice the error of one operator call over all keys, plus a slack. The slack is
+            // needed because the error of one call may be 0 by chance. The gradients of the few sinks get more slack,
+            // because the addends of these gradients cancel.
             let scale = error(&exact[index], &vec![0.0; exact[index].len()]);
             let slack = match (name, dtype) {
                 ("sinks", DType::F32) => 1e-6,

@@ -1,5 +1,5 @@
-//! Tests of sinks as large as the largest scores. With such a sink, a logsumexp that is stored as one f32 number loses
-//! the keys' part of the row sum.
+//! Tests of sinks as large as the largest scores. With such a sink, one f32 is not precise enough for a logsumexp:
+//! rounding removes the part of the row sum that comes from the keys.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -52,9 +52,9 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
     }
 }
 
-/// Checks the gradient of a value whose key has a score that is 3 less than a large sink. This gradient is the
-/// attention probability of the key. Half precision is tested only with a bias. With a bias, the backward stores the
-/// row maximum and the logarithm of the row sum as two separate numbers.
+/// Checks the gradient of a value. The key of this value has a score that is 3 less than a large sink. The gradient is
+/// the attention probability of the key. Half precision is tested only with a bias. With a bias, the backward stores
+/// the row maximum and the logarithm of the row sum as two separate numbers.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());

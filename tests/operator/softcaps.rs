@@ -35,7 +35,8 @@ fn case() -> Case {
 #[test]
 fn softcap_of_every_size_matches_reference() {
     for softcap in SOFTCAPS {
-        // The scores are about 1 with the amplitude 1, and about 100 with the amplitude 10.
+        // The amplitude is a factor of the queries and of the keys. The scores are therefore about 1 with the amplitude
+        // 1, and about 100 with the amplitude 10.
         for amplitude in [1.0, 10.0] {
             Case {
                 softcap: Some(softcap),

@@ -26,8 +26,8 @@ fn strides_of_every_layout_match_contiguous() {
     }
 }
 
-/// Checks calls in which one input has another layout than the other inputs. In such a call, a kernel gives wrong
-/// results if it applies the strides of one input to another input.
+/// Checks calls in which one input has another layout than all other inputs. Such a call detects a kernel that reads
+/// one input with the strides of another input.
 #[test]
 fn strides_of_one_input_apart_match_contiguous() {
     for index in 0..3 {

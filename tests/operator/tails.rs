@@ -1,5 +1,5 @@
-//! Tests of lengths that are not multiples of a tile's size. NaN or infinity fills the memory around the data: keys past a
-//! sequence's length, and rows and columns around a slice. No result may depend on this memory.
+//! Tests of lengths that are not multiples of a tile's size. The memory around the data holds NaN or infinity: keys
+//! past a sequence's length, and the rows and columns outside of a slice. No result may depend on these numbers.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};

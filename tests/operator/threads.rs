@@ -10,7 +10,7 @@ use burn::tensor::{Device, DeviceType, TensorData};
 use std::sync::Barrier;
 use std::thread;
 
-/// The number of runs of each thread. Other threads run at the same time.
+/// The number of runs that each thread makes while the other threads run.
 const RUNS: usize = 3;
 
 /// Returns two problems that use different kernels, so that concurrent threads launch different kernels.
@@ -37,8 +37,8 @@ fn run((case, inputs): &(Case, Inputs), device: &TestDevice) -> Vec<(&'static st
     prepared.run(Operator::Fused)
 }
 
-/// Runs each pair of a problem and a device in its own thread, all at the same time. The results must equal the results of runs
-/// one after another.
+/// Runs each pair of a problem and a device in a thread of its own, all at the same time. Each thread's results must
+/// equal the results of the same pair in a run without other threads.
 fn check(pairs: &[(&(Case, Inputs), &TestDevice)]) {
     let alone: Vec<_> = pairs.iter().map(|(case, on)| run(case, on)).collect();
     let start = Barrier::new(pairs.len());

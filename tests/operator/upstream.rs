@@ -1,5 +1,5 @@
-//! Tests for faults of Burn's own operations that affect gradients of attention (`docs/upstream.md`). A test of a fault
-//! passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
+//! Tests that detect faults of Burn's own operations. These faults affect gradients of attention (`docs/upstream.md`).
+//! A test of a fault passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};

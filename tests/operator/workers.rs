@@ -135,9 +135,9 @@ impl Worker {
         }
     }
 
-    /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left
-    /// unchecked. Returns `None` if the worker ends or hangs before its first problem and before the deadline, because
-    /// such a worker probably cannot start.
+    /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the part of the range that is still
+    /// unchecked. Returns `None` if the worker ends or hangs before it begins its first problem, and before the
+    /// deadline. Such a worker probably cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,

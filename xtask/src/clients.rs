@@ -76,7 +76,7 @@ fn environment(folder: &Path) -> Option<PathBuf> {
     }
 }
 
-/// A server on a free port, which is stopped when the value is dropped.
+/// A running server on a free port. Dropping this value stops the server.
 struct Server {
     process: Child,
     url: String,

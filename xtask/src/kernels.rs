@@ -21,7 +21,8 @@ use crate::{
 /// options as can be combined.
 const OPTIONS: &[&str] = &["", "-softcap-bias-mask-lengths-segments"];
 
-/// Emits and compiles kernels for NVIDIA's GPUs, and writes a table of their registers and shared memory to the docs.
+/// Emits and compiles kernels for NVIDIA's GPUs, and writes a table to the docs. The table lists the registers and the
+/// shared memory that each kernel needs.
 pub fn nvidia() -> Result<()> {
     setup::llvm_if_possible();
     nvidia::run()
@@ -33,7 +34,8 @@ pub fn amd() -> Result<()> {
     amd::run()
 }
 
-/// Returns the names of all kernels. Each kernel occurs without options and with the combined options.
+/// Returns a list with two names for each kernel in `kernels`: the kernel without options, and the kernel with the
+/// combined options.
 fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
     kernels
         .flat_map(|kernel| {
@@ -44,7 +46,8 @@ fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
         .collect()
 }
 
-/// The Cargo feature with which `attention-cube` is built, and the name of the test that emits its kernels.
+/// A build of `attention-cube`: the Cargo feature that the build enables, and the name of the test that emits the
+/// kernels.
 struct Library {
     feature: &'static str,
     test: &'static str,

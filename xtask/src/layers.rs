@@ -7,8 +7,8 @@ use std::{
 
 use crate::process::{self, Result};
 
-/// The modules of a crate, grouped by layers, with the lowest layer first. A module is named by the first name after `crate::`,
-/// or by the first two names.
+/// The modules of a crate, grouped by layers, with the lowest layer first. A module is listed by one or two names: the
+/// first name after `crate::`, or the first two names.
 struct Crate {
     folder: &'static str,
     layers: &'static [&'static [&'static str]],

@@ -28,8 +28,8 @@ pub fn test_workspace() -> Command {
     command
 }
 
-/// Returns the root of the workspace in which cargo started this program. The program may have been built in another folder,
-/// because clones that share a target folder also share this program.
+/// Returns the root of the workspace in which cargo started this program. This may not be the workspace in which the
+/// program was built, because clones that share a target folder also share this program.
 pub fn workspace_root() -> &'static Path {
     static PACKAGE: LazyLock<PathBuf> = LazyLock::new(|| {
         let started = env::var_os("CARGO_MANIFEST_DIR");

@@ -67,8 +67,8 @@ fn job(name: &str, command: Command) -> Job {
     Job { name, command }
 }
 
-/// Returns the test names of each module in the output of `--list`. The modules with most tests come first, because a long job
-/// at the end would leave CPU cores idle.
+/// Returns the modules in the output of `--list`, each with the names of its tests. The modules with most tests come
+/// first, because a long job at the end would leave CPU cores idle.
 fn modules(list: &str) -> Vec<(&str, Vec<&str>)> {
     let mut modules: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for test in list.lines().filter_map(|line| line.strip_suffix(": test")) {

@@ -1,4 +1,4 @@
-//! The error that a call returns for an argument with a wrong shape, dtype, device or value.
+//! The error that a call returns if an argument has a wrong shape, dtype, device or value.
 
 use crate::types::quantized::CodeFormat;
 use burn::tensor::DType;
@@ -33,19 +33,20 @@ pub enum AttentionError {
         /// The supported dtypes.
         expected: String,
     },
-    /// A tensor is on another device than the query.
+    /// A tensor is on a device other than the device of the argument that `whose` names.
     #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
     Device {
         /// The argument's name.
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The name of the argument on whose device the tensor must be, such as the query.
+        /// The name of the argument (such as `query`) on whose device the tensor must be.
         whose: &'static str,
         /// The device of the argument that `whose` names.
         expected: String,
     },
-    /// Two tensors under autodiff have different gradient checkpointing strategies, which Burn cannot mix.
+    /// Two tensors that autodiff tracks have different gradient checkpointing strategies. Burn cannot mix these
+    /// strategies.
     #[error(
         "{argument} has gradient checkpointing {has}, and it should have the {whose}'s, {expected}"
     )]
@@ -54,12 +55,13 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's checkpointing strategy.
         has: String,
-        /// The name of the first argument that autodiff tracks, whose strategy all tracked tensors must have.
+        /// The name of the first argument that autodiff tracks. All tracked tensors must have the checkpointing
+        /// strategy of this argument.
         whose: &'static str,
         /// The checkpointing strategy of the first argument that autodiff tracks.
         expected: String,
     },
-    /// Keys and values have different code formats.
+    /// The codes of keys and values have different formats.
     #[error("value has codes in {value}, and it should have the key's format, {key}")]
     CodeFormats {
         /// The format of the keys.
@@ -87,12 +89,13 @@ pub enum AttentionError {
         /// The valid range.
         expected: &'static str,
     },
-    /// Two options were set that cannot be used together.
+    /// The call sets two options that cannot be used together.
     #[error("{argument} cannot be combined with {with}")]
     Combination {
         /// The name of one of the two options.
         argument: &'static str,
-        /// The name of the second option, or the kind of call that does not accept the first option.
+        /// The name of the second option. If the first option is not allowed in a certain kind of call, this field
+        /// instead names the kind of call.
         with: &'static str,
     },
 }

@@ -1,4 +1,5 @@
-//! Reports which kernel serves a problem on a device, and why the faster kernels refuse it.
+//! Reports which kernel serves a problem on a device, and why the kernels that selection tries earlier refuse the
+//! problem.
 
 use crate::backend::check_backend;
 use crate::engine::Kernel;
@@ -16,7 +17,8 @@ use std::fmt;
 pub struct Explanation {
     /// The device's runtime and limits, or `None` if the device runs no CubeCL kernels.
     pub device: Option<DeviceProfile>,
-    /// The error that every call returns on this device, or `None`. If there is an error, all other fields have no meaning.
+    /// The error that every attention call on this device returns, or `None` if calls work. If there is an error, all
+    /// other fields have no meaning.
     pub error: Option<AttentionError>,
     /// The kernel choice for the forward pass.
     pub forward: Selection,
@@ -52,7 +54,8 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Reports which kernel would serve `problem` on `device` for contiguous inputs, and why the faster kernels refuse it.
+/// Reports which kernel would serve `problem` on `device` if all inputs were contiguous. Also reports why the kernels
+/// that selection tries earlier refuse the problem.
 ///
 /// Every attention call also logs its kernel choice at debug level.
 ///

@@ -1,5 +1,5 @@
-//! Re-exports of modules below the public API, for this project's other crates, tests and benchmarks. These modules change
-//! without notice.
+//! Re-exports of modules that are not part of the public API, for this project's other crates, tests and benchmarks.
+//! These modules change without notice.
 
 pub use crate::math::side::Side;
 

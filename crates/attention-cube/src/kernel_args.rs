@@ -12,9 +12,9 @@ use crate::types::tensors::AttentionInputs;
 use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cubecl::prelude::TensorArg;
 
-/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous and start at a
-/// multiple of `size` elements, and its length must be a multiple of `size` elements. The function does not check where
-/// the tensor starts, because Burn aligns the start.
+/// True if kernels can load the tensor's rows in vectors of `size` elements. Every row must be contiguous and start at
+/// a multiple of `size` elements, and the row's length must be a multiple of `size`. The function does not check the
+/// alignment of the tensor's first element, because Burn aligns it.
 pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -23,8 +23,8 @@ pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
         && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// The number of leading dimensions of `[batch, heads, len, dim]` that may have a stride of 0 (broadcast) for TMA: 1 for
-/// queries, 2 for keys and values.
+/// The number of leading dimensions of `[batch, heads, len, dim]` in which TMA can read a tensor with stride 0
+/// (broadcast). The number is 1 for queries, and 2 for keys and values.
 pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 
@@ -42,7 +42,7 @@ pub(crate) fn tma_operands(
     }
 }
 
-/// Sets the size of every broadcast dimension (stride 0) among the first `dims` dimensions to 1.
+/// Changes the size of broadcast dimensions (stride 0) to 1. The function changes only the first `dims` dimensions.
 #[cfg(feature = "cuda")]
 pub(crate) fn collapse_broadcast_dims(tensor: &CubeTensor, dims: usize) -> CubeTensor {
     let mut tensor = tensor.clone();
@@ -54,7 +54,8 @@ pub(crate) fn collapse_broadcast_dims(tensor: &CubeTensor, dims: usize) -> CubeT
     tensor
 }
 
-/// True if Hopper's TMA can read boxes of the tensor in place. Only the first `broadcast` dimensions may have a stride of 0.
+/// True if Hopper's TMA can read boxes of the tensor in place. Among other conditions, only the first `broadcast`
+/// dimensions may have a stride of 0.
 pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -66,7 +67,7 @@ pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     (shape[3] == 1 || strides[3] == 1) && (0..3).all(fits)
 }
 
-/// Returns the kinds of masking that the problem needs. Kernels receive the returned `Structure` as a compile-time setting.
+/// Returns the kinds of masking that the problem needs. Kernels receive them as a compile-time setting.
 pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
     Structure {
         lengths: problem.kv_lengths,
@@ -122,8 +123,9 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and the launch's grid of tiles, splits, heads and sequences. The cubes compute
-/// all tiles of `together` (head, sequence) pairs, then all tiles of the next `together` pairs.
+/// Returns the number of cubes of a launch, and the launch's grid of tiles, splits, heads and sequences. The cubes are
+/// ordered by groups of `together` heads, where heads of different sequences count separately. The cubes of all tiles
+/// of one group come before the cubes of the next group.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,
@@ -143,7 +145,7 @@ pub(crate) fn grid(
     (cubes, grid)
 }
 
-/// Converts a tensor into a kernel argument that the kernel may read or write.
+/// Converts a tensor into a kernel argument. The kernel may read the tensor or write to it.
 pub(crate) fn tensor_arg(tensor: &CubeTensor) -> TensorArg {
     tensor.clone().into_tensor_arg()
 }

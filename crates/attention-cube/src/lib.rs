@@ -1,6 +1,6 @@
 //! Fused attention for [Burn](https://burn.dev), forward and backward, written once in
-//! [CubeCL](https://github.com/tracel-ai/cubecl). One operator has every option and serves any head size from 1 to 1024. Its
-//! memory grows linearly with the sequence length.
+//! [CubeCL](https://github.com/tracel-ai/cubecl). One operator has every option and serves any head size from 1 to
+//! 1024. The memory that the operator needs grows linearly with the sequence length.
 //!
 //! ```
 //! use attention_cube::{AttentionOptions, fused_attention};
@@ -18,8 +18,8 @@
 //! # Contract
 //! `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
 //! `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. Query head `h` reads key head
-//! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served by the engine
-//! [`Blocks`](Engine::Blocks), which then computes in f64.
+//! `h / (q_heads / kv_heads)` (GQA). The operator supports f32, f16 and bf16, if the device supports the dtype. For f64
+//! inputs, the engine [`Blocks`](Engine::Blocks) computes in f64.
 //!
 //! Except for f64 inputs, the scores, the softmax and all sums are f32. The operations on a score are, in order: scale,
 //! softcap, [score mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask), sink (if
@@ -42,8 +42,9 @@
 //! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] gives that kernel and the reason for each refusal |
 //!
-//! The module [`quantized`] is for keys and values in int8 or e4m3, [`varlen`] for packed sequences, and [`paged`] for
-//! keys and values in pages. The module [`nn`] has the attention modules of `burn-nn` with fused attention.
+//! The module [`quantized`] is for keys and values in int8 or e4m3. The module [`varlen`] is for packed sequences, and
+//! [`paged`] for keys and values in pages. The module [`nn`] has the attention modules of `burn-nn` with fused
+//! attention.
 //!
 //! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the bias
 //! and the sinks. Both checkpointing strategies of Burn's autodiff are supported.
@@ -125,10 +126,11 @@ pub fn fused_attention(
     }
 }
 
-/// Computes [`fused_attention`], but returns an error where that function panics.
+/// Computes the result of [`fused_attention`]. If an argument is invalid, this function returns an error instead of
+/// panicking.
 ///
 /// # Shapes
-/// The shapes are the ones of [`fused_attention`].
+/// The inputs and the output have the shapes of [`fused_attention`].
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument is invalid.
@@ -141,10 +143,11 @@ pub fn try_fused_attention(
     compute_output(query, key, value, options)
 }
 
-/// Computes [`fused_attention`] and the logsumexp (LSE) of every query's scores. The LSE is a natural logarithm in f32,
-/// or in f64 for f64 inputs.
+/// Computes the result of [`fused_attention`], and the logsumexp (LSE) of every query's scores. The LSE is a natural
+/// logarithm. Its dtype is f32, or f64 for f64 inputs.
 ///
-/// Both results are differentiable. With the logsumexp, [`shards::merge`] merges attention results over different keys.
+/// Both results are differentiable. From outputs and logsumexps of the same queries over different keys,
+/// [`shards::merge`] computes the result over all these keys.
 ///
 /// # Shapes
 /// The inputs and the output have the shapes of [`fused_attention`]; the logsumexp is `[batch, q_heads, q_len]`.

@@ -4,7 +4,7 @@ use crate::math::dropout::Threshold;
 use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
 use burn::tensor::{Bool, Int, Tensor};
 
-/// The alignment of the causal mask's diagonal if the numbers of queries and keys differ.
+/// The alignment of the causal mask's diagonal. The alignment matters if the numbers of queries and keys differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CausalAlignment {
@@ -158,8 +158,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Promises that the [`kv_lengths`](Self::kv_lengths) are written before the CUDA graph that contains this call starts.
-    /// No launch of the graph may write them.
+    /// Promises that the tensor [`kv_lengths`](Self::kv_lengths) is complete before the start of the CUDA graph that
+    /// contains this call. No launch of the graph may write this tensor.
     ///
     /// Kernels with programmatic dependent launch (PDL) then read the lengths before the previous launch has ended. If the
     /// promise is broken, results are wrong. The promise has no effect with [`query_lengths`](Self::query_lengths).
@@ -261,7 +261,7 @@ impl AttentionOptions {
         self
     }
 
-    /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
+    /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code can read `table`.
     ///
     /// Kernels run the code for each score. A kernel does not know which blocks of keys the code hides, so it cannot
     /// skip these blocks. If the code hides most keys, also set [`window`](Self::window) or
@@ -280,7 +280,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Expands a bias that has one element per query: its last dimension becomes `kv_len`.
+    /// Expands the bias along the keys, so that its last dimension becomes `kv_len`. The bias must have one element per
+    /// query.
     pub(crate) fn with_bias_of_keys(mut self, kv_len: usize) -> Self {
         self.bias = self.bias.map(|bias| {
             let [batch, q_heads, q_len, _] = bias.dims();

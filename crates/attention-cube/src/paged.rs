@@ -31,9 +31,10 @@
 //! # Ok::<(), attention_cube::AttentionError>(())
 //! ```
 //!
-//! Pages may also have the token dimension before the head dimension: `[pages, page_len, kv_heads, columns]`. Pass
-//! `pages.swap_dims(1, 2)`, which kernels read through its strides. The pages of burn-lm have this layout. Pass burn-lm's
-//! `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and burn-lm's `lengths` as `kv_lengths`.
+//! Pages may also have the token dimension before the head dimension: `[pages, page_len, kv_heads, columns]`. For such
+//! pages, pass `pages.swap_dims(1, 2)`. Kernels read this view through its strides. The pages of burn-lm have this
+//! layout. Pass burn-lm's `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and burn-lm's `lengths` as
+//! `kv_lengths`.
 //!
 //! # Contract
 //! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer
@@ -43,7 +44,7 @@
 //!
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
+//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to those of a call over contiguous keys, unless the page size leads to another kernel |
 //! | pages whose size is a multiple of the kernel's block of keys | the portable engines and the decode kernel of the mma engine read pages in place. The decode kernel serves up to 32 query rows (`q_len` times the number of query heads per key head) at head sizes up to 256, and up to 16 query rows at larger head sizes. The blocks of the decode kernel have 16 or 32 keys. Most block sizes of the portable engines divide 128 keys |
 //! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only visible rows are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells whether a forward pass without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied |
@@ -64,7 +65,7 @@ use crate::types::tensors::{AppendPlaces, AttentionInputs, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-/// The slots in the pages to which [`append`] writes new rows.
+/// The slots to which [`append`] writes new rows. A slot is the place of one token in a page.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The page table, `[batch, pages of a sequence]`.
@@ -148,9 +149,9 @@ pub fn try_paged_quantized_attention(
 
 /// Writes new keys, or new values, to their slots in the pages, and returns the pages without autodiff.
 ///
-/// On devices with kernels, the pages are written in place if `pages` is their only handle and each row is contiguous.
-/// Otherwise the function first copies all pages. To avoid this copy, keep no clone of the pages, and continue with the
-/// returned tensor.
+/// On devices with kernels, `append` writes into the given pages if no other handle to them exists and each row is
+/// contiguous. Otherwise the function first copies all pages. To avoid this copy, keep no clone of the pages, and
+/// continue with the returned tensor.
 ///
 /// A row is not written if its position lies past the sequence's pages, or if its page table entry is not the index of a
 /// page, such as −1. If two new rows have the same slot, the slot may mix elements of the two rows.
@@ -180,7 +181,8 @@ pub fn append(
     )))
 }
 
-/// Quantizes new keys, or new values, to the format of the pages, and writes them to their slots as [`append`] does.
+/// Quantizes new keys, or new values, to the format of the pages, and writes the quantized rows to their slots as
+/// [`append`] does.
 ///
 /// # Shapes
 /// `pages` are quantized rows of the shape `[pages, kv_heads, page_len, columns]`, and `rows` is
@@ -219,7 +221,7 @@ pub fn append_quantized(
     }
 }
 
-/// Returns the scales of e4m3 pages, with which new rows are quantized. Returns an error if each page or each slot has
+/// Returns the scales with which new rows are quantized for e4m3 pages. Returns an error if each page or each slot has
 /// a scale of its own, because then no existing scale fits the new rows.
 fn scales_of_pages(scales: &Tensor<3>) -> Result<Tensor<3>, AttentionError> {
     let has = scales.dims();
@@ -277,8 +279,8 @@ fn check_append(
     }
 }
 
-/// The name of the new rows in error messages about devices. All other arguments of an append must be on the device of
-/// the new rows.
+/// The name of the new rows in error messages about devices. The messages name the new rows, because all other
+/// arguments of an append must be on the device of the new rows.
 const OF_ROWS: &str = "new row";
 
 fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {

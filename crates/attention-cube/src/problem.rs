@@ -71,8 +71,9 @@ pub struct AttentionProblem {
     pub mask_mod: Option<MaskCode>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged).
     pub page_len: Option<usize>,
-    /// The format of [quantized](crate::quantized) keys and values, or `None` for floats. If no kernel can read the codes, the
-    /// call dequantizes keys and values, and selects a kernel for the unquantized problem.
+    /// The format of [quantized](crate::quantized) keys and values, or `None` if keys and values are floats. If no
+    /// kernel can read the codes, the call dequantizes keys and values, and selects a kernel for the unquantized
+    /// problem.
     pub quantized: Option<CodeFormat>,
 }
 
@@ -82,7 +83,7 @@ impl AttentionProblem {
         self.q_heads / self.kv_heads.max(1)
     }
 
-    /// True if code changes the scores or hides keys.
+    /// True if the problem has a score mod or a mask mod.
     pub(crate) fn has_code(&self) -> bool {
         self.score_mod.is_some() || self.mask_mod.is_some()
     }
@@ -110,9 +111,9 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part holds the scores
-    /// that the softmax subtracted, which are near the row maxima. The second part holds the logarithms of the softmax
-    /// sums.
+    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part holds the
+    /// reference scores, which the softmax subtracts. They are near the row maxima. The second part holds the
+    /// logarithms of the softmax sums.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }
@@ -126,7 +127,7 @@ impl AttentionProblem {
         }
     }
 
-    /// True if sequences have their own numbers of keys or of queries.
+    /// True if every sequence has its own number of keys, or its own number of queries.
     pub(crate) fn has_lengths(&self) -> bool {
         self.kv_lengths || self.query_lengths
     }
@@ -142,8 +143,8 @@ impl AttentionProblem {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
-    /// Returns an upper bound of the number of keys that causal mask and window show to at least one of `queries`
-    /// neighboring queries.
+    /// Returns an upper bound of the number of keys that `queries` neighboring queries see under causal mask and
+    /// window. A key counts if at least one of these queries sees the key.
     pub(crate) fn visible_keys(&self, queries: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -154,8 +155,8 @@ impl AttentionProblem {
         }
     }
 
-    /// Returns an upper bound of the number of queries to which causal mask and window show at least one of `keys`
-    /// neighboring keys.
+    /// Returns an upper bound of the number of queries that see `keys` neighboring keys under causal mask and window. A
+    /// query counts if it sees at least one of these keys.
     pub(crate) fn visible_queries(&self, keys: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -175,8 +176,8 @@ impl AttentionProblem {
         } else {
             0
         };
-        // A window side that is open, or wider than the sequences, becomes a number larger than any distance of two
-        // positions.
+        // A side of the window may be open, or wider than the sequences. Replace such a side by a number above every
+        // distance of two positions.
         let side = |side: Option<usize>| {
             let beyond = self.q_len + self.kv_len;
             side.map_or(beyond, |side| side.min(beyond)) as i64

@@ -1,5 +1,5 @@
 //! Keys and values in 8-bit codes, with half the memory of bf16. A code is an int8 number or an e4m3 float (FP8). An
-//! element is the number that its code represents, times an f32 scale.
+//! element is the product of an f32 scale and the number that the element's code represents.
 //!
 //! ```
 //! use attention_cube::quantized::{QuantizedRows, quantized_attention};
@@ -37,8 +37,8 @@
 //!
 //! # Contract
 //! A row of `columns` elements is stored as `columns / 4` words of four codes each. `columns` is a multiple of 4. The
-//! first column's code is in the lowest byte of its word. An element equals the number that its code represents, times
-//! the scale of its row.
+//! first of a word's four columns is in the lowest byte. An element is the product of its row's scale and the number
+//! that the element's code represents.
 //!
 //! The words are an i32 tensor, `[batch, kv_heads, kv_len, columns / 4]`. The scales are an f32 tensor,
 //! `[batch, kv_heads, kv_len]`. In e4m3, a dimension of the scales may be 1: a scale then applies to all indices along
@@ -48,7 +48,7 @@
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
 //! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. The key's scale multiplies the score, and the scale of a row of V multiplies the probability |
-//! | e4m3 | codes are those of OCP FP8 E4M3 (e4m3fn). The two NaN codes count as ±480 |
+//! | e4m3 | the codes are those of OCP FP8 E4M3 (e4m3fn). The two NaN codes count as ±480 |
 //! | [`QuantizedRows::e4m3`] | each code is the nearest to `element / scale`, with ties to the even code. Quotients beyond ±448 become ±448, and NaN becomes a NaN code |
 //! | forward with up to 32 query rows in bf16 on matrix units | the codes, and their products with elements of the query, are exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
 //! | more than 32 query rows, devices without kernels, or a query under autodiff | attention reads a dequantized copy of the call's keys and values, in the query's dtype. The copy adds one rounding. On devices with kernels, only visible rows are copied |
@@ -221,7 +221,7 @@ impl QuantizedRows {
         )))
     }
 
-    /// Returns the tensors that kernels read, with a scale for each row.
+    /// Returns the tensors that kernels read. In these tensors, each row has a scale of its own.
     pub(crate) fn into_tensors(self) -> QuantizedTensors<Dispatch> {
         let [batch, heads, length, _] = self.words.dims();
         QuantizedTensors {

@@ -10,7 +10,7 @@ use crate::types::engine::Engine;
 pub use crate::types::refusal::{Refusal, Warning};
 pub use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The kernel chosen for one pass (forward or backward), and the engines that refused the problem.
+/// The kernel that selection chose for one pass (forward or backward), and the engines that refused the problem.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Selection<K = Kernel> {
@@ -25,8 +25,8 @@ pub struct Selection<K = Kernel> {
     pub copies_pages: bool,
 }
 
-/// Returns the engines in selection order: first the engines with priority for the problem, then all others in the order of
-/// `WITH_KERNELS`.
+/// Returns the engines in selection order. The engines with priority for the problem come first. All other engines
+/// follow in the order of `WITH_KERNELS`.
 fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engine> {
     let all = || Engine::WITH_KERNELS.iter().copied();
     let first = all().filter(move |engine| engine.goes_first(problem, pass));
@@ -34,8 +34,9 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses quantized keys and values if the engine cannot read codes in this pass. Also refuses them if the query rows
-/// exceed the engine's limit, because a dequantized copy is then faster.
+/// Refuses quantized keys and values if the engine cannot read codes in this pass. Also refuses quantized keys and
+/// values if the call has more query rows than the engine's limit. For so many query rows, kernels are faster on a
+/// dequantized copy.
 fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
     if problem.quantized.is_none() {
         return Ok(());
@@ -148,7 +149,7 @@ fn first_plan<K>(
     (None, refusals)
 }
 
-/// Refuses a plan whose kernels are not compiled into this build.
+/// Replaces a plan by a refusal if the plan's kernels are not compiled into this build.
 ///
 /// Without the Cargo feature `cuda`, CubeCL compiles through LLVM, which has neither asynchronous copies nor TMA. A
 /// missing Cargo feature can therefore look like a missing device feature. In this case, the function replaces

@@ -103,7 +103,8 @@ pub fn merge(
     Ok((output.cast(dtype), logsumexp.squeeze_dim(0)))
 }
 
-/// The output and logsumexp over all keys, and their gradients. [`backward`] computes the gradients of a shard from them.
+/// The output and logsumexp over all keys, and the gradients of both. [`backward`] computes a shard's gradients from
+/// these tensors.
 #[derive(Clone, Debug)]
 pub struct Merged {
     /// The output over all keys, `[batch, q_heads, q_len, value_dim]`.
@@ -160,8 +161,9 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // If a bias is constant over keys, kernels compute its gradient from the LSE gradient, which covers the keys of all
-    // shards. Expand the bias over the shard's keys, so that kernels sum only the gradients of this shard's scores.
+    // If the bias has one element per query, kernels compute the bias gradient from the LSE gradient, which covers the
+    // keys of all shards. Expand such a bias over the shard's keys, so that kernels sum only the gradients of this
+    // shard's scores.
     let constant = options
         .bias
         .as_ref()
@@ -180,8 +182,9 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the other half, the
-    // reference scores, already holds the whole logsumexp.
+    // The two halves of the logsumexp are the reference scores and the logarithms. Here the reference scores hold the
+    // whole logsumexp, so all logarithms are zeros. A logarithm of −0 marks a query that sees no key. The other
+    // logarithms are +0.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {

@@ -30,8 +30,8 @@ macro_rules! optional {
 }
 pub(crate) use optional;
 
-/// Calls `write` for each kernel that the environment variable `KERNELS` lists, or for the kernels in `default` without
-/// this variable. The output goes to the folder `kernels` of the temporary directory.
+/// Calls `write` for each kernel that the environment variable `KERNELS` lists. If the variable is not set, the
+/// function takes the kernels in `default`. The output goes to the folder `kernels` of the temporary directory.
 pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     let names = env::var("KERNELS").unwrap_or_else(|_| default.into());
     let folder = env::temp_dir().join("kernels");
@@ -41,7 +41,8 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The argument for the tables of score mod and mask mod, in kernels that have neither mod and so no tables.
+/// The argument for the tables of score mod and mask mod, for kernels without a score mod and a mask mod. Such kernels
+/// have no tables.
 pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
     score: KernelTableCompilationArg {
         elements: ComptimeOptionCompilationArg::None,

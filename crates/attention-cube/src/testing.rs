@@ -44,7 +44,7 @@ pub(crate) fn problem(
     }
 }
 
-/// The shared memory per cube of an H100, an A100 and a GeForce GPU, in bytes.
+/// The shared memory per cube in bytes, of an H100, of an A100 and of a GeForce GPU.
 pub(crate) const SHARED_MEMORY: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
 
 /// Returns a device profile with `shared_memory` bytes of shared memory per cube.

@@ -1,7 +1,7 @@
 //! Attention over packed sequences of different lengths (varlen): one call without padding.
 //!
-//! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, state where each
-//! sequence starts and ends. Causal mask and window are aligned within each sequence.
+//! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, state where
+//! each sequence starts and ends. Causal mask and window are aligned in each sequence separately.
 //!
 //! ```
 //! use attention_cube::AttentionOptions;
@@ -29,7 +29,7 @@
 //! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences |
 //! | dropout | the random bits depend on the positions in the packed rows |
 //! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
-//! | a sequence without keys | its queries see no key |
+//! | a sequence without keys | the queries of this sequence see no key |
 //! | rows before the first or after the last sequence | these queries see no key, no query sees these keys, and the rows may contain NaN |
 //! | cumulative lengths out of range | are clamped to the number of rows |
 //! | cumulative lengths that decrease | the affected queries see unspecified keys, or none |
@@ -54,7 +54,8 @@ use burn::tensor::{DType, Int, Shape, Tensor};
 /// Sequence `s` has the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1]`, and the keys `cu_seqlens_k[s] .. cu_seqlens_k[s + 1]`.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// The index of each sequence's first query, and the end of the last sequence: `[sequences + 1]`, in ascending order.
+    /// The index of each sequence's first query, followed by the end of the last sequence: `[sequences + 1]`, in
+    /// ascending order.
     pub cu_seqlens_q: Tensor<1, Int>,
     /// The index of each sequence's first key, followed by the end of the last sequence: `[sequences + 1]`, in ascending order.
     pub cu_seqlens_k: Tensor<1, Int>,
@@ -139,8 +140,8 @@ impl Sequences {
         })
     }
 
-    /// Returns two tensors `[1, q_len]`: the first key that each query sees, and the index after the last key that it
-    /// sees.
+    /// Returns two tensors `[1, q_len]`. The first holds the first key that each query sees, and the second holds the
+    /// index after the last key that each query sees.
     fn interval(
         &self,
         q_len: usize,
@@ -171,8 +172,9 @@ impl Sequences {
         let index = count_bounds(rows.clone(), query_bounds.clone(), q_len);
         let zero = Tensor::<1, Int>::zeros([1], (&device, DType::from(INTS)));
         let of_rows = |of_sequences: Tensor<1, Int>| {
-            // The table has an additional first entry for rows before all sequences, and an additional last entry for rows
-            // after all sequences. These rows see no key: their range of keys is `0..0`.
+            // The table has one entry per sequence. An additional first entry is for rows before all sequences, and an
+            // additional last entry is for rows after all sequences. These rows see no key: their range of keys is
+            // `0..0`.
             let table = Tensor::cat(vec![zero.clone(), of_sequences, zero.clone()], 0);
             table.select(0, index.clone())
         };
@@ -200,8 +202,8 @@ impl Sequences {
 fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
     let [count] = bounds.dims();
     let steps = usize::BITS - count.leading_zeros();
-    // The binary search may read entries past the last of the `count` bounds. The table is therefore padded to a power
-    // of two with bounds above all rows.
+    // The binary search may read entries past the last of the `count` bounds. The bounds are therefore padded to a
+    // power of two. The added bounds are above all rows.
     let place = (&rows.device(), DType::from(INTS));
     let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
     let bounds = Tensor::cat(vec![bounds, above], 0);

@@ -33,8 +33,8 @@ impl Cancellation {
         Self::default()
     }
 
-    /// Sets the flag. All generations whose options contain the flag stop as soon as possible. Later generations also stop,
-    /// until [`reset`](Self::reset) clears the flag.
+    /// Sets the flag. All generations with this flag in their options stop as soon as possible. Later generations with
+    /// this flag also stop, until [`reset`](Self::reset) clears the flag.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

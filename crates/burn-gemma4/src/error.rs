@@ -44,7 +44,7 @@ pub enum Gemma4Error {
         /// The list of problems. Each problem concerns one tensor.
         problems: Vec<TensorProblem>,
     },
-    /// The tokenizer cannot encode a text, or its vocabulary lacks a token.
+    /// The tokenizer cannot encode a text, or its vocabulary lacks a token that this crate needs.
     #[error("tokenizer: {}", Escaped::lines(_0))]
     Tokenizer(String),
     /// A chat template cannot be parsed, or rejects the conversation.
@@ -124,7 +124,8 @@ pub enum TensorProblem {
         /// The dtype in the file.
         found: String,
     },
-    /// An element of the tensor cannot be quantized, because the element is not finite or is too large for a block's scale.
+    /// An element of the tensor cannot be quantized. The element is not finite, or is too large for the scale of the
+    /// element's block.
     #[error(
         "{} has an element that is no finite number, or too large for a block's scale",
         Escaped::line(name)

@@ -196,7 +196,8 @@ impl Gemma4 {
         self.with_model(|model| model.merge_adapter(folder))
     }
 
-    /// Adds the LoRA adapter in `folder` to the model. The adapter is merged into the weights that are not quantized.
+    /// Adds the LoRA adapter in `folder` to the model. For weights that are not quantized, the adapter is merged into
+    /// the weights. For quantized weights, each forward pass adds the adapter's output.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
@@ -463,8 +464,9 @@ impl Gemma4 {
         })
     }
 
-    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to [`Prefill::new`], the
-    /// prefill replays a CUDA graph if it processes a whole prompt of up to 2,048 tokens at once.
+    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to a prefill from
+    /// [`Prefill::new`], this prefill can replay a CUDA graph. It does so if one call processes the whole prompt, and
+    /// the prompt has at most 2,048 tokens.
     ///
     /// # Errors
     /// Passes on the errors of [`Prefill::new`].

@@ -61,9 +61,9 @@ pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
 
 pub mod update {
-    //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32, which
-    //! multiplies gradients by a clipping factor. On a GPU, one launch adds up the squares of up to six gradients, and
-    //! one launch updates a parameter.
+    //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32. AdamW
+    //! multiplies the gradients by a clipping factor. On a GPU, one launch adds up the squares of up to six gradients,
+    //! and one launch updates a parameter.
 
     pub use crate::op::adamw::{AdamW, ParamUpdate, SumOfSquares, rounded};
 }

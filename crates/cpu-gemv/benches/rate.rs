@@ -1,8 +1,8 @@
-//! Measures the rate at which each format's kernel reads weights, and compares this rate with a plain read of the same
-//! bytes.
+//! Measures the rate at which each format's kernel reads weights, and compares this rate with the rate of a plain read
+//! of the same bytes.
 //!
 //! `cargo bench -p cpu-gemv -- [columns] [megabytes]` prints a Markdown table. The matrices are meant to exceed the
-//! CPU's caches, so that a product reads them from memory. Each number is the best of several runs.
+//! CPU's caches, so that a product reads them from memory. Each number in the table is the best of several runs.
 
 use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
 use cpu_gemv::{Isa, Rows, Weights, multiply_by, parallel, threads};
@@ -187,8 +187,8 @@ impl Stored {
     }
 }
 
-/// Returns the largest error among the first 2,000 outputs. An error is relative to the sum of the absolute values of
-/// the output's products.
+/// Returns the largest error among the first 2,000 outputs. Each error is divided by the sum of the absolute values of
+/// the products that form the output.
 fn error(isa: Isa, weights: Weights, columns: usize) -> f64 {
     let input = halves(columns);
     let mut output = vec![0.0; weights.outputs(columns)];

@@ -1,7 +1,8 @@
-//! The kernels for input rows in bf16, with AVX-512's dot products of bf16 pairs. An instruction multiplies 32 weights,
-//! twice as many as an instruction on f32. The products of two bf16 elements are exact in f32, and the sums are in f32.
+//! The kernels for input rows in bf16, with AVX-512's dot products of bf16 pairs. One of these instructions multiplies
+//! 32 weights, and an instruction on f32 multiplies 16 weights. The products of two bf16 elements are exact in f32, and
+//! the sums are in f32.
 //!
-//! The instruction treats subnormal numbers as zero.
+//! The dot-product instruction treats subnormal numbers as zero.
 
 use crate::kernel::{AHEAD, Task, prefetch_scales};
 use crate::layout::{Layout, Rounding, Scales};
@@ -12,16 +13,17 @@ use std::{arch::x86_64::*, ops::Range};
 
 /// The number of bf16 elements in a vector.
 pub(crate) const HALVES: usize = 32;
-/// The number of vectors in a block of bf16 weights. A kernel reads a row block by block.
+/// The number of vectors in a block of bf16 weights. A kernel reads a row of weights one block at a time.
 pub(crate) const FLOAT_STEPS: usize = 4;
-/// The number of vectors in a block of quantized weights. A block is one vector of words. Each 16-bit lane of these
-/// words holds four 4-bit codes, and vector `i` consists of the `i`-th code of each lane.
+/// The number of bf16 vectors into which a block of quantized weights is decoded. The block itself is one vector of
+/// 32-bit words. Each 16-bit lane of the block holds four 4-bit codes. The decoded vector `i` consists of the `i`-th
+/// code of each lane.
 pub(crate) const CODE_STEPS: usize = 4;
 
 /// True if the kernels of this module support quantized rows of `layout`.
 pub(crate) fn serves(layout: Layout) -> bool {
     let format = layout.format;
-    // The difference of a code and the zero point is exact in bf16, if the zero point is at most 256.
+    // If the zero point is at most 256, the difference of a code and the zero point is exact in bf16.
     format.bits == 4
         && format.rounding == Rounding::None
         && format.scales != Scales::SingleAndZero
@@ -29,7 +31,7 @@ pub(crate) fn serves(layout: Layout) -> bool {
 }
 
 /// Multiplies `R` input rows by the rows `range` of bf16 weights. Each sum is kept as `A` partial sums, so that an
-/// addition need not wait for the previous one.
+/// addition need not wait for the previous addition.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
@@ -98,8 +100,8 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
-        // The permutation reads 5 bits of an index. The fifth bit is a bit of the next code and must be ignored, so the
-        // table contains the 16 numbers twice.
+        // The permutation reads 5 bits of an index. Only the first 4 bits belong to the code, and the fifth bit belongs
+        // to the next code. The table contains the 16 numbers twice, so that the fifth bit has no effect.
         let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
             bf16::from_f32((code % 16) as f32 - layout.format.zero() as f32)
         });
@@ -146,7 +148,8 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     }
 }
 
-/// Adds the products of one block to `totals`. `parameters` holds pointers to the row's scales and to its minimums.
+/// Adds the products of one block to `totals`. `parameters` holds a pointer to the scales and a pointer to the minimums
+/// of the row's groups.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
 #[allow(clippy::too_many_arguments, reason = "the arguments stay in registers")]

@@ -1,8 +1,8 @@
 //! Converts the elements of a row to vectors of f32, for each format in which a row may be stored.
 //!
-//! A kernel reads a row in blocks, and a block in steps of one vector each. A format chooses which columns form a
-//! vector, so that few instructions convert the elements. For example, one shift moves an element of every word into
-//! place. Neighboring elements of a word are therefore in different steps.
+//! A kernel reads a row in blocks. A block consists of several steps, and each step yields one vector. A format chooses
+//! which columns form a vector, so that few instructions convert the elements. For example, one shift moves an element
+//! of every 32-bit word into place. Neighboring elements of a word are therefore in different steps.
 
 use crate::simd::Simd;
 
@@ -49,7 +49,8 @@ impl<S: Simd> Floats<S> for F16 {
     }
 }
 
-/// A word holds two elements. The first is in the low half, and the bits of a bf16 are the high half of an f32.
+/// A word holds two bf16 elements, and the first element is in the low half. The bits of a bf16 are the high half of an
+/// f32.
 impl<S: Simd> Floats<S> for Bf16 {
     const STEPS: usize = 4;
     const BYTES: usize = 2;
@@ -70,7 +71,7 @@ impl<S: Simd> Floats<S> for Bf16 {
     }
 }
 
-/// A format of integer codes. The lower bits of the codes of a block fill one vector of words. The vector of step `i`
+/// A format of integer codes. The lower bits of a block's codes fill one vector of 32-bit words. The vector of step `i`
 /// consists of the `i`-th code of each word.
 pub(crate) trait Codes<S: Simd> {
     /// The number of codes whose lower bits fit into a word.
@@ -80,13 +81,14 @@ pub(crate) trait Codes<S: Simd> {
     /// The argument of the conversion from codes to floats: a lookup table, or the zero point.
     type Table: Copy;
 
-    /// Returns the argument of [`codes`](Self::codes) for the floats `code - zero`.
+    /// Returns the last argument with which [`codes`](Self::codes) returns the floats `code - zero`.
     ///
     /// # Safety
     /// The CPU has the instruction set.
     unsafe fn table(zero: f32) -> Self::Table;
 
-    /// Returns the upper bits of a block's codes, shifted left by 4.
+    /// Returns the upper bits of a block's codes, shifted left by 4. The function is called only for formats with upper
+    /// bits.
     ///
     /// # Safety
     /// `top` points to the upper bits of a whole block, and the CPU has the instruction set.

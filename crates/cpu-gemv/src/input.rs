@@ -28,14 +28,14 @@ impl Rows<'_> {
 }
 
 /// Input rows, rearranged as `[blocks, rows, steps, lanes]`. In each step, a kernel reads one vector of `lanes`
-/// elements per row. Columns past the end are 0.
+/// elements per row. Elements beyond the last column are 0.
 #[derive(Default)]
 pub(crate) struct Input {
     pub numbers: Vec<f32>,
-    /// The elements in bf16 if the kernel reads bf16. The list `numbers` is then empty.
+    /// The elements in bf16, if the kernel reads bf16. In this case, the list `numbers` is empty.
     pub halves: Vec<bf16>,
-    /// `[blocks, rows, words]`: the sum of the input elements that the codes of each word of the weights multiply. The
-    /// list is empty if the format has no minimums.
+    /// For each word of the weights, the sum of the input elements that are multiplied by the word's codes:
+    /// `[blocks, rows, words]`. The list is empty if the format has no minimums.
     pub sums: Vec<f32>,
 }
 
@@ -49,8 +49,8 @@ pub(crate) struct Order {
 }
 
 impl Input {
-    /// Rearranges `input`, `[input rows, columns]`, to `rows` rows. If `input` has fewer rows, the remaining rows
-    /// are zero. `reads_halves` is true if the kernel reads bf16.
+    /// Rearranges `input`, `[input rows, columns]`, for a kernel that reads `rows` rows. If `input` has fewer rows, the
+    /// remaining rows are zero. `reads_halves` is true if the kernel reads bf16.
     pub fn new(
         input: Rows,
         columns: usize,
@@ -113,8 +113,8 @@ fn rearranged<T: Copy, N: Copy + Default>(
     numbers
 }
 
-/// For each word of the weights, sums the input elements that the word's codes multiply. A word corresponds to
-/// `of_word` neighboring lanes in each step of the block.
+/// For each word of the weights, sums the input elements that are multiplied by the word's codes. In each step of a
+/// block, these elements are in `of_word` neighboring lanes.
 fn sums<T: Copy>(
     numbers: &[T],
     width: usize,

@@ -29,7 +29,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Returns the instruction sets that this CPU supports. The last one is the fastest.
+    /// Returns the instruction sets that this CPU supports. The last instruction set in the list is the fastest.
     pub fn available() -> Vec<Self> {
         #[allow(unused_mut, reason = "some CPUs have only the portable kernels")]
         let mut found = vec![Self::Portable];
@@ -100,8 +100,8 @@ pub(crate) enum Format {
 pub(crate) struct Kernel {
     /// Multiplies the input by a range of rows of the weights.
     pub run: unsafe fn(&Task, Range<usize>),
-    /// The number of input rows that the kernel reads. This number may exceed the number of rows in the input, because
-    /// not every number of rows has its own kernel.
+    /// The number of input rows that the kernel reads. This number may exceed the actual number of input rows, because
+    /// there are kernels only for some numbers of rows.
     pub rows: usize,
     pub order: Order,
     /// True if the kernel reads the input in bf16, and false if it reads the input in f32.

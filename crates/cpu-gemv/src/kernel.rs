@@ -46,7 +46,7 @@ impl Task<'_> {
 }
 
 /// Multiplies `R` input rows by the rows `range` of float weights. The kernel reads `N` rows of the weights at once.
-/// Each sum is kept as `A` partial sums, so that an addition need not wait for the previous one.
+/// Each sum is kept as `A` partial sums, so that an addition need not wait for the previous addition.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
@@ -111,8 +111,8 @@ unsafe fn rows_of_floats<S, F, const N: usize, const R: usize, const A: usize>(
     }
 }
 
-/// Adds the products of one vector of weights and each input row to `totals`. `input` points to a block of the input
-/// rows, which has `steps` vectors per row.
+/// Multiplies one vector of weights by each input row, and adds the products to `totals`. `input` points to a block of
+/// the input rows. The block has `steps` vectors per row.
 #[inline(always)]
 unsafe fn add_step<S: Simd, const R: usize, const A: usize>(
     totals: &mut [[S::Floats; A]; R],
@@ -139,11 +139,11 @@ unsafe fn added<S: Simd, const A: usize>(parts: [S::Floats; A]) -> S::Floats {
 }
 
 /// The distance in bytes at which the kernels of quantized weights prefetch weights. The CPU's own prefetcher follows
-/// only increasing addresses, but a kernel does not read a row in this order. A row's scales lie after its codes, and
-/// are read first.
+/// only increasing addresses. A kernel does not read a row in increasing order: it reads the row's scales first,
+/// although they lie after the row's codes.
 pub(crate) const AHEAD: usize = 2048;
 
-/// Prefetches the scales of a later row, which lies about [`AHEAD`] bytes after `row`.
+/// Prefetches the scales of the row that lies about [`AHEAD`] bytes after `row`.
 #[inline(always)]
 pub(crate) fn prefetch_scales<S: Simd>(layout: Layout, row: *const u8) {
     let of_row = 4 * layout.words();
@@ -191,13 +191,13 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
     }
 }
 
-/// The computation for groups that have only a scale, which multiplies the sum of the group's products.
+/// The computation for groups that have only a scale. The scale multiplies the sum of the group's products.
 const PLAIN: u8 = 0;
-/// The computation for groups that have a scale and a minimum. The minimum multiplies the sum of the group's input
-/// elements.
+/// The computation for groups that have a scale and a minimum. The scale multiplies the sum of the group's products,
+/// and the minimum multiplies the sum of the group's input elements.
 const LEAST: u8 = 1;
-/// The computation that dequantizes each element by itself, because elements are rounded, or because each group has its
-/// own zero point.
+/// The computation that dequantizes each element separately. It is necessary if elements are rounded, or if each group
+/// has its own zero point.
 const EACH: u8 = 2;
 
 /// A quantized row.
@@ -210,8 +210,8 @@ struct Row<'a, S: Simd> {
 }
 
 impl<S: Simd> Row<'_, S> {
-    /// Returns a vector for each input row. Each lane of the vector holds the sum of the products that this lane has
-    /// computed.
+    /// Multiplies a row of the weights by all input rows. Returns one vector per input row. The sum of the vector's
+    /// lanes is the output.
     ///
     /// # Safety
     /// The pointers point to a row of `layout`, whose codes have the format `C`, and the CPU has the instruction set.
@@ -223,7 +223,7 @@ impl<S: Simd> Row<'_, S> {
     ) -> [S::Floats; R] {
         let words = self.layout.columns / C::CODES;
         let (whole, rest) = (words / S::LANES, words % S::LANES);
-        // The number of bytes with the upper bits of a block.
+        // The number of bytes that hold the upper bits of a block's codes.
         let of_top = S::LANES * C::CODES * C::TOP_BITS / 8;
         unsafe {
             let mut totals = [S::splat(0.0); R];

@@ -1,11 +1,11 @@
 //! The device layout of quantized rows, in 32-bit words. The layout is the same for all file formats and all devices.
 //!
-//! A row holds the lower bits of all codes, then the upper bits of 5-bit and 6-bit codes, then the scales of each group of
-//! columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel can
-//! read any row without reading other rows.
+//! A row holds the lower bits of all codes, then the upper bits of 5-bit and 6-bit codes, then the scales of each group
+//! of columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel
+//! can read any row without reading other rows.
 //!
-//! Burn 0.22's own quantized tensors cannot replace this layout. They are symmetric, and lack the minimums or zero
-//! points of half of the formats. Burn's GEMM and row selection also dequantize the whole matrix.
+//! Burn 0.22's own quantized tensors cannot replace this layout. They are symmetric, but half of the formats of this
+//! module have minimums or zero points. Burn's GEMM and row selection also dequantize the whole matrix.
 
 use half::{bf16, f16};
 
@@ -24,7 +24,8 @@ pub struct Format {
     pub rounding: Rounding,
 }
 
-/// The parameters that all columns of a group share, and their storage. The field `zero` is a zero point that all groups share.
+/// The parameters that all columns of a group share, and their storage. In some variants, all groups share one zero
+/// point, which is the field `zero`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// Each group has an f16 scale, and two scales share a word.
@@ -47,9 +48,9 @@ pub enum Scales {
         /// The zero point of all groups.
         zero: u32,
     },
-    /// Each run of [`SUPER`] columns has five words: the f16 multiplier of scales, the f16 multiplier of minimums, 8 bytes
-    /// of group scales and 8 bytes of group minimums. `least` is the negative product of the group's minimum and the
-    /// multiplier of minimums.
+    /// Each run of [`SUPER`] columns has five words: the f16 multiplier of scales, the f16 multiplier of minimums, 8
+    /// bytes of group scales and 8 bytes of group minimums. The parameter `least` of a group is minus the product of
+    /// the group's minimum byte and the multiplier of minimums.
     BytesAndLeast,
 }
 
@@ -66,7 +67,8 @@ pub enum Rounding {
 
 /// The number of columns in a super-block of ggml. All group scales in a super-block are multiplied by the same f16 number.
 pub const SUPER: usize = 256;
-/// The number of words that hold the multipliers, the group scales and any group minimums of [`SUPER`] columns.
+/// The number of words that hold the parameters of [`SUPER`] columns: the f16 multipliers, the scales of the groups
+/// and, in some formats, the minimums of the groups.
 pub const SUPER_WORDS: usize = 5;
 /// The number of 4-bit codes in a word. Every group size is a multiple of this number.
 const CODES: usize = 8;
@@ -133,8 +135,9 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks. Also returns `None` if the
-    /// codes of a group, or the upper bits of a row, do not fill whole words, or if no kernel supports the format.
+    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks, or if no kernel
+    /// supports the format. Also returns `None` if the codes of a group or the upper bits of a row do not fill whole
+    /// words.
     pub fn new(format: Format, columns: usize) -> Option<Self> {
         let layout = Self { format, columns };
         let is_rounded_sum = format.has_least() && format.rounding != Rounding::None;

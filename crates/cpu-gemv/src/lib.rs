@@ -1,8 +1,8 @@
 //! Products of few input rows with a matrix of weights on the CPU: `y[r, n] = Σ x[r, k] · w[n, k]`.
 //!
-//! The kernels read the weights as they are stored, in f32, f16, bf16 or quantized, and accumulate in f32. The time of
-//! a product of few rows is the time to read the weights from memory. Reading a copy of the weights in f32 would take
-//! longer.
+//! The weights may be stored in f32, f16, bf16 or a quantized format. The kernels read the stored weights directly, and
+//! accumulate in f32. The time of a product of few rows is the time to read the weights from memory. An f32 copy of the
+//! weights would have more bytes, so reading the copy would take longer.
 
 #![allow(
     clippy::undocumented_unsafe_blocks,
@@ -37,8 +37,8 @@ use std::ops::Range;
 /// The largest number of input rows of a product.
 pub const MAX_ROWS: usize = 8;
 
-/// The number of bytes of weights in one part of a product, which one thread reads. The parts are small. If another
-/// process delays a thread, the other threads therefore wait only for a short time.
+/// The number of bytes of weights in one part of a product. Each part is computed by one thread. The parts are small.
+/// If another process delays a thread, the other threads therefore wait only for a short time.
 const PART_BYTES: usize = 1 << 17;
 
 /// A matrix of weights, `[columns out, columns in]`, row by row.
@@ -55,7 +55,7 @@ pub enum Weights<'a> {
 }
 
 impl Weights<'_> {
-    /// Returns the number of rows, if a row has `columns` elements.
+    /// Returns the number of rows of a matrix whose rows have `columns` elements.
     ///
     /// # Panics
     /// Panics if the elements do not form whole rows.
@@ -79,10 +79,10 @@ impl Weights<'_> {
         length / of_row
     }
 
-    /// Writes the rows `rows` in f32 to `numbers`, `[rows, columns]`.
+    /// Converts the rows with the indices `rows` to f32, and writes them to `numbers`, `[rows, columns]`.
     ///
     /// # Panics
-    /// Panics if `numbers` has another length than the rows.
+    /// Panics if the length of `numbers` differs from the number of elements in these rows.
     pub fn dequantize(&self, rows: Range<usize>, columns: usize, numbers: &mut [f32]) {
         assert_eq!(
             numbers.len(),
@@ -145,7 +145,7 @@ impl Weights<'_> {
 /// - `output`: `[rows, columns out]`.
 ///
 /// # Panics
-/// Panics if a length does not fit, or if there are more rows than [`MAX_ROWS`].
+/// Panics if the lengths of the slices do not match these shapes, or if there are more rows than [`MAX_ROWS`].
 pub fn multiply(input: Rows, columns: usize, weights: Weights, output: &mut [f32]) {
     multiply_by(Isa::best(), input, columns, weights, output);
 }
@@ -176,8 +176,8 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
         _ => None,
     };
     if let Some(layout) = layout {
-        // The kernels read as many bytes as the layout says, so the layout's public fields must be those of a valid
-        // layout.
+        // The kernels rely on the layout for the number of bytes to read. The layout's fields are public, so check that
+        // they form a valid layout.
         assert!(
             Layout::new(layout.format, layout.columns) == Some(layout),
             "weights: expected a layout of `Layout::new`"

@@ -3,15 +3,15 @@
 use crate::layout::{Layout, SUPER, SUPER_WORDS, Scales};
 use crate::simd::{MOST_LANES, Simd};
 
-/// The parameters of one row's groups. If a block of words neither consists of whole groups nor lies within one group,
-/// the parameters are repeated for each word of their group.
+/// The parameters of one row's groups. A kernel reads the codes in blocks of words. If a block neither consists of
+/// whole groups nor lies within one group, each group's parameters are repeated for each word of the group.
 ///
 /// Each buffer ends with as many zeros as the widest vector has lanes. Lanes beyond the end of a row read these zeros.
 pub(crate) struct Groups {
     pub scale: Vec<f32>,
     pub least: Vec<f32>,
     pub zero: Vec<f32>,
-    /// The number of words per group, if the parameters are repeated.
+    /// The number of words per group, if each parameter is repeated for each word. Otherwise `None`.
     repeats: Option<usize>,
 }
 
@@ -32,7 +32,7 @@ impl Groups {
         }
     }
 
-    /// Reads the parameters of a row, whose scales begin at `words`.
+    /// Reads the parameters of a row. The row's scales begin at `words`.
     ///
     /// # Safety
     /// `words` points to all scales of a row of `layout`, and the CPU has the instruction set.
@@ -148,7 +148,7 @@ impl<S: Simd> Lanes<S> {
         }
         let words = match S::LANES % words {
             0 => words,
-            // The parameters are repeated for each word.
+            // The buffers repeat each parameter for each word, so the mapping treats each word as a group.
             _ => 1,
         };
         let groups: [u32; MOST_LANES] = std::array::from_fn(|lane| (lane / words) as u32);

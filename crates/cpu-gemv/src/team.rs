@@ -1,8 +1,8 @@
-//! A team of threads that stay alive between products. A product divides its work into parts, which the calling thread
-//! and the team's threads take one by one.
+//! A team of threads that stay alive between products. A product divides its work into parts. The calling thread and
+//! the team's threads take these parts one by one.
 //!
-//! A team serves one call of [`parallel`] at a time. A call that finds the team busy computes all parts on its own
-//! thread.
+//! A team serves one call of [`parallel`] at a time. If a call finds the team busy, the call's own thread computes all
+//! parts.
 
 use std::{
     cell::UnsafeCell,
@@ -16,12 +16,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time for which an idle thread polls for work before it sleeps. The pauses between the many products of a decode
-/// step are shorter than this time, and a sleeping thread needs time to wake.
+/// The time for which an idle thread polls for work before the thread sleeps. A sleeping thread needs time to wake. The
+/// pauses between the many products of a decode step are shorter than this time, so the threads stay awake.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// The unit of the counter in the upper bits of `Team::state`. This counter increases when a call opens and when a call
-/// closes, so that an odd number means an open call. The low 16 bits of the state count the threads inside a call.
+/// The unit of the counter in the upper bits of `Team::state`. The counter increases when a call opens, and again when
+/// the call closes. An odd count therefore means that a call is open. The low 16 bits of the state count the threads
+/// inside a call.
 const CALL: u64 = 1 << 16;
 
 /// The work of a call: the function that computes a part, and the number of parts.
@@ -67,7 +68,7 @@ pub fn parallel(parts: usize, work: impl Fn(usize) + Sync) {
     match owner {
         Some(Ok(_owner)) => team.run(parts, &work),
         Some(Err(TryLockError::Poisoned(error))) => {
-            // A former call panicked. `Close` has ended that call, so the team is ready for another.
+            // An earlier call panicked. `Close` has ended that call, so the team is ready for another call.
             let _owner = error.into_inner();
             team.run(parts, &work);
         }
@@ -91,7 +92,7 @@ fn team() -> &'static Team {
             threads: cores,
         }));
         for index in 1..cores {
-            // Ignore an error: if a thread does not start, the other threads take its parts.
+            // Ignore an error: if a thread does not start, the other threads compute all parts.
             let _ = thread::Builder::new()
                 .name(format!("cpu-gemv-{index}"))
                 .spawn(|| team.serve());
@@ -111,7 +112,7 @@ impl Team {
             )
         };
         let call = Call { work, parts };
-        // SAFETY: no call is open and no thread is inside one, because the former owner has closed its call.
+        // SAFETY: no call is open and no thread is inside a call, because the previous owner has closed its call.
         unsafe { *self.call.get() = Some(call) };
         self.next.store(0, Ordering::Relaxed);
         self.has_panicked.store(false, Ordering::Relaxed);
@@ -192,7 +193,8 @@ impl Team {
     }
 }
 
-/// A guard that closes the call when it is dropped, and waits until no thread is inside the call.
+/// A guard that closes the open call when the guard is dropped. The guard then waits until no thread is inside the
+/// call.
 struct Close<'a>(&'a Team);
 
 impl Drop for Close<'_> {
@@ -204,7 +206,7 @@ impl Drop for Close<'_> {
             turns += 1;
             match turns {
                 ..2000 => std::hint::spin_loop(),
-                // Yield, because the operating system may have given the other thread's core to another process.
+                // Yield, because a thread inside the call may have lost its core to another process.
                 _ => thread::yield_now(),
             }
         }

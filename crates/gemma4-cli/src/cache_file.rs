@@ -16,12 +16,13 @@ const MOST_LINKS: usize = 40;
 
 /// The file of `--cache`. The program reads the file once, and writes the file each time the session has changed.
 pub struct CacheFile {
-    /// The path of the file itself. If `--cache` names a symbolic link, this is the path of the link's target.
+    /// The path of the file that is read and written. If `--cache` names a symbolic link, this path is the path of the
+    /// link's target.
     path: PathBuf,
-    /// The version of the file that this program has last read or written, or `None` if the file did not exist.
+    /// The identity of the file when this program last read or wrote the file. `None` if the file did not exist.
     seen: Option<Identity>,
-    /// The path that `--cache` names, if another program has changed the file at this path. The session is then in a
-    /// new file. Otherwise `None`, and the session is in the file that `--cache` names.
+    /// The path that `--cache` names, if another program has changed the file at this path. The session is then stored
+    /// in a new file. Otherwise `None`, and the session is stored in the file that `--cache` names.
     taken: Option<PathBuf>,
 }
 
@@ -54,7 +55,7 @@ impl Identity {
 }
 
 impl CacheFile {
-    /// Opens the file at a path, which may not exist yet. Writes through a symbolic link change the link's target.
+    /// Opens the file at a path. The file may not exist yet. Writes through a symbolic link change the link's target.
     ///
     /// # Errors
     /// Returns [`WrongArgument`] if the path is a folder, or if the file's folder is not writable.
@@ -100,8 +101,8 @@ impl CacheFile {
         Ok((gemma.resume(saved), messages))
     }
 
-    /// Replaces the file. If another program has written the file since this program read it, writes a new file in the
-    /// same folder instead. A printed note then names the new file.
+    /// Replaces the file. If another program has changed the file since this program read it, the function writes a new
+    /// file in the same folder instead. The function then prints a note that names the new file.
     ///
     /// # Errors
     /// Passes on the errors of [`Session::save`].

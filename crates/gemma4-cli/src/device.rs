@@ -56,7 +56,8 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Returns the requested dtype, or the default one for the device: half precision on a GPU that supports it.
+    /// Returns the requested dtype. Without a request, returns f32 for a software driver and for a device without half
+    /// precision. Otherwise returns half precision.
     ///
     /// # Errors
     /// Returns an error if the device does not support the requested dtype.
@@ -73,7 +74,7 @@ impl Chosen {
         }
     }
 
-    /// True if the devices of this backend copy memory to one another directly. CUDA devices do so if NCCL is
+    /// True if the devices of this backend copy memory to one another directly. CUDA devices copy directly if NCCL is
     /// installed.
     pub fn has_transport(&self) -> bool {
         match self.device.as_dispatch() {
@@ -101,7 +102,7 @@ const GPUS: [DeviceName; 5] = [
 
 /// Returns the best device of the backend `name`.
 ///
-/// A software driver is chosen only if its backend is named, because the backend flex is faster.
+/// A software driver is chosen only if its backend is named, because the backend flex is faster than a software driver.
 ///
 /// # Errors
 /// Returns an error if this build lacks the backend's feature, or if the machine lacks such a device.

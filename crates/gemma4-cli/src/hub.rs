@@ -78,7 +78,7 @@ fn name_on_hub(model: &Path) -> Option<&str> {
             .is_some_and(|first| first.is_ascii_alphanumeric() || first == '_')
             && characters.all(|other| other.is_ascii_alphanumeric() || "-_.".contains(other))
     };
-    // A path with a weight file's extension is not treated as a model's name, because it is meant as a file.
+    // Do not treat a path with a weight file's extension as a model's name, because the user means a file.
     let is_file = text.ends_with(".gguf") || text.ends_with(".safetensors");
     (is_part(organisation) && is_part(name) && !is_file).then_some(text)
 }

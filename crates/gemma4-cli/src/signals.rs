@@ -109,7 +109,7 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
 pub fn ignores_hang_up() -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. `action` has room for one
-    // `sigaction`. It is read only if the call returns 0, which means that the call has written `action`.
+    // `sigaction`. The code reads `action` only if the call returns 0, which means that the call has written `action`.
     unsafe {
         libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN

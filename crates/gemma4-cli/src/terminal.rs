@@ -34,8 +34,9 @@ impl Display for WrongArgument {
 
 impl std::error::Error for WrongArgument {}
 
-/// Runs a program, prints its error if it fails, and returns its exit code: 0 for success, 2 for wrong arguments, the
-/// signal's code if a signal [`Stopped`] the program, and 1 otherwise.
+/// Runs a program, and prints the program's error if the program fails. Returns the program's exit code: 0 for success,
+/// and 2 for wrong arguments. If a signal [`Stopped`] the program, the exit code is the signal's code. Otherwise it is
+/// 1.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     leave_out_device_selection();
     install_logger();
@@ -171,7 +172,7 @@ impl Output {
             })
         })?;
         // Print the text that the callback has not printed yet. The callback is called once per token, but the last
-        // piece of text may become complete after the last token.
+        // piece of text may become complete only after the last call.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));
@@ -242,7 +243,7 @@ pub struct Interrupt {
     cancellation: Cancellation,
 }
 
-/// The phase of the program, and the signal that it has received.
+/// The phase of the program, and the signal that the program has received.
 struct State {
     phase: Phase,
     /// The signal that was received since the work began. Any later signal replaces a Ctrl-C. No signal replaces a
@@ -373,7 +374,7 @@ mod tests {
 
     #[test]
     fn code_of_each_kind_of_error_is_distinct() {
-        // The failure of an engine is reported as a text, without an error type of its own.
+        // The failure of an engine has no error type of its own. A failure is reported as a text.
         let codes = [
             Error::from("the engine has failed"),
             WrongArgument("--port".into()).into(),

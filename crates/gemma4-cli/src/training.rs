@@ -29,10 +29,11 @@ pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) 
 }
 
 /// Waits until every process has saved its state, and then ends a stopped run. The wait is necessary because a launcher
-/// may kill all processes as soon as one exits with a signal's exit code.
+/// may kill all processes as soon as one process exits with a signal's exit code.
 ///
 /// # Errors
-/// Returns [`Stopped`] if this process received the signal, and another error if a process is gone.
+/// Returns [`Stopped`] if this process received the signal. Returns a different error if one of the processes no longer
+/// exists.
 pub fn end_of_stopped(group: &ProcessGroup) -> Result<(), Error> {
     group.wait_for_all()?;
     signals::end_of_stopped()

@@ -159,8 +159,8 @@ async fn answer(
     }))
 }
 
-/// Returns the id, the path and the body of the request in an input line. `number` is the id of a request without a
-/// `custom_id`.
+/// Returns the id, the path and the body of the request in an input line. If the request has no `custom_id`, its id is
+/// `number`.
 fn parse(line: &str, number: String) -> Result<(String, String, Map<String, Value>), String> {
     if line.len() > LONGEST_LINE {
         return Err(format!(

@@ -128,7 +128,8 @@ pub enum OptimizerName {
 }
 
 impl TrainingArguments {
-    /// Returns the schedule of the process with this rank, in a run that has finished `done` steps already.
+    /// Returns the schedule of the process with the rank `rank`. `done` is the number of steps that earlier processes
+    /// of the run have finished.
     pub fn schedule(&self, done: usize, rank: Rank) -> Schedule {
         Schedule {
             steps: self.steps,
@@ -189,12 +190,12 @@ impl TrainingArguments {
         settings
     }
 
-    /// Returns the index of the device on which this process trains, out of `available` devices of the chosen kind. Returns
-    /// `None` for the only process of a run, which may choose any device.
+    /// Returns the index of the device on which this process trains. `available` counts the devices of the chosen kind.
+    /// If the run has only one process, returns `None`, because this process may use any device.
     ///
     /// # Errors
-    /// Returns [`InvalidArgument`] if an option does not suit the number of processes, and another error if no device is
-    /// left.
+    /// Returns [`InvalidArgument`] if an option does not suit the number of processes. Returns another error if the
+    /// machine has too few devices for its processes.
     pub fn device_number(
         &self,
         rank: Rank,

@@ -22,8 +22,8 @@ use std::{cmp::Reverse, ops::Range};
 pub struct Windows {
     /// The number of tokens per window, at least 2.
     pub length: usize,
-    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document scores all of
-    /// its tokens after the first.
+    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document is an
+    /// exception. It scores all tokens after the document's first token.
     pub stride: usize,
 }
 
@@ -122,7 +122,8 @@ impl std::fmt::Display for CostSummary {
     }
 }
 
-/// A window of an example. The window consists of the example's first token and the positions in `part`.
+/// A window of an example. The window consists of the example's first token, and of the tokens at the positions in
+/// `part`.
 struct Window {
     document: usize,
     example: usize,
@@ -180,7 +181,8 @@ impl Window {
     }
 }
 
-/// Computes the cost of each document. `on_progress` is called with the number of evaluated tokens and the total number.
+/// Computes the cost of each document. `on_progress` is called with two numbers: the tokens of the windows that are
+/// evaluated so far, and the tokens of all windows.
 ///
 /// # Errors
 /// Returns an error if the device fails.

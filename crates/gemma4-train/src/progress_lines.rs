@@ -72,7 +72,8 @@ impl ProgressLines {
         }
     }
 
-    /// Handles the end of one device's report of a step. After the last device's report, prints a line if one is due.
+    /// Handles the end of one device's report of a step. Once all devices have reported the step, prints a line if a
+    /// line is due.
     fn part(&mut self, learning_rate: f64) {
         let Schedule {
             steps,

@@ -162,7 +162,8 @@ fn loss(model: &Gemma4Model, batch: &Batch) -> Tensor<1> {
 /// A mean loss, and the weight of this loss in Burn's metric.
 pub struct Loss {
     value: Tensor<1>,
-    /// The weight of the loss: the number of tokens for the loss of a batch, or 1 for the loss of a step.
+    /// The weight of the loss. For the loss of a batch, the weight is the number of tokens. For the loss of a step, the
+    /// weight is 1.
     weight: usize,
 }
 

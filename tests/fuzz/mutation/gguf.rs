@@ -4,8 +4,8 @@ use super::{bytes, json};
 use attention_workspace::testing::gguf::Gguf;
 use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 
-/// The exclusive upper bound of a random tensor type: the number of known types plus one, so that the type may also be
-/// unknown.
+/// The exclusive upper bound of a random tensor type. The bound is the number of known types plus one, so that an
+/// unknown type is also drawn.
 const TYPES: u32 = 43;
 
 /// Returns a copy of `input` with one broken metadata value or tensor. The replacement may be a value or a tensor of

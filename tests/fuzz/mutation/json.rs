@@ -39,8 +39,8 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// The exclusive upper bound of the number of lists that are nested around a value. The bound is above 128, the maximum
-/// depth that serde_json accepts, so that the refusal is tested too.
+/// The exclusive upper bound of the number of lists that a mutation nests around a value. serde_json accepts a depth of
+/// at most 128. The bound is larger, so that the refusal of deeper values is tested too.
 const DEEPEST: usize = 140;
 
 /// Returns a random element of [`NUMBERS`], which are numbers at the limits of types or buffers.

@@ -61,8 +61,8 @@ fn gguf_huge_counts_are_refused() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // Three files have a huge dimension or a huge offset of a tensor. Three more files have a tensor with a wrong number
-        // of dimensions or without elements.
+        // Three files have a tensor with a huge dimension or a huge offset. Three more files have a tensor without
+        // elements or with a wrong number of dimensions.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();

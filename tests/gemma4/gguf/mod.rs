@@ -22,9 +22,9 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// The GGUF files, each with the fixture from which it was made, or `None` without a fixture. The first file is a model like
-/// Gemma 4 E2B, and the second is a model like Gemma 4 26B. The third file has rows that are wide enough for every block
-/// type.
+/// The GGUF files. Each file comes with the fixture from which it was made, or `None` if it was made from no fixture.
+/// The first file is a model like Gemma 4 E2B, and the second is a model like Gemma 4 26B. The third file has rows that
+/// are wide enough for every block type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),

@@ -132,8 +132,8 @@ fn program_generation_options_are_obeyed() {
     let stopped = tokens(&["--stop", "zz", "--stop", "bc"]);
     assert_eq!(stopped["text"], "abc");
     assert_eq!(stopped["finish_reason"], "stop");
-    // The token after `b` is `c`. With a repetition penalty, the token after `b` is `a`, because the prompt contains `c` and
-    // the penalty makes `c` less probable.
+    // Without a penalty, the token after `b` is `c`. With a repetition penalty, `c` becomes less probable, because the
+    // prompt contains `c`. The token after `b` is then `a`.
     let penalty = ["--repetition-penalty", "1000000"];
     assert_eq!(tokens_after("cxb", &[])["text"], "cddd");
     let penalized = tokens_after("cxb", &penalty);

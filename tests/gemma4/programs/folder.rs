@@ -42,7 +42,7 @@ pub struct Stored {
 }
 
 impl Folder {
-    /// Returns a copy of the fixture `name`, which is a model checkpoint.
+    /// Returns a copy of a model checkpoint, the fixture `name`.
     pub fn copy(name: &str) -> Self {
         Self::copy_of(name, &FILES)
     }
@@ -58,7 +58,7 @@ impl Folder {
         Self::copy_of("../../crates/burn-gemma4/embedded", &files)
     }
 
-    /// Returns a copy of the fixture `name`, which is a drafter.
+    /// Returns a copy of a drafter, the fixture `name`.
     pub fn drafter(name: &str) -> Self {
         Self::copy_of(name, &["config.json", "model.safetensors"])
     }
@@ -72,8 +72,8 @@ impl Folder {
         Self { folder }
     }
 
-    /// Returns a checkpoint that follows each token of `chain` with the next token of `chain`, regardless of the text before.
-    /// The tokens of `chain` must be distinct, and there may be at most 25.
+    /// Returns a checkpoint whose text depends only on the last token. After each token of `chain`, the model generates
+    /// the next token of `chain`. The tokens of `chain` must be distinct, and `chain` may have at most 25 tokens.
     pub fn that_writes(chain: &[u32]) -> Self {
         let folder = Self::copy("dense-ple");
         // The checkpoint has no softcap, because a softcap would make all large logits equal.
@@ -94,8 +94,8 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            // The embeddings of a token and of the next token share one direction. The embedding of the next token is
-            // longer, so the next token has the largest logit.
+            // The embeddings of a token and of the next token have one direction in common. The embedding of the next
+            // token is longer, so the next token has the largest logit.
             let embedding = tensors
                 .get_mut("model.embed_tokens.weight")
                 .expect("the tensor exists");
@@ -112,8 +112,8 @@ impl Folder {
         folder
     }
 
-    /// Returns a drafter whose draft tokens follow the chain of [`Folder::that_writes`]. The drafter uses only the first
-    /// columns of a token's embedding.
+    /// Returns a drafter for a checkpoint from [`Folder::that_writes`]. The draft tokens follow the chain of this
+    /// checkpoint. The drafter uses only the first columns of a token's embedding.
     pub fn drafter_of_chain(&self) -> Self {
         let folder = Self::drafter("assistant-ple");
         // The drafter searches all of its 16 groups of tokens, so it finds every token of the chain.

@@ -50,8 +50,8 @@ impl Tuning {
         command
     }
 
-    /// Returns the cross entropy of the training data, as reported by the command `evaluate`. An argument that does not
-    /// begin with `--` is the name of a file or folder in the test's folder.
+    /// Returns the cross entropy of the training data that the command `evaluate` reports. If an argument does not
+    /// begin with `--`, it is the name of a file or folder in the test's folder.
     fn told(&self, model: &Path, arguments: &[&str]) -> f64 {
         let mut command = gemma4("evaluate");
         command.args(["--device", "flex", "--json", "--length", "64", "--model"]);
@@ -115,8 +115,9 @@ fn finetune_merge_over_quantized_weights_is_unquantized() {
             .all(|name| !name.contains("packed") && !name.contains("lora"))
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
-    // The merged checkpoint has the same cross entropy as the quantized weights with a separate adapter, except for the
-    // rounding of the merged weights. The two adapters come from equal training runs.
+    // The merged checkpoint must have the same cross entropy as the quantized weights with a separate adapter, except
+    // for rounding. A second, equal training run creates this separate adapter. Only the merged weights are rounded
+    // after the addition of the adapter.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);

@@ -36,8 +36,8 @@ fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> V
     losses.collect()
 }
 
-/// Returns the distance of the f32 number `to` from the bf16 number `from`, both given as bits. The unit is the
-/// distance between neighboring bf16 numbers. The result is at most 1.
+/// Returns the distance between two numbers, in units of the distance between neighboring bf16 numbers. `from` is a
+/// bf16 number and `to` is an f32 number, both given as bits. The result is at most 1.
 fn share_of_the_way(from: u16, to: u32) -> f64 {
     let (kept, share) = ((to >> 16) as u16, f64::from(to & 0xFFFF) / 65536.0);
     match from.wrapping_sub(kept) {
@@ -78,8 +78,8 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
 }
 
 /// Each update is less than half of the distance to the next bf16 number, so rounding to the nearest number would
-/// discard the update. Stochastic rounding keeps the mean: the share of bf16 weights that change equals the mean
-/// movement of the f32 weights, in units of this distance.
+/// discard the update. Stochastic rounding keeps the mean of the updates. The share of bf16 weights that change equals
+/// the mean movement of the f32 weights, in units of the distance to the next bf16 number.
 #[test]
 fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -113,8 +113,8 @@ fn finetune_half_precision_loss_curve_is_that_of_f32() {
     }
 }
 
-/// If a trained model is fine-tuned in bf16, its losses differ by at most 0.5 % from the losses in f32. For the adapter, the
-/// losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared.
+/// A trained model is fine-tuned in bf16 and in f32. The losses of both runs differ by at most 0.5 %. For the adapter,
+/// the losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared.
 #[test]
 fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     let base = Folder::embedded();

@@ -79,8 +79,8 @@ fn processes_give_the_losses_of_one_process() {
     assert_eq!(files("together"), files("alone"));
 }
 
-/// The gradient of a step is the mean over the tokens of all processes. In each step, one process has the long answers and
-/// another process has the short answers, so the two processes have different numbers of tokens.
+/// The gradient of a step is the mean over the tokens of all processes. In each step, one process has long answers and
+/// the other process has short answers. The two processes therefore have different numbers of tokens.
 #[test]
 fn processes_weigh_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");

@@ -19,7 +19,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Returns the contents of the weights file that a finished training run has written.
+/// Returns the contents of the weights file that a finished training run has written to `folder`.
 fn written(folder: &Path) -> Vec<u8> {
     let names = ["model.safetensors", "adapter_model.safetensors"];
     let path = names
@@ -47,8 +47,8 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let mut command = if is_begun { go_on() } else { begin() };
         let mut child = command.spawn().expect("the process starts");
         let mut lines = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
-        // The delay before the kill begins when the run prints its first loss. If the run ends without printing a loss, the
-        // delay begins at the end of the run.
+        // The delay before the kill begins when the run prints its first loss. If the run prints no loss, the delay
+        // begins when the run ends.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
         thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
@@ -176,8 +176,8 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // The run that was resumed with 30 steps instead of 10 has recorded the larger number. Resuming with 10 steps is
-    // therefore refused.
+    // The run `longer` began with 10 steps and was resumed with 30 steps. Its settings file now contains the number 30.
+    // Resuming it with 10 steps is therefore refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

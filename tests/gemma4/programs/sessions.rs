@@ -18,8 +18,8 @@ use std::{
 #[cfg(unix)]
 use std::{thread, time::Duration};
 
-/// With a session file, a second `run` prefills only new tokens, and a second chat continues the conversation of the first
-/// chat.
+/// With a session file, a second `run` prefills only the tokens that the file does not contain. A second chat continues
+/// the conversation of the first chat.
 #[test]
 fn program_session_file_is_continued() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -49,8 +49,8 @@ fn program_session_file_is_continued() {
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
     // Both prompts begin with the same 14 tokens. The session goes back to its checkpoint, which is 8 tokens before the
-    // end of the earlier prompt, and keeps the 6 tokens before it. The longer prompt has 16 tokens, so 10 tokens remain
-    // to prefill.
+    // end of the first prompt. The session thus keeps the 6 tokens before the checkpoint. The second prompt has 16
+    // tokens, so 10 tokens remain to prefill.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([
@@ -205,7 +205,7 @@ fn program_two_chats_of_one_file_keep_both_conversations() {
     write(&mut earlier, "hello\n");
     let earlier = Ended::from(earlier.wait_with_output().expect("the process ends"));
     assert_eq!(earlier.code, Some(0), "{earlier:?}");
-    // The two chats read the session file before one of them writes the file.
+    // Both chats read the session file before either chat writes the file.
     let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
     chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {

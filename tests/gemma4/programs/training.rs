@@ -91,8 +91,8 @@ fn train_killed_and_resumed_gives_the_losses_of_one_run() {
     child.wait().expect("the process ends");
 
     let resumed = succeed(&mut train(&killed, &["--resume"]));
-    // Checkpoints are written while the next steps run. When the process is killed after step 12, the last complete
-    // checkpoint is from step 10, or from step 5 if the disk was slow.
+    // Checkpoints are written in the background while the next steps run. The process is killed after step 12. The last
+    // complete checkpoint is then from step 10, or from step 5 if the disk was slow.
     let of_resumed = losses(&resumed.stdout, "  loss ");
     let begun = of_steps.len() - of_resumed.len();
     assert!([5, 10].contains(&begun), "{resumed:?}");
@@ -218,8 +218,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // Both adapter runs keep the per-layer table on the host. The first run uses the default of `--checkpointing`, and
-    // the run with `--merge` uses `--checkpointing layers`.
+    // Two of the runs train adapters and keep the per-layer table on the host. The first run uses the default of
+    // `--checkpointing`, and the run with `--merge` uses `--checkpointing layers`.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
@@ -268,8 +268,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     );
 }
 
-/// Returns conversations so long that a row holds only one of them. The conversations alternate between a long answer
-/// to a short question and a short answer to a long question.
+/// Returns conversations that are so long that a row of a batch holds only one conversation. The conversations
+/// alternate between a long answer to a short question and a short answer to a long question.
 pub fn unequal_conversations() -> String {
     let line = |number: usize| {
         let (question, answer) = match number % 2 {
@@ -283,7 +283,8 @@ pub fn unequal_conversations() -> String {
     (0..40).map(line).collect()
 }
 
-/// The gradient of a step is the mean over its tokens, regardless of how the tokens are divided into batches and devices.
+/// The gradient of a step is the mean of the gradients of all tokens in the step. The division of the tokens into
+/// batches and devices does not change this mean.
 #[test]
 fn finetune_weighs_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
@@ -295,8 +296,8 @@ fn finetune_weighs_answers_by_their_tokens() {
         let mut command = finetune(&base, &data, &out, &["--length", "40"]);
         let ended = succeed(command.args(arguments));
         assert!(!ended.stderr.contains("and cut"), "{ended:?}");
-        // A row holds exactly one conversation, because two conversations do not fit and no conversation is cut. Of the
-        // 40 conversations, 38 are for training and 2 for validation.
+        // A row holds exactly one conversation, because two conversations do not fit and no conversation is cut. The 40
+        // conversations therefore give 38 rows for training and 2 rows for validation.
         assert!(ended.stderr.contains("38 rows"), "{ended:?}");
         (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
     };
@@ -424,7 +425,7 @@ fn finetune_keeps_the_towers_of_the_base() {
     }
 }
 
-/// A conversation is left out if all of its tokens to train on lie beyond the row's length. The position of the
+/// A conversation is left out if none of its tokens to learn lies within the length of a row. The position of the
 /// conversation in the file does not matter.
 #[test]
 fn finetune_too_long_conversation_is_left_out() {

@@ -23,8 +23,8 @@ use attention_cube::internals::engine::Engine;
 use attention_cube::{AttentionProblem, explain};
 use burn::tensor::{DType, Tensor};
 
-/// The tested pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that are not multiples of a
-/// subtile's 64 columns.
+/// The tested pairs of `(head_dim, value_dim)`. The pairs cover every row of the tile tables, and widths that are not
+/// multiples of 64, the number of columns of a subtile.
 const WIDTHS: [(usize, usize); 8] = [
     (40, 24),
     (64, 64),
@@ -36,8 +36,8 @@ const WIDTHS: [(usize, usize); 8] = [
     (512, 512),
 ];
 
-/// The largest number of rows (queries times query heads of a GQA group) for which the operator prefers the mma engine's
-/// forward.
+/// The largest number of rows for which the operator prefers the mma engine's forward. The number of rows is the number
+/// of queries times the number of query heads in a GQA group.
 const FEW_ROWS: usize = 32;
 
 /// The largest head size for which the wgmma backward has tiles.

@@ -8,8 +8,8 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Checks tiles that several heads of a GQA group share and do not fill. The unused rows of such a tile hold old data
-/// of other kernels, which must not change the results.
+/// Checks tiles that several heads of a GQA group share and that these heads do not fill. The unused rows of such a
+/// tile hold data that other kernels left in memory. These data must not change the results.
 #[test]
 fn wgmma_shared_tiles_repeat_after_other_work() {
     let cases = [
@@ -129,8 +129,9 @@ fn cases_to_repeat() -> Vec<Case> {
     cases.map(in_half).into()
 }
 
-/// Checks that `repeats` runs of each case give the same bits as the first run. If `of_gradients` is true, the check compares
-/// the gradients of a loss that depends on the output. Otherwise the check compares the output and the logsumexp.
+/// Runs each case once, and then `repeats` more times. Checks that each repetition gives the same bits as the first
+/// run. If `of_gradients` is true, the check compares the gradients of a loss that depends on the output. Otherwise the
+/// check compares the output and the logsumexp.
 fn check_repeats(repeats: usize, of_gradients: bool, cases: Vec<Case>) {
     for device in hopper_devices() {
         for case in &cases {

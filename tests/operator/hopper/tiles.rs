@@ -27,8 +27,9 @@ fn wgmma_persistent_ctas_match_reference() {
     }
 }
 
-/// Checks tiles without visible keys. In a call with all sequences, persistent CTAs process such tiles between other
-/// tiles. A call with a single sequence has fewer tiles than CTAs, and must give the same bits for this sequence.
+/// Checks tiles without visible keys. In a call with all sequences, a persistent CTA may process such a tile between
+/// two tiles that have visible keys. A call with a single sequence has fewer tiles than CTAs. Both calls must give the
+/// same bits for this sequence.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);
@@ -55,7 +56,7 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
             // The mask `keys` hides the first 70 % of the keys, which fill more than two tiles. The mask `queries`
-            // hides all keys from query 130 and all later queries, and these queries fill more than two tiles too.
+            // hides all keys from query 130 and from all later queries. These queries fill more than two tiles too.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)

@@ -1,5 +1,6 @@
 //! Tests of options that hide keys: causal masks, windows, and masks of any size. Kernels pack a mask into one bit per
-//! score, and into one summary per block that says how much of the block is visible.
+//! score. For each block of scores, they also store a summary, which says whether all, some or none of the block is
+//! visible.
 
 use super::{WIDTHS, check, check_poisoned, check_with, each_width, hopper_devices, sized};
 use crate::case::{Case, FULL};
@@ -7,7 +8,7 @@ use crate::dense::{Dense, read};
 use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// Additional pairs of `(head_dim, value_dim)` for the test without any option that hides keys.
+/// More pairs of `(head_dim, value_dim)`. Only the test without options that hide keys uses these pairs.
 const OTHER_WIDTHS: [(usize, usize); 6] = [
     (8, 8),
     (80, 80),

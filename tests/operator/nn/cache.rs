@@ -46,8 +46,8 @@ fn mha_cache_with_causal_mask_equals_whole_forward() {
     }
 }
 
-/// Checks masks whose size changes with the length, and a first call without a causal mask, in which all tokens see
-/// each other.
+/// Checks masks whose size grows with the length of the sequence. The test also has a case without masks. In both
+/// cases, the first call has no causal mask, so its tokens may see each other.
 #[test]
 fn mha_cache_with_masks_equals_burn_nn() {
     for device in devices() {

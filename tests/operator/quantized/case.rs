@@ -103,8 +103,8 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// True if the call sets the option `kv_lengths_ahead`, which promises that no kernel launch in the same CUDA graph
-    /// writes the lengths.
+    /// The value of the call's option `kv_lengths_ahead`. With this option, the caller promises that no kernel launch
+    /// in the same CUDA graph writes the lengths.
     pub lengths_ahead: bool,
 }
 
@@ -123,8 +123,8 @@ impl Quantized {
         }
     }
 
-    /// Returns a case with e4m3 keys and values. `per` tells for batch, heads and length whether each index has a scale
-    /// of its own.
+    /// Returns a case with e4m3 keys and values. The flags in `per` stand for batch, heads and length. If a flag is
+    /// true, each index of that dimension has a scale of its own. Otherwise, all indices share one scale.
     pub fn e4m3(case: Case, per: [bool; 3]) -> Self {
         let int8 = Self::new(case);
         let mut rng = StdRng::seed_from_u64(seed() ^ int8.case.head_dim as u64);

@@ -11,8 +11,8 @@ use attention_cube::{AttentionError, AttentionOptions};
 use burn::tensor::{DType, Device, Int, Tensor};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The tested scales: one per tensor, per head, per sequence and head, and per row. The flags tell for batch, heads and
-/// length whether each index has a scale of its own.
+/// The tested scales: one per tensor, per head, per sequence and head, and per row. The flags stand for batch, heads
+/// and length. If a flag is true, each index of that dimension has a scale of its own.
 const PER: [[bool; 3]; 4] = [
     [false, false, false],
     [false, true, false],

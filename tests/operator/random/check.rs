@@ -149,8 +149,8 @@ impl Problem {
         target.device.supports(self.case.dtype)
     }
 
-    /// Returns two names under which the test counts the problem: the dtype with the head sizes, and the kernel of the
-    /// forward.
+    /// Returns two kinds to which the problem counts in the statistics of the test. The first kind is the dtype with
+    /// the head sizes. The second kind is the kernel of the forward.
     pub fn kinds(&self, target: &Target) -> [String; 2] {
         let Case {
             dtype,
@@ -170,7 +170,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         .all(|layout| BOXES.contains(layout))
     {
         // TMA cannot load rows in a layout outside of `BOXES`. The choice of the kernel then depends on the addresses
-        // of the rows, and this function does not know the addresses.
+        // of the rows, which this function does not know.
         return "rows that TMA cannot load".into();
     }
     let problem = problem(case);

@@ -54,8 +54,8 @@ impl fmt::Debug for Problem {
 /// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// A case with one sequence and one key head. Every problem of the variant has the options of this case, but draws
-    /// its own values for them, for example another softcap.
+    /// A case with one sequence and one key head. Every problem of the variant has the options of this case, but each
+    /// problem draws its own values for these options. For example, two problems have different softcaps.
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
@@ -73,9 +73,9 @@ enum Crowd {
     Tiles,
 }
 
-/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables. Some rows are for split-M kernels, in which
-/// the warps divide the rows of the output. Other rows are for split-D kernels, in which the warps divide the columns
-/// of the output.
+/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables. Some rows of the tables are for split-M
+/// kernels, whose warps each compute some rows of the output. Other rows of the tables are for split-D kernels, whose
+/// warps each compute some columns of the output.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),
@@ -103,9 +103,9 @@ const OTHER_WIDTHS: [(usize, usize); 10] = [
     (448, 264),
 ];
 
-/// Pairs of `(head_dim, value_dim)` outside of the tile tables. These sizes are not multiples of 8, the number of
-/// elements in a vector, or are wider than the tiles of any matrix unit. Engines for matrix units refuse such inputs or
-/// need aligned copies of them.
+/// Pairs of `(head_dim, value_dim)` outside of the tile tables. Some sizes are not multiples of 8, the number of
+/// elements in a vector. Other sizes are wider than the tiles of any matrix unit. Engines for matrix units refuse such
+/// inputs or need aligned copies of them.
 const ODD_WIDTHS: [(usize, usize); 8] = [
     (1, 1),
     (5, 5),
@@ -141,8 +141,8 @@ const MULTIPROCESSORS: usize = 132;
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
-    /// Returns the limits of a problem: the maximum number of multiplications (scores times columns), and the maximum number
-    /// of elements in all tensors.
+    /// Returns two limits of a problem. The first limit is the maximum number of multiplications, which is the number
+    /// of scores times the number of columns. The second limit is the maximum number of elements in all tensors.
     const fn room(self) -> (usize, usize) {
         match self {
             Self::Few => (40_000_000, 1_500_000),
@@ -170,8 +170,8 @@ fn extent() -> impl Strategy<Value = Extent> {
 
 /// Returns the strategy that draws variants.
 pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
-    // `likely` is the probability with which each option is drawn. Its values give variants with few options, with some
-    // options, and with nearly all options.
+    // `likely` is the probability with which each option is drawn. A small value gives variants with few options, and
+    // the largest value gives variants with nearly all options.
     (load(sizes), select(vec![0.1, 0.3, 0.3, 0.9])).prop_flat_map(|(variant, likely)| {
         let case = Just(variant.case.clone())
             .prop_flat_map(move |case| structure(case, likely))
@@ -225,8 +225,8 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. The query
-/// length decides how many heads share a tile, and kernels are compiled for this number. Therefore, with
+/// Returns the strategy that draws two values: the number of query heads per key head, and the range of query lengths.
+/// The query length decides how many heads share a tile, and each number of heads needs other kernels. Therefore, with
 /// [`Sizes::Every`], a variant whose heads may share a tile has only one query length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
@@ -386,7 +386,8 @@ impl Variant {
     }
 
     /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction
-    /// from 0 to 1. The number of keys is about the square of `key_part` times the maximum that the limits allow.
+    /// from 0 to 1. The limits allow a maximum number of keys. The returned case has about `key_part`² times this
+    /// maximum.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;

@@ -219,9 +219,9 @@ impl SinkPattern {
     }
 }
 
-/// Returns for each row of a tensor `[batch, heads, length]` whether the row is replaced by NaN or infinity. `marked`
-/// holds these flags without regard to the layout. If the layout stores one row for several heads or sequences, the row
-/// is replaced only if all of their flags are true.
+/// Returns a flag for each row of a tensor `[batch, heads, length]`. A true flag means that the row is replaced by NaN
+/// or infinity. `marked` holds the same kind of flags, but does not take the layout into account. If several heads or
+/// sequences share one stored row, the row is replaced only if all of them have a true flag in `marked`.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -249,8 +249,8 @@ pub struct Drawn {
     pub given: Inputs,
     /// The inputs that the reference gets, without NaN in unused rows. `given` and `clean` must give the same results.
     pub clean: Inputs,
-    /// The indices of the sequence and of the key head in which a visible key or value is NaN. `None` if no visible key or
-    /// value is NaN.
+    /// The sequence and the key head in which a visible key or value is NaN, as two indices. `None` if no visible key
+    /// or value is NaN.
     tainted: Option<[usize; 2]>,
     /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.
     blind: Vec<bool>,
@@ -313,9 +313,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got`, but with the expected results in place of all undefined results. If a visible key or value is
-    /// NaN, the results of each query that sees any key of the same KV head are undefined. The gradients of that head's
-    /// keys and values, and all sums over queries, are undefined too.
+    /// Returns a copy of `got` in which the expected results replace all undefined results. If a visible key or value
+    /// is NaN, the results of each query that sees any key of the same KV head are undefined. The gradients of that
+    /// head's keys and values, and all sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

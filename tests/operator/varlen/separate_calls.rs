@@ -208,7 +208,8 @@ fn check_on(device: &TestDevice, packed: &Packed, options: &Options, dtype: DTyp
         let exact = &exact[index];
         let finite: Vec<f64> = exact.iter().copied().filter(|x| x.is_finite()).collect();
         let size = error(&finite, &vec![0.0; finite.len()]);
-        // The error of separate calls may be 0 by chance, so an error of one f32 rounding is always allowed.
+        // The error of the separate calls may be 0 by chance. The check therefore always allows an error of one f32
+        // rounding.
         let allowed = 2.0 * error(&alone[index], exact) + 1.2e-7 * size;
         let found = error(&found[index], exact);
         assert!(

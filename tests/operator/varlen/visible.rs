@@ -9,8 +9,9 @@ use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Returns a table with an entry for each pair of a query and a key. An entry is true if the query sees the key. The queries
-/// are zeros and the values are the unit vectors. An output row is therefore positive in the columns of its visible keys.
+/// Returns a table with a flag for each pair of a query and a key. The flag is true if the query sees the key. In the
+/// call, the queries are zeros and the values are the unit vectors. The output of a query is therefore positive in
+/// exactly those columns whose keys the query sees.
 fn visible(
     device: &Device,
     [q_len, kv_len]: [usize; 2],

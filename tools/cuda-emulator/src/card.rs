@@ -72,8 +72,8 @@ pub struct Settings {
     pub threads: usize,
     /// True if a data race makes the launch fail. False if the emulator only reports the race.
     pub races_fail: bool,
-    /// The duration of a launch, in milliseconds, from which the emulator reports the launch as slow. `None` if the
-    /// emulator never reports slow launches.
+    /// Launches that take at least this time, in milliseconds, are reported as slow. `None` if the emulator never
+    /// reports slow launches.
     pub slow_launch: Option<u64>,
 }
 

@@ -6,7 +6,8 @@ pub enum Fault {
     /// Invalid or unknown PTX.
     #[error("invalid or unknown PTX: {0}")]
     Syntax(String),
-    /// An instruction, or a form of one, that is not emulated.
+    /// An instruction that the emulator does not support, or an instruction whose modifiers or operands it does not
+    /// support.
     #[error("not emulated: {0}")]
     Unsupported(String),
     /// An access that reaches outside of its memory, such as shared memory.

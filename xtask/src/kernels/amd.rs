@@ -59,8 +59,8 @@ impl Card {
         }
     }
 
-    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes
-    /// count, because a cube runs only if all of its waves fit at the same time.
+    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. A cube runs only
+    /// if all of its waves fit at the same time, so the function counts only the waves of whole cubes.
     fn waves(&self, kernel: &Compiled) -> usize {
         let [registers, granule] = self.registers;
         let by_registers = registers / kernel.registers.max(1).next_multiple_of(granule);

@@ -94,8 +94,8 @@ fn install() -> Result<()> {
     apt::install(PACKAGES).map_err(|error| format!("Vulkan is missing, and {error}.\n{BY_HAND}"))
 }
 
-/// The Vulkan drivers of this machine. `to_name` is the list of driver manifests that the loader's environment variable
-/// must name. `to_name` is `None` if the loader finds the drivers itself.
+/// The Vulkan drivers of this machine. `to_name` is the list of driver manifests to which the loader's environment
+/// variable must be set. `to_name` is `None` if the loader finds the drivers with the variable as it is.
 struct Drivers {
     to_name: Option<OsString>,
 }

@@ -114,8 +114,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // Take the gradient even if the lock is poisoned, which means that another thread of this backward panicked. The
-    // lock then still holds either a complete gradient or none.
+    // The lock is poisoned if another thread of this backward panicked. Take the gradient even then, because the slot
+    // still holds either a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()

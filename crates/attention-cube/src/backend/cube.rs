@@ -322,11 +322,11 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Returns the logsumexp of `engine`'s own forward. Returns `None` if the saved logsumexp comes from this forward, or if the
-/// engine has no forward for the problem.
+/// Returns the logsumexp of `engine`'s own forward. Returns `None` if the saved logsumexp already comes from this
+/// forward. Also returns `None` if the engine has no forward for the problem.
 ///
-/// Forwards of different engines may sum `q·k` in different orders, which rounds the scores differently. For scores in the
-/// hundreds, a backward with the logsumexp of another engine would compute wrong probabilities.
+/// Forwards of different engines may sum `q·k` in different orders, and therefore round the scores differently. For
+/// scores in the hundreds, a backward with the logsumexp of another engine would compute wrong probabilities.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,

@@ -180,8 +180,8 @@ pub trait AttentionBackend: Backend {
         reference::quantized::quantize::<Self>(rows)
     }
 
-    /// Converts float rows to words of e4m3 codes of `rows / scales`. The number of columns is a multiple of 4.
-    /// `scales` has one element per row.
+    /// Divides float rows by `scales`, and packs the quotients as words of four e4m3 codes. The number of columns is a
+    /// multiple of 4. `scales` has one element per row.
     #[fusion(meta = metadata::of_e4m3_words)]
     fn e4m3_words(rows: FloatTensor<Self>, scales: FloatTensor<Self>) -> IntTensor<Self> {
         reference::quantized::e4m3_words::<Self>(rows, scales)

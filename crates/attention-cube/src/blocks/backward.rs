@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::slice;
 
 /// Computes the gradients of a whole call. The block `whole` covers all queries and keys of the call. The function cuts
-/// it into blocks of `sizes`.
+/// `whole` into blocks of `sizes`.
 pub(super) fn of_blocks<B: Backend>(
     whole: Block<B>,
     saved: AttentionSaved<B>,
@@ -228,8 +228,9 @@ impl<B: Backend> Sums<B> {
         }
         let dp = B::float_matmul(output_gradient, B::float_transpose(scores.value));
         let dp = after_dropout(from_groups::<B>(dp, problem));
-        // `seen` sets the gradients of hidden scores to zero. The multiplication by their probability of 0 does not
-        // suffice, because 0 · NaN is NaN: a hidden key's row of V and the derivative of a hidden score may be NaN.
+        // `seen` sets the gradients of hidden scores to zero. A multiplication of these gradients by the probability 0
+        // does not suffice, because 0 · NaN is NaN: a hidden key's row of V and the derivative of a hidden score may be
+        // NaN.
         let unseen = (scores.blind.as_ref())
             .map(|_| B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p)));
         let seen = |ds: FloatTensor<B>| match &unseen {

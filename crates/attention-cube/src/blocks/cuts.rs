@@ -11,14 +11,14 @@ pub(super) struct Sizes {
     pub rows: usize,
     /// The number of keys per block.
     pub keys: usize,
-    /// The largest number of scores in a block that covers several heads or sequences.
+    /// The largest number of scores in a block that covers several heads or several sequences.
     pub scores: usize,
 }
 
 impl Sizes {
     /// The sizes for all head sizes and lengths. Sizes from 128 × 128 to 512 × 256 (rows × keys) were measured for
-    /// causal and full calls over 2,048 tokens. Their processor times differ by less than a third. Larger blocks
-    /// compute more hidden scores, and smaller blocks run more operations.
+    /// causal and full calls over 2,048 tokens. The processor times of these sizes differ by less than a third. Larger
+    /// blocks compute more hidden scores, and smaller blocks run more operations.
     ///
     /// A block of 2¹⁸ scores takes 1 MiB in f32, the size of a core's L2 cache on the measured AMD EPYC.
     pub const MEASURED: Self = Self {

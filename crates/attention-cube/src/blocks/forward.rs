@@ -66,8 +66,8 @@ pub(super) fn of_blocks<B: Backend>(whole: Block<B>, sizes: Sizes) -> AttentionO
 
 /// The state of the online softmax of some queries, after the blocks of keys that were added so far.
 struct Rows<B: Backend> {
-    /// The largest score of each query so far, and at least the query's sink, `[batch, q_heads, q_len, 1]`. The number
-    /// is finite even for a query that sees no key.
+    /// The largest score of each query so far, or the query's sink if the sink is larger, `[batch, q_heads, q_len, 1]`.
+    /// The number is finite even for a query that sees no key.
     largest: FloatTensor<B>,
     /// The sum of `exp(score − largest)` over the keys, without the sink.
     sum: FloatTensor<B>,
@@ -88,7 +88,7 @@ struct Finished<B: Backend> {
 }
 
 impl<B: Backend> Rows<B> {
-    /// Returns the initial state of the softmax for `count` queries of `heads`, before any keys are added.
+    /// Returns the initial state of the softmax for `count` queries of the block `heads`, before any keys are added.
     fn new(heads: &Block<B>, count: usize) -> Self {
         let problem = &heads.problem;
         let dtype = float_dtype(logsumexp_dtype(problem));
@@ -122,8 +122,8 @@ impl<B: Backend> Rows<B> {
         let output = B::float_matmul(to_groups::<B>(p, problem), scores.value);
         let mut output = from_groups::<B>(output, problem);
         if let Some(blind) = &scores.blind {
-            // Set the rows of queries that see no key of this block to zero. Rows of V that only other queries see may
-            // contain NaN, and 0 · NaN is NaN.
+            // If a query sees no key of this block, set the query's row to zero. A row of V that only other queries see
+            // may contain NaN, and 0 · NaN is NaN.
             output = fill_rows::<B>(output, blind);
         }
         (self.sum, self.output) = match self.output.take() {

@@ -1,8 +1,8 @@
 //! Attention in Burn's own tensor operations, in blocks of queries and keys, for devices without kernels.
 //!
-//! The scores of a block come from the [reference](crate::reference). The softmax is online (Milakov and Gimelshein, Online
-//! normalizer calculation for softmax, 2018), so the memory is O(block · block + q_len + kv_len). Blocks in which no query sees
-//! a key are skipped. The backward recomputes the probabilities from the saved logsumexp.
+//! The [reference implementation](crate::reference) computes the scores of a block. The softmax is online (Milakov and
+//! Gimelshein, Online normalizer calculation for softmax, 2018), so the memory is O(block · block + q_len + kv_len). A
+//! block in which no query sees a key is skipped. The backward recomputes the probabilities from the saved logsumexp.
 //!
 //! The blocks support every problem on every backend. Forward and backward cut a problem into the same blocks, so that
 //! both compute bitwise equal scores. Recomputed probabilities therefore stay exact even if scores are huge.
@@ -24,8 +24,8 @@ use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput
 use burn::backend::Backend;
 use std::ops::Range;
 
-/// Computes the output and the logsumexp of a validated problem. The logsumexp has two parts: the reference scores, and
-/// the logarithms of the softmax sums.
+/// Computes the output and the logsumexp of a validated problem. The logsumexp has two parts: the scores that the
+/// softmax subtracted, and the logarithms of the softmax sums.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -67,8 +67,8 @@ fn visible<B: Backend>(
     }
     let all = (0..problem.batch, 0..problem.kv_heads);
     let block = heads.part(all.0, all.1, queries.clone(), keys.clone());
-    // A block without hidden keys needs its positions only for score mods and mask mods, whose code reads them. The
-    // positions depend on the lengths, which `without_positions` removes.
+    // If the block has no hidden keys, only a score mod or a mask mod needs the positions of its queries and keys.
+    // Without these mods, `without_positions` removes the inputs that only hide keys, such as lengths and segments.
     match seen == Seen::Everything && !problem.has_code() {
         true => Some(block.without_positions()),
         false => Some(block),

@@ -348,7 +348,7 @@ fn blocks_poisoned_hidden_rows_match_reference() {
     }
 }
 
-/// Checks that NaN in a row of V does not reach a query that sees no key, if only other queries see the row.
+/// Checks a row of V that contains NaN and that some queries see. The NaN must not reach a query that sees no key.
 #[test]
 fn blocks_partly_hidden_nan_spares_queries_without_keys() {
     let device = Device::flex();

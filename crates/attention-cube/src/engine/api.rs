@@ -66,8 +66,8 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Backward, Refusal>;
 
-    /// Returns the number of key splits (split-KV, flash-decoding). A second kernel combines their partial results.
-    /// Without split-KV, the number is 1.
+    /// Returns the number of key splits (split-KV, flash-decoding), or 1 without split-KV. If there are several splits,
+    /// a second kernel combines their partial results.
     fn splits(plan: &Self::Forward) -> usize;
 
     /// True if the forward's kernels can read keys and values in pages of `page_len` keys. Otherwise a launch first copies

@@ -125,8 +125,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns the number of key splits (split-KV). A second kernel combines their results. The number is 1
-            /// without splits.
+            /// Returns the number of key splits (split-KV), or 1 without split-KV. If there are several splits, a
+            /// second kernel combines their partial results.
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+

@@ -82,7 +82,7 @@ impl OptionalInputs {
         self.bias.as_ref().and_then(|bias| Half::of(bias.dtype))
     }
 
-    /// Returns the half-precision type of the bias if kernels can prefetch two neighbouring bias elements as one 32-bit
+    /// Returns the half-precision type of the bias if kernels can prefetch two adjacent bias elements as one 32-bit
     /// word. Otherwise returns `None`.
     #[cfg(feature = "cuda")]
     pub(crate) fn half_of_bias_by_twos(&self) -> Option<Half> {
@@ -136,7 +136,8 @@ impl OptionalInputs {
     }
 
     /// Returns all optional tensors except the mask: the bias, the lengths and segment ids, and the tables of score mod
-    /// and mask mod. Kernels that read the mask as packed bits take these tensors together with a packed mask.
+    /// and mask mod. A kernel that reads the mask as packed bits takes these tensors and, in place of the mask, a
+    /// packed mask.
     pub(crate) fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
         let beside_mask = [
             &self.bias,

@@ -1,5 +1,5 @@
-//! The division of a problem among cubes (thread blocks), for engines on matrix units: heads per tile, key splits
-//! (split-KV), the order of the heads, and the kernels of a backward.
+//! The division of a problem among cubes (thread blocks), for engines on matrix units. The module chooses the heads per
+//! tile, the number of key splits (split-KV), the order of the heads, and the kernels of a backward.
 
 mod backward_tiles;
 mod gradient_splits;
@@ -19,23 +19,24 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The largest size in bytes of the keys and values that all tiles in flight read under a causal mask. Larger keys and values
-/// would not stay in the L2 cache.
+/// The largest number of bytes of keys and values that the tiles in flight may read together under a causal mask. More
+/// bytes would not stay in the L2 cache.
 const CACHE_BYTES: usize = 34 << 20;
 
-/// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
+/// The smallest number of key blocks per split in a forward with many query rows. For decoding, see
+/// [`BLOCKS_OF_FEW_ROWS`].
 const BLOCKS_PER_SPLIT: usize = 2;
 
 /// Returns the number of query heads of a GQA group that are packed into a tile of `rows` rows.
 pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
-    // Pack heads into a tile only if at least two heads fit, because packing one head would not change the tile.
+    // Share a tile among heads only if at least two heads fit the tile. A tile with one head is the usual tile.
     match rows / problem.q_len.max(1) {
         0 | 1 => 1,
         heads => heads.min(problem.group().max(1)),
     }
 }
 
-/// The number of query tiles of a forward, and the number of heads whose tiles run at the same time.
+/// The number of query tiles of a forward, and the number of heads whose tiles are in flight at the same time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueryTiles {
     /// The number of tiles over all heads and sequences.
@@ -66,8 +67,9 @@ pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize)
     }
 }
 
-/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if `cubes`, the number of
-/// cubes that the device runs at once, is at least `2 · tiles`.
+/// Returns the number of key splits (split-KV). There are `tiles` query tiles of `rows` rows, and blocks of `keys`
+/// keys. `cubes` is the number of cubes that the device runs at once. The keys are split only if `cubes` is at least
+/// `2 · tiles`.
 pub(crate) fn splits(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -85,18 +87,19 @@ pub(crate) fn splits(
 /// at once. If a launch may have several waves, the plan can choose a number of splits that nearly fills the last wave.
 const MOST_ROUNDS: usize = 4;
 
-/// The fewest key blocks per split in decoding. With the value 1, Gemma 4 E2B on an H200 decoded 495 tokens/s at 2,048
-/// tokens of context, and 488 tokens/s at 8,192. With the value 2, the model decoded 485 tokens/s at both context
-/// lengths.
+/// The smallest number of key blocks per split in decoding. With the value 1, Gemma 4 E2B on an H200 decoded 495
+/// tokens/s at a context of 2,048 tokens, and 488 tokens/s at 8,192 tokens. With the value 2, the model decoded 485
+/// tokens/s at both context lengths.
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
 /// The time to start and end a cube, in units of the time that one key block takes. With the value 2, Gemma 4 E2B on an
-/// H200 decoded 495 tokens/s at 2,048 tokens of context, and 488 at 8,192. With the value 1 and at least two blocks per
-/// split, the model decoded 488 tokens/s at both context lengths.
+/// H200 decoded 495 tokens/s at a context of 2,048 tokens, and 488 tokens/s at 8,192 tokens. For the value 1,
+/// [`BLOCKS_OF_FEW_ROWS`] was set to 2. With these two values, the model decoded 488 tokens/s at both context lengths.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
-/// Returns the number of key splits (split-KV) for a launch with few query rows. The result is the smallest number of splits
-/// whose estimated time is within 5 % of the shortest estimate. `cubes` is the number of cubes that the device runs at once.
+/// Returns the number of key splits (split-KV) for a launch with few query rows. The function estimates the launch's
+/// time for each number of splits. It returns the smallest number with an estimate at most 5 % above the shortest.
+/// `cubes` is the number of cubes that the device runs at once.
 pub(crate) fn num_splits_heuristic(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -116,31 +119,33 @@ pub(crate) fn num_splits_heuristic(
     (1..=most).find(is_near).unwrap_or(1)
 }
 
-/// Returns the size in bytes, in half precision, of the two tensors that a kernel streams for one head (such as K and V).
-/// Each tensor has `rows` rows.
+/// Returns the total size in bytes of the two tensors that a kernel streams for one head, such as K and V. Each of the
+/// two tensors has `rows` rows in half precision.
 fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
 }
 
 /// The largest number of heads whose tiles are in flight at the same time, for problems with segments or intervals of
-/// visible keys. A GPU runs more than a hundred CTAs at once. With at most 32 heads, several CTAs read the same
-/// operands, which the L2 cache then holds.
+/// visible keys. A GPU runs more than a hundred CTAs at once. If these CTAs have tiles of at most 32 heads, several
+/// CTAs read the operands of the same head. The L2 cache then holds these operands.
 const HEADS_WITH_BOUNDS: usize = 32;
 
-/// The largest sum of the head sizes of K and V for which the tiles of [`HEADS_WITH_BOUNDS`] heads are in flight at the
-/// same time. If the heads were wider, their operands would not fit the L2 cache.
+/// The largest sum of the head sizes of K and V for which the limit [`HEADS_WITH_BOUNDS`] applies. Up to this sum, the
+/// tiles of that many heads are in flight at the same time. The operands of wider heads would not fit the L2 cache.
 const COLUMNS_WITH_BOUNDS: usize = 512;
 
-/// Returns the number of heads whose tiles are in flight at the same time. There are `planes` heads, counted over all
-/// sequences.
+/// Returns the number of heads whose tiles are in flight at the same time. `planes` is the number of heads, counted
+/// over all sequences.
 ///
-/// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in
-/// flight must fit the L2 cache. With no causal mask, no segments and no intervals, the heads run one after another.
+/// Each group of `sharing` heads reads the same `bytes` bytes of operands. Under a causal mask, the operands of all
+/// heads in flight must fit the L2 cache. With no causal mask, no segments and no intervals, the tiles of one head run
+/// after the tiles of the previous head.
 ///
 /// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another,
 /// only the long tiles of the last head would still run at the end. On an H200 (2026-11-28), intervals for image blocks
-/// of 256 tokens make causal attention slower. At head size 256, the factor is 1.19 with one head in flight and 1.08
-/// with all 16 heads. At head size 512, the factor is 1.15 with one head and 1.21 with all 8 heads.
+/// of 256 tokens make causal attention slower by a factor. At head size 256, this factor is 1.19 with one head in
+/// flight, and 1.08 with all 16 heads in flight. At head size 512, it is 1.15 with one head in flight, and 1.21 with
+/// all 8 heads in flight.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.has_bounds() && problem.head_dim + problem.value_dim <= COLUMNS_WITH_BOUNDS {
         return HEADS_WITH_BOUNDS.clamp(1, planes.max(1));
@@ -154,37 +159,40 @@ fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: us
 /// The plan of a backward's kernels. `T` is the type that describes the tiles of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardPlan<T> {
-    /// The kernel in which a CTA keeps a tile of queries and sums the gradient of these queries.
+    /// The tiles of the kernel that computes dQ. Each CTA of this kernel keeps a tile of queries.
     pub query: T,
-    /// The kernel that sums dK, and also dV unless the field `value` is `Some`.
+    /// The tiles of the kernel that computes dK. This kernel also computes dV, unless the field `value` is `Some`.
     pub key: T,
-    /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums dK and dV.
+    /// The tiles of a kernel that computes only dV, or `None` if the kernel of `key` computes dK and dV.
     pub value: Option<T>,
-    /// The number of query heads, counted over all sequences, whose tiles are in flight at the same time.
+    /// The number of query heads whose tiles are in flight at the same time. Heads of different sequences count
+    /// separately.
     pub queries_together: usize,
-    /// The number of key heads, counted over all sequences, whose tiles are in flight at the same time.
+    /// The number of key heads whose tiles are in flight at the same time. Heads of different sequences count
+    /// separately.
     pub keys_together: usize,
-    /// The number of splits in each kernel of the backward.
+    /// The number of splits per tile in each kernel of the backward.
     pub splits: GradientSplits,
-    /// The number of elements per load in the kernel that computes delta from the output and its gradient.
+    /// The number of elements that one load reads in the kernel that computes delta. This kernel reads the output and
+    /// the gradient of the output.
     pub vector: usize,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
-    /// The operands that must first be copied. The rows of a copy are aligned to 16 bytes and consist of whole 16-byte
-    /// vectors.
+    /// The operands that must be copied before the kernels run. In a copy, each row is aligned to 16 bytes and consists
+    /// of whole 16-byte vectors.
     pub copies: Operands,
 }
 
 impl<T: BackwardTiles> BackwardPlan<T> {
-    /// Plans a backward with the given tiles of its kernels.
+    /// Plans a backward whose kernels have the given tiles.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
         layouts: Layouts,
         (query, key, value): (T, T, Option<T>),
     ) -> Result<Self, Refusal> {
-        // An operand without 16-byte aligned rows is copied to aligned rows before the kernel runs, so every operand allows
-        // vector loads.
+        // If an operand's rows are not aligned to 16 bytes, the operand is copied to aligned rows before the kernel
+        // runs. Every operand therefore allows vector loads.
         let readable = Layouts {
             vectors: true,
             ..layouts
@@ -227,7 +235,7 @@ impl<T: BackwardTiles> BackwardPlan<T> {
         }
     }
 
-    /// Returns the tiles of each kernel that must be launched for the requested gradients.
+    /// Returns the tiles of each kernel that the backward must launch for the requested gradients.
     pub fn kernels(&self, request: BackwardRequest) -> Vec<T> {
         let key = request.key || (request.value && self.value.is_none());
         let value = self.value.filter(|_| request.value);
@@ -245,8 +253,8 @@ mod tests {
     use super::*;
     use crate::testing::problem;
 
-    /// Checks the number of key splits: many splits with few tiles and many keys, fewer splits with few keys, no split with
-    /// many tiles.
+    /// Checks the number of key splits. Few tiles and many keys give many splits, few keys give fewer splits, and many
+    /// tiles give no splits.
     #[test]
     fn num_splits_heuristic_few_tiles_fill_rounds() {
         for (tiles, kv_len, expected) in [

@@ -1,13 +1,15 @@
-//! Dropout of probabilities by a counter-based generator, so that the backward draws the same bits as the forward.
+//! Dropout of probabilities by a counter-based random generator. The backward can therefore draw the same bits as the
+//! forward.
 //!
 //! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011).
 //! Each query head of each sequence has its own generator key. The generator's counter is the index of a *cell* of
 //! eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are
 //! below 8, and `j` is even. In an `mma` or `wgmma` fragment whose rows are queries, each thread holds whole cells.
 //!
-//! A draw has 64 bits: a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high), and the
-//! exclusive or of two other bytes of the cell (low). The chance of a drop has a resolution of 2⁻¹⁶. The chance that two
-//! scores of a cell are both dropped differs from the chance for independent scores by less than 2⁻¹⁵.
+//! One draw has 64 bits, which is one byte for each score of the cell. Each score gets 16 *random bits*. Their high
+//! byte is the score's own byte. Their low byte is the exclusive or of two other bytes of the cell. The chance of a
+//! drop is therefore a multiple of 2⁻¹⁶. The chance that two scores of a cell are both dropped differs by less than
+//! 2⁻¹⁵ from the chance for independent scores.
 //!
 //! [`Threshold`] decides which probabilities are dropped. Kernels compare the bits of two scores with the threshold in one
 //! instruction, as if the bits were f16 numbers.
@@ -15,8 +17,8 @@
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
 
-/// The number of rounds of dropout's random generator. The generator's authors found no failures of statistical tests from 7
-/// rounds on.
+/// The number of rounds of dropout's random generator. In the statistical tests of the generator's authors, the
+/// generator failed no test with 7 or more rounds.
 const ROUNDS: usize = 7;
 
 /// The multiplier in each round of dropout's random generator.
@@ -25,28 +27,29 @@ const MULTIPLIER: u32 = 0xD256_D193;
 /// The number that dropout's random generator adds to its key between two rounds.
 const WEYL: u32 = 0x9E37_79B9;
 
-/// The number of different values of a score's random bits.
+/// The number of different values that the 16 random bits of a score can have.
 const LEVELS: u32 = 1 << 16;
 
-/// The bits of the f16 infinity. Larger magnitudes are NaN, and comparisons with NaN are false.
+/// The bits of the f16 number infinity. Larger values of the lower 15 bits are NaN, and comparisons with NaN are false.
 const INFINITY: u32 = 0x7C00;
 
 /// The threshold for random bits that decides which probabilities dropout drops.
 ///
-/// The random bits and the threshold are read as f16 numbers. Random bits above the threshold are a *hit*. Dropout drops the
-/// probabilities of hits. If even the threshold −∞ gives fewer hits than probabilities to drop, dropout instead keeps the
-/// probabilities of hits and drops all others.
+/// The 16 random bits of a score and the threshold are read as f16 numbers. If the random bits are above the threshold,
+/// the score is a *hit*. Dropout drops the probabilities of hits. For a high chance of a drop, even the threshold −∞
+/// may give too few hits. Dropout then keeps the probabilities of hits and drops all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold, as the bits of an f16 number.
     pub bits: u32,
-    /// True if dropout keeps the probabilities of hits (random bits above the threshold) and drops all others.
+    /// True if dropout keeps the probabilities of hits and drops all others. A hit is a score whose random bits are
+    /// above the threshold.
     pub keeps_hits: bool,
 }
 
 impl Threshold {
-    /// Returns the threshold with which dropout drops an element of P with the chance `probability`, rounded to a
-    /// multiple of 2⁻¹⁶.
+    /// Returns the threshold with which dropout drops each element of P with the chance `probability`. The chance is
+    /// first rounded to a multiple of 2⁻¹⁶.
     pub(crate) fn of(probability: f64) -> Self {
         let dropped = (probability * f64::from(LEVELS)).round() as u32;
         let keeps_hits = dropped > hits(0x8000 | INFINITY);
@@ -57,21 +60,23 @@ impl Threshold {
         };
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
-            // A hit is a value of the random bits above the threshold. A positive threshold has at most 0x7C00 hits
-            // (`INFINITY`). A negative threshold has at least two more hits, because the f16 numbers +0 and −0 are
-            // above the threshold.
+            // A hit is a value of the random bits above the threshold. A positive threshold has at most 0x7C00
+            // (`INFINITY`) hits. A negative threshold has at least 0x7C00 + 2 hits, because the f16 numbers +0 and −0
+            // are hits too.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
     }
 
-    /// Returns how many of the [`LEVELS`] possible values of the random bits keep the probability of a score.
+    /// Returns the number of values of the random bits with which dropout keeps a probability. There are [`LEVELS`]
+    /// possible values.
     fn kept_levels(self) -> u32 {
         let hits = hits(self.bits);
         if self.keeps_hits { hits } else { LEVELS - hits }
     }
 
-    /// Returns the factor that multiplies kept probabilities. The factor preserves the mean of a probability.
+    /// Returns the factor by which kernels multiply kept probabilities. With this factor, dropout preserves the mean of
+    /// each probability.
     pub(crate) fn kept_scale(self) -> f64 {
         f64::from(LEVELS) / f64::from(self.kept_levels())
     }
@@ -82,7 +87,7 @@ impl Threshold {
     }
 }
 
-/// True if `bits` is above `threshold`, both read as f16 numbers.
+/// True if `bits` is above `threshold`. Both are read as f16 numbers.
 fn is_above(bits: u32, threshold: u32) -> bool {
     let number = |bits: u32| {
         let magnitude = (bits & 0x7FFF) as i32;
@@ -95,7 +100,7 @@ fn is_above(bits: u32, threshold: u32) -> bool {
     bits & 0x7FFF <= INFINITY && number(bits) > number(threshold)
 }
 
-/// Returns the number of 16-bit values that are above a threshold, all read as f16 numbers.
+/// Returns how many 16-bit values are above `threshold`. The values and the threshold are read as f16 numbers.
 fn hits(threshold: u32) -> u32 {
     let magnitude = threshold & 0x7FFF;
     match threshold & 0x8000 {
@@ -125,9 +130,10 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // The generator drew the bits of a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8`
-    // and `j + 9`. Each word is for one query. The low half of a word is for keys `j` and `j + 8`, the high half for
-    // keys `j + 1` and `j + 9`. In a half, the high byte is for the smaller key.
+    // The generator draws two words for a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8`
+    // and `j + 9`. The first word is for query `i`, and the second for query `i + 8`. The low half of a word is for
+    // keys `j` and `j + 8`. The high half is for keys `j + 1` and `j + 9`. In each half, the high byte is for the
+    // smaller of the two keys.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);
@@ -159,7 +165,8 @@ mod tests {
         }
     }
 
-    /// Checks the rate of each random bit and the correlation of neighboring scores by chi-square statistics.
+    /// Checks by chi-square statistics that each random bit is 1 at the right rate, and that neighboring scores are not
+    /// correlated.
     #[test]
     fn bits_are_uniform_and_independent_of_neighbours() {
         let (queries, keys) = (512u32, 512u32);

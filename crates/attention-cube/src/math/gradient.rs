@@ -1,4 +1,5 @@
-//! Computes the gradient with respect to a score, from the score and the gradient with respect to its probability.
+//! Computes the gradient with respect to a score. The inputs are the score, and the gradient with respect to the
+//! score's probability.
 
 use super::dropout::kernel::keep_factor;
 use super::score::{ScoreKind, Scoring, capped, final_score, final_slope, probability};
@@ -9,14 +10,15 @@ use cubecl::prelude::*;
 /// the factor. Below 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the number that the
-/// softmax subtracts from each score, at or near the row maximum.
+/// The LSE and the delta of a query. The LSE is stored as two numbers, `reference` and `logarithm`. `reference` is the
+/// number that the softmax subtracts from each of the query's scores. It is at or near the row maximum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowLseDelta {
     pub reference: f32,
     pub delta: f32,
-    /// The natural logarithm of row_sum, the sum of the exponentials after `reference` is subtracted from each score.
+    /// The natural logarithm of row_sum. row_sum is the sum of the exponentials of the query's scores, after
+    /// `reference` is subtracted from each score.
     pub logarithm: f32,
 }
 
@@ -26,17 +28,19 @@ pub(crate) struct RowLseDelta {
 pub(crate) struct ScoreGradient {
     /// The probability P after dropout, multiplied by the factor that dropout applies to kept probabilities.
     pub p: f32,
-    /// The derivative `d loss / d score`, for the score after softcap and bias. This is also the gradient of the bias.
+    /// The derivative `d loss / d score`, for the score after softcap and bias. The derivative is also this score's
+    /// contribution to the gradient of the bias.
     pub ds: f32,
-    /// The derivative `d loss / d (q·k)`. The function `score_gradient` omits the factor `scale` if its argument `scaled` is
-    /// false.
+    /// The derivative `d loss / d (q·k)`. If the argument `scaled` of the function `score_gradient` is false, the
+    /// derivative lacks the factor `scale`.
     pub ddot: f32,
 }
 
-/// Returns the derivatives at a visible score. At a hidden score the function returns zeros, even if an argument is NaN.
+/// Returns the probability of a score, and the derivatives of the loss with respect to the score. If the score is
+/// hidden (`visible` is false), the function returns zeros, even if an argument is NaN.
 ///
-/// Pass `scaled = false` if the caller rounds the result to half precision. The result is then not multiplied by the scale
-/// of the scores, because the product might underflow.
+/// Pass `scaled = false` if the caller rounds `ddot` to half precision. The function then does not multiply `ddot` by
+/// the scale of the scores, because the product might underflow in half precision.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,

@@ -7,16 +7,17 @@ use cubecl::prelude::*;
 pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     /// Q, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<Vector<E, N>>,
-    /// K, `[batch, kv_heads, kv_len, head_dim]`. A quantized K has four codes packed in each word.
+    /// K, `[batch, kv_heads, kv_len, head_dim]`. If K is quantized, each word of the tensor holds four codes.
     pub key: OwnedTensor<Vector<K, W>>,
-    /// V, `[batch, kv_heads, kv_len, value_dim]`. A quantized V has four codes packed in each word.
+    /// V, `[batch, kv_heads, kv_len, value_dim]`. If V is quantized, each word of the tensor holds four codes.
     pub value: OwnedTensor<Vector<K, W>>,
     /// The scales of a quantized K, one per row: `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scales of a quantized V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
-    /// from `n · page_len` on. With a page table, K and V are `[pages, kv_heads, page_len, columns]`.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page with the sequence's keys
+    /// `n · page_len` to `(n + 1) · page_len − 1`. With a page table, K and V are
+    /// `[pages, kv_heads, page_len, columns]`.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
@@ -36,7 +37,7 @@ pub(crate) struct BackwardInputs<E: Float, N: Size> {
     pub lse_delta: OwnedTensor<f32>,
 }
 
-/// The sizes of the heads of a problem.
+/// The head sizes of a problem, and the number of query heads per KV head.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadSizes {

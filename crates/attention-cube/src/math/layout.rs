@@ -1,8 +1,10 @@
-//! The element offsets of a head's rows in a tensor `[batch, heads, length, columns]` with any strides.
+//! The element offsets of a head's rows. The rows belong to a tensor `[batch, heads, length, columns]`, which may have
+//! any strides.
 
 use cubecl::prelude::*;
 
-/// The rows of one head, or of all query heads of a GQA group, one head after another. Only a range of the rows may be read.
+/// The rows of one head, or the rows of all query heads of a GQA group, one head after another. Kernels may read only
+/// the rows `first..end`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rows {
@@ -14,8 +16,8 @@ pub(crate) struct Rows {
     /// The range of rows that may be read, `first..end`. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
-    /// The index of an existing row. In place of a row that must not be read, loads read this row and discard its
-    /// elements.
+    /// The index of a row that exists. If a load must not read its own row, the load reads this existing row instead
+    /// and discards the elements.
     pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,
@@ -26,7 +28,7 @@ pub(crate) struct Rows {
 }
 
 /// One input of a tile multiplication: a tensor, and the rows that a kernel reads. If the tensor holds quantized codes,
-/// the offset and the strides count 32-bit words of four codes, and `columns` counts codes.
+/// the rows' offset and strides count 32-bit words of four codes. `columns` then counts codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -69,7 +71,7 @@ pub(crate) fn head_rows<E: Numeric, N: Size>(
     group_rows(tensor, batch, head, 0u32, first, end, columns)
 }
 
-/// Returns the rows of the group of heads that starts at `head`. Kernels may read only the rows `first..end`.
+/// Returns the rows of a group of heads, whose first head is `head`. Kernels may read only the rows `first..end`.
 #[cube]
 pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -100,7 +102,7 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
 pub(crate) struct Page {
     /// The page's index in the tensors of keys and values.
     pub index: u32,
-    /// The index of the page's first key within the sequence.
+    /// The page's first key, as an index into the sequence's keys.
     pub first_key: i32,
 }
 
@@ -129,9 +131,11 @@ pub(crate) fn page_of<E: Numeric, N: Size>(
     }
 }
 
-/// Returns entry `number` of a sequence in the page table: the index of a page in the tensor `pages`.
+/// Returns entry `number` of sequence `batch` in the page table. The entry is the index of a page in the tensor
+/// `pages`.
 ///
-/// `number` is clamped to the table, and the entry to `0..pages`, so that no access leaves the tensor.
+/// The function clamps `number` to the entries of the table, so that the read stays in the table. The function clamps
+/// the entry to `0..pages.shape(0)`, so that later reads stay in `pages`.
 #[cube]
 pub(crate) fn page_in<E: Numeric, N: Size>(
     page_table: &Tensor<i32>,
@@ -145,7 +149,7 @@ pub(crate) fn page_in<E: Numeric, N: Size>(
 }
 
 /// Moves an operand from the rows of page 0 to the rows of `page`. Kernels still address a row by its index within the
-/// sequence, but may read only the rows in the page.
+/// sequence, but may read only the rows that lie in the page.
 #[cube]
 pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     operand: Operand<'a, E, N>,
@@ -154,8 +158,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The subtraction may wrap around below 0. The offset of a row in the page is at least the subtracted number,
-        // so adding it wraps back.
+        // The subtraction may wrap `rows.base` around below 0. Kernels later add to `rows.base` the offset of a row in
+        // the page. This offset is at least the subtracted number, so the sum wraps around again and is correct.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // Limit the rows and the fallback row to the page, because no load may leave the page, not even a load whose result
@@ -171,7 +175,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     }
 }
 
-/// Returns the element offset of `row`. If `packed`, the rows of the group's heads are numbered one head after another.
+/// Returns the element offset of `row`. If `packed` is true, rows are numbered over all heads of the GQA group, one
+/// head after another.
 #[cube]
 pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
     if comptime!(packed) {

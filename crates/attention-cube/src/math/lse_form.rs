@@ -3,13 +3,13 @@
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
 
-/// The range of the attention scale (the factor of `q·k`) in which kernels can keep `q·k` unscaled until the
-/// exponential. In this range, f32 does not overflow or underflow.
+/// The range of attention scales (factors of `q·k`) for which kernels can keep `q·k` unscaled until the exponential.
+/// With a scale in this range, these kernels cause no overflow or underflow in f32.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
 /// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of two numbers: the
-/// reference score and the logarithm of row_sum. The reference score is the score that the softmax subtracts, which is
-/// near the row maximum.
+/// reference score and the logarithm of row_sum. The softmax subtracts the reference score from all scores. The
+/// reference score is near the row maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. All scores must be near 0, because an f32 rounds large logsumexps too coarsely.

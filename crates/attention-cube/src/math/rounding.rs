@@ -25,8 +25,8 @@ mod tests {
         }
     }
 
-    /// Runs the kernel and returns the bits of the rounded values. The values are rounded to `element`, but are still
-    /// f32.
+    /// Runs the kernel and returns the f32 bits of the rounded values. Each value is representable in the dtype
+    /// `element`, but has not been converted to this dtype.
     fn before_conversion(values: &[u32], element: FloatKind) -> Vec<u32> {
         let client = cube_device().client();
         let source = client.create_from_slice(u32::as_bytes(values));

@@ -4,18 +4,18 @@
 //! are numbered in descending order of their queries. Short tiles come last, so that at the end of the launch no cube
 //! still runs a long tile while the other multiprocessors are idle.
 //!
-//! The scheduler divides the (head, sequence) pairs into groups. The operands of a group fit the L2 cache. All tiles of
-//! a group start before the tiles of the next group, so they find the operands in the cache.
+//! The scheduler divides the (head, sequence) pairs into groups. The operands of one group fit into the L2 cache. All
+//! tiles of a group start before the tiles of the next group, so each tile finds its group's operands in the cache.
 
 use cubecl::prelude::*;
 
-/// The grid of a launch, whose cubes are numbered in one dimension.
+/// The grid of a launch. The cubes of the grid are numbered in one dimension.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Grid {
     /// The number of row tiles per head.
     pub tiles: u32,
-    /// The number of splits of a tile's keys (split-KV).
+    /// The number of splits into which split-KV divides the keys of a tile.
     pub splits: u32,
     /// The number of heads per sequence. If tiles pack the query heads of a group, this is the number of KV heads.
     pub heads: u32,
@@ -35,9 +35,10 @@ pub(crate) struct Grid {
 pub(crate) struct Schedule {
     /// The number of work items. A work item is a tile, or a pair of tiles if `paired` is 1.
     pub items: u32,
-    /// The number of launched cubes. Each cube processes every `launched`-th work item.
+    /// The number of launched cubes. Cube `c` processes the work items `c`, `c + launched`, `c + 2 · launched` and so
+    /// on.
     pub launched: u32,
-    /// 1 if a work item is a pair of mirrored tiles, such as the first and the last tile of a sequence. 0 if a work item is
+    /// 1 if a work item is a pair of mirrored tiles, such as the first and the last tile of a head. 0 if a work item is
     /// one tile.
     pub paired: u32,
 }
@@ -52,8 +53,8 @@ pub(crate) struct WorkTile {
     pub batch: u32,
 }
 
-/// Returns the tile of cube `index`. If `last_first`, the cubes take the tiles of a head in descending order of their
-/// index, beginning with the last tile.
+/// Returns the tile of cube `index`. If `last_first` is true, cubes take the tiles of a head in descending order of the
+/// tile's index, beginning with the last tile.
 #[cube]
 pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -> WorkTile {
     let whole = grid.together * grid.tiles * grid.splits;
@@ -81,14 +82,14 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
     /// False if the cube has no tile in this iteration. This happens if work items are pairs of tiles and a head has an
-    /// odd number of tiles, because the middle tile then has no partner.
+    /// odd number of tiles. The middle tile of the head then has no partner.
     pub exists: bool,
 }
 
 /// Returns the tile that the cube computes in iteration `turn` of its loop. The tile is part of the work item `item`.
 ///
-/// A work item may be a pair of mirrored tiles, such as the first and the last tile of a sequence. Under a causal mask, all
-/// pairs have equal work.
+/// A work item may be a pair of mirrored tiles, such as the first and the last tile of a head. Under a causal mask, all
+/// such pairs have equal work.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {
@@ -123,7 +124,7 @@ pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32)
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
-    // A pair of tiles takes two iterations.
+    // If a work item is a pair of tiles, the cube stays with the work item for two iterations.
     item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 

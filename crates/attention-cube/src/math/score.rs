@@ -1,5 +1,5 @@
-//! Computes a score from `q·k` by scale, softcap, bias and visibility, and the derivative of the score with respect to
-//! `q·k`.
+//! Computes a score from `q·k` by scale, softcap, bias and visibility. Also computes the derivative of the score with
+//! respect to `q·k`.
 
 use super::visibility::{SeqInfo, SeqLens, Structure, sees};
 use crate::math::dropout::kernel::DropoutArguments;
@@ -23,16 +23,16 @@ pub(crate) fn is_hidden(score: f32) -> bool {
 /// The bits of −0, which are saved as the logarithm of the softmax sum if a query sees no key.
 const NO_KEYS: u32 = 0x8000_0000;
 
-/// Returns the second part of the logsumexp that a forward pass saves: `ln(sum)`, or −0 for a query that sees no key.
-/// The first part is the reference score, which is near the row maximum.
+/// Returns the second part of a query's logsumexp: `ln(sum)`, or −0 for a query that sees no key. A forward pass saves
+/// both parts. The first part is the reference score, which the softmax subtracts and which is near the row maximum.
 ///
 /// For a query that sees keys, the result is never −0. A backward pass can therefore recognize a query that sees no
 /// key.
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // If a device computes the logarithm of 1 as −0, this −0 becomes +0, because −0 marks a query that sees no key. The
-    // replacement selects bits, because shading languages may drop the sign of a zero in arithmetic.
+    // A device may compute the logarithm of 1 as −0. This −0 is replaced by +0, because −0 marks a query that sees no
+    // key. The replacement selects bits, because shading languages may drop the sign of a zero in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
@@ -50,7 +50,7 @@ pub(crate) struct ScoreArguments {
     pub scale: f32,
     /// The softcap. Kernels read this field only if they are compiled for scores with a softcap.
     pub softcap: f32,
-    /// The value −∞, a kernel argument because some shading languages have no literal for −∞.
+    /// The value −∞. The kernels get this value as an argument, because some shading languages have no literal for −∞.
     pub negative_infinity: f32,
 }
 
@@ -109,13 +109,14 @@ fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usiz
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = if comptime!(kind.bias && !kind.has_slope()) {
-        // Without `fma`, the compiler fuses this multiplication with the addition of the bias into one FMA. The tensor-core
-        // forward does the same, and a backward must round its scores like the forward.
+        // This branch multiplies without `fma`, so that the compiler fuses the multiplication and the later addition of
+        // the bias into one FMA. The tensor-core forward kernel also fuses the two operations. A backward kernel must
+        // round its scores like the forward kernel.
         dot * arguments.scale
     } else {
-        // The `fma` rounds the product, so that the compiler cannot fuse it with the later subtraction of the reference
-        // score. The reference score is a rounded product too. If only one of the two products were rounded, the probability
-        // would contain the rounding error.
+        // The `fma` rounds the product, so that the compiler cannot fuse the multiplication with the later subtraction
+        // of the reference score. The reference score is itself a rounded product. If the score were not rounded like
+        // the reference score, the rounding error would reach the probability.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {
@@ -129,8 +130,9 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
     score
 }
 
-/// Returns the score under a wide softcap (see [`crate::math::softcap`]). `far` is `softcap · tanh(score / softcap)` as the
-/// engine computes it. The function returns `far` for scores far from zero, and otherwise the value of a polynomial.
+/// Returns the score under a wide softcap (see [`crate::math::softcap`]). `far` is `softcap · tanh(score / softcap)` as
+/// the engine computes it. For scores far from zero, the function returns `far`. For all other scores, it returns the
+/// value of a polynomial.
 #[cube]
 pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     let ratio = score * (1.0f32 / softcap);
@@ -148,7 +150,8 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// Returns `d score / d (q·k)` from the score before the bias. If `scaled` is false, the factor `scale` is left out.
+/// Returns `d score / d (q·k)`, computed from the score before the bias. If `scaled` is false, the derivative lacks the
+/// factor `scale`.
 #[cube]
 fn slope(
     capped: f32,
@@ -167,8 +170,8 @@ fn slope(
     slope
 }
 
-/// Adds the bias of the sequence, head, query and key in `place` to their score. If the bias is −∞, the result is
-/// `hidden`, whatever the score is.
+/// Adds a bias to the score at `place` (sequence, head, query and key). The bias is the bias tensor's element for this
+/// place. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
 fn biased<F: Float>(
     score: f32,
@@ -209,8 +212,8 @@ pub(crate) fn final_score<M: Numeric, F: Float>(
     shown_score(score, place, &scoring.tables, hidden, kind.mask_mod)
 }
 
-/// Returns `d final_score / d (q·k)` from the score before score mod and bias. If `scaled` is false, the factor `scale` is
-/// left out.
+/// Returns `d final_score / d (q·k)`, computed from the score before score mod and bias. If `scaled` is false, the
+/// derivative lacks the factor `scale`.
 #[cube]
 pub(crate) fn final_slope<M: Numeric, F: Float>(
     capped: f32,
@@ -233,8 +236,9 @@ pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
     select(is_hidden(bias), hidden, score + bias)
 }
 
-/// True if query and key exist, and the query sees the key by window, length, segments, intervals and mask. If `whole`,
-/// every score of the tile is visible, and the function checks nothing.
+/// True if the query and the key exist, and window, length, segments, intervals and mask all let the query see the key.
+/// If `whole` is true, the caller guarantees that every score of the tile is visible. The function then returns true
+/// without a check.
 #[cube]
 pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,

@@ -1,4 +1,5 @@
-//! Scores and masks as code: the traits that a user implements, and their form in the compile-time settings of kernels.
+//! Scores and masks as code: the traits that a user implements, and the representation of a user's code in the
+//! compile-time settings of kernels.
 //!
 //! The public module [`crate::score_mod`] explains the traits to users.
 
@@ -32,10 +33,10 @@ pub struct ScorePlace {
     pub query: i32,
     /// The index of the key in its sequence.
     pub key: i32,
-    /// The position of query 0 on the axis of keys.
+    /// The key index at which query 0 has its own position.
     pub(crate) offset: i32,
-    /// The distance from the key to the query's own position, in keys, as f32. A kernel sets this field only if it can
-    /// compute the distance without an integer conversion per score. Otherwise the field is 0.
+    /// The distance from the key to the query's own position, as a number of keys in f32. A kernel sets this field only
+    /// if the kernel can compute the distance without an integer conversion per score. Otherwise the field is 0.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -56,8 +57,8 @@ impl ScorePlace {
         }
     }
 
-    /// Returns a copy of `self` that holds `float_distance`. The kernel has computed this distance from the key to the
-    /// query's own position.
+    /// Returns a copy of `self` that holds `float_distance`, the distance from the key to the query's own position. The
+    /// calling kernel has computed this distance.
     #[allow(dead_code, reason = "kernels call only the expansion")]
     pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
         ScorePlace {
@@ -98,7 +99,7 @@ pub struct ScoreTable {
 }
 
 impl ScoreTable {
-    /// Returns a table for calls of the code on the CPU.
+    /// Returns a table that the user's code can read on the CPU.
     pub(crate) fn new(elements: Vec<f32>) -> Self {
         Self { elements }
     }
@@ -185,8 +186,8 @@ impl MaskCode {
     }
 }
 
-/// Implements `Eq`, `Hash` and `Debug` by the type of the code, because CubeCL uses these traits to look up compiled
-/// kernels.
+/// Implements `Eq`, `Hash` and `Debug` for a wrapper of a user's code. Two wrappers are equal if they hold the code of
+/// the same Rust type. CubeCL uses these traits to look up compiled kernels.
 macro_rules! by_type {
     ($code:ident) => {
         impl PartialEq for $code {

@@ -1,6 +1,7 @@
 //! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates.
 
-/// The rows that a tile of a kernel keeps: queries or keys. The kernel streams blocks of the other side.
+/// The side of the score matrix whose rows a kernel's tile keeps: queries or keys. The kernel streams blocks of rows of
+/// the opposite side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// A tile keeps queries, and the kernel streams keys.
@@ -31,12 +32,12 @@ pub enum Sums {
 }
 
 impl Sums {
-    /// True if the kernel computes dS, the gradient of the scores.
+    /// True if the kernel accumulates dQ or dK. The kernel then computes dS, the gradient of the scores.
     pub const fn has_q_or_k(self) -> bool {
         matches!(self, Self::QOrK | Self::Both)
     }
 
-    /// True if the kernel multiplies by P, to compute the gradient of the values.
+    /// True if the kernel accumulates dV, the gradient of the values. The kernel then multiplies by P.
     pub const fn has_values(self) -> bool {
         matches!(self, Self::Values | Self::Both)
     }

@@ -1,22 +1,22 @@
-//! Constants of the softcap `c · tanh(x / c)` for a cap far above most scores. Kernels and the reference implementation
-//! share them.
+//! Constants of the softcap `c · tanh(x / c)`, used for a cap `c` far above most scores. Kernels and the reference
+//! implementation share these constants.
 //!
-//! A tanh that is computed from exponentials has an error of some ulps of 1, so the softcap has an error of some ulps of
-//! `c`. For a cap above [`WIDE`], this error changes the softmax. For a cap of 10⁶, the error of the score is 0.2. For caps
-//! of 10⁸ and more, the error is larger than most scores.
+//! A tanh that is computed from exponentials has an error of some ulps of 1. The softcapped score therefore has an
+//! error of some ulps of `c`. For a cap above [`WIDE`], this error changes the softmax. For a cap of 10⁶, the error of
+//! the score is 0.2. For caps of 10⁸ and more, the error is larger than most scores.
 //!
-//! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
-//! polynomial.
+//! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore do not use the tanh. The kernels add a correction
+//! to the score. The correction is an odd polynomial of the score.
 
-/// The largest softcap that is not wide. At this cap, the error of the softcapped score is within 8·10⁻⁶, one ulp of
-/// the softcap.
+/// The largest softcap that is not wide. At this cap, the computed score differs from the exact softcapped score by at
+/// most 8·10⁻⁶, one ulp of the softcap.
 pub(crate) const WIDE: f64 = 64.0;
 
 /// The ratio of score to softcap below which a polynomial replaces the tanh.
 pub(crate) const NEAR: f32 = 0.625;
 
-/// The coefficients of `tanh(r) / r − 1` in powers of `r²`, starting with the first power (Cephes' `tanhf`). For small ratios
-/// the error is within one f32 ulp.
+/// The coefficients of `tanh(r) / r − 1` in powers of `r²`, starting with the first power (Cephes' `tanhf`). For ratios
+/// `r` below [`NEAR`], the error is within one f32 ulp.
 pub(crate) const SERIES: [f32; 5] = [
     -3.333_328e-1,
     1.333_144_2e-1,

@@ -12,7 +12,8 @@ use cubecl::prelude::*;
 /// enough that its sum with a position fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
-/// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
+/// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer. The buffer holds lengths,
+/// segment ids, key intervals and bounds of blocks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct SeqLens {
@@ -30,7 +31,8 @@ pub(crate) struct SeqLens {
     pub key_ids: u32,
     pub query_bounds: u32,
     pub key_bounds: u32,
-    /// The number of query blocks and the number of key blocks per sequence. The packed buffer holds the bounds of each block.
+    /// The number of query blocks and the number of key blocks per sequence. For each block, the packed buffer holds
+    /// the bounds that [`BLOCK_BOUNDS`] describes.
     pub query_blocks: u32,
     pub key_blocks: u32,
 }
@@ -39,7 +41,8 @@ pub(crate) struct SeqLens {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
-    /// True if the kernel reads the lengths before the previous launch has ended, under programmatic dependent launch (PDL).
+    /// True if the kernel reads the lengths before the previous launch has ended. Programmatic dependent launch (PDL)
+    /// makes such early reads possible.
     pub lengths_ahead: bool,
     /// True if every sequence has its own number of queries.
     pub query_lengths: bool,
@@ -91,7 +94,7 @@ impl Structure {
         BLOCK_BOUNDS + INTERVAL_BOUNDS * self.intervals
     }
 
-    /// The number of i32 values in the bounds of one block of `side` in the packed buffer.
+    /// The number of i32 values per block of `side` (queries or keys) in the packed buffer.
     pub(crate) const fn bounds_of_side(&self, side: Side) -> u32 {
         match side {
             Side::Queries => self.query_block_bounds() as u32,
@@ -194,8 +197,8 @@ pub(crate) struct Keys {
     pub end: i32,
 }
 
-/// Returns the range of keys that the window and the sequence's length let query `i` see. The range is empty if the
-/// query does not exist.
+/// Returns the range of keys that are visible to query `i` under the window and the sequence's length. The range is
+/// empty if the query does not exist.
 #[cube]
 pub(crate) fn keys_of(seq_info: &SeqInfo, i: i32) -> Keys {
     Keys {
@@ -219,8 +222,8 @@ fn end_query(seq_info: &SeqInfo, j: i32) -> i32 {
     )
 }
 
-/// Returns the range of queries that the window and the lengths let see key `j`, or an empty range if the key does not
-/// exist.
+/// Returns the range of queries to which key `j` is visible under the window and the lengths. The range is empty if the
+/// key does not exist.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
@@ -325,18 +328,19 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
 /// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest and the
 /// largest segment id, a bit set of the ids modulo 32, and a block range (two values).
 ///
-/// An id between the smallest and the largest id need not occur in the block. The bit set rules out most ids that do not
-/// occur.
+/// Some ids between the smallest and the largest id may not occur in the block. The bit set rules out most of these
+/// ids.
 ///
-/// The block range of a query block covers key blocks, and the block range of a key block covers query blocks. Segments and
-/// intervals hide all blocks outside of the range. If a kernel's tiles keep queries, only query blocks have a range. If the
-/// tiles keep keys, only key blocks have a range.
+/// The block range of a query block covers key blocks, and the block range of a key block covers query blocks. Segments
+/// and intervals hide all blocks outside of the range. If a kernel's tiles keep queries, only query blocks have a
+/// range. If the tiles keep keys, only key blocks have a range.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
-/// The number of i32 values that a block of queries has for each interval: two ranges of key blocks.
+/// The number of i32 values that a block of queries has for each interval of a query. The values are two ranges of key
+/// blocks.
 ///
 /// The first range covers the key blocks with at least one key that is visible to at least one query of the block. The
-/// second range covers the key blocks in which every key is visible to every query.
+/// second range covers the key blocks in which every key is visible to every query of the block.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
 /// Returns the offset of a block's bounds in the packed i32 buffer. `block` is the block's index among the blocks of `side`
@@ -368,8 +372,8 @@ pub(crate) struct Blocks {
     pub end: i32,
 }
 
-/// Narrows the range `first..end` of streamed blocks to the blocks that segments and intervals may leave visible to tile
-/// `block`.
+/// Narrows the range `first..end` of streamed blocks. The result contains all streamed blocks that tile `block` may see
+/// under segments and intervals.
 #[cube]
 pub(crate) fn within_bounds(
     first: i32,
@@ -392,7 +396,7 @@ pub(crate) fn within_bounds(
     }
 }
 
-/// True if segments and intervals may leave a key of block `key_block` visible to a query of block `query_block`.
+/// True if a query of block `query_block` may see a key of block `key_block` under segments and intervals.
 #[cube]
 pub(crate) fn blocks_meet(
     seq_lens: &SeqLens,
@@ -424,8 +428,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if one interval makes every key of block `key_block` visible to every query of block `query_block`. The structure
-/// must have intervals.
+/// True if there is an interval index at which every query of block `query_block` sees every key of block `key_block`.
+/// The structure must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,
@@ -440,8 +444,8 @@ pub(crate) fn is_within_intervals(
     is_in_block_range(lengths_and_ids, whole, key_block, structure)
 }
 
-/// True if a key block lies in the block range of any interval. `at` is the offset of the first interval's range in the
-/// packed i32 buffer. The ranges are [`INTERVAL_BOUNDS`] elements apart.
+/// True if a key block lies in the block range of at least one interval. `at` is the offset of the first interval's
+/// block range in the packed i32 buffer. The ranges of neighboring intervals are [`INTERVAL_BOUNDS`] values apart.
 #[cube]
 fn is_in_block_range(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,

@@ -45,10 +45,11 @@ pub struct MultiHeadAttention {
     pub n_heads: usize,
     /// The number of features of a head.
     pub d_k: usize,
-    /// The score of hidden keys in the unfused softmax. The fused operator ignores this field.
+    /// The score that [`forward_with_weights`](Self::forward_with_weights) gives to hidden keys. The fused operator
+    /// ignores this field.
     pub min_float: f64,
-    /// True if the softmax is the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`: a softmax with a sink of 0 for each
-    /// head.
+    /// True if the softmax is the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`. The quiet softmax equals a softmax
+    /// with a sink of 0 for each head.
     pub quiet_softmax: bool,
 }
 
@@ -242,7 +243,8 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Computes the probabilities, `[batch, n_heads, q_len, kv_len]`, and applies active dropout to them.
+    /// Computes the probabilities, `[batch, n_heads, q_len, kv_len]`. If dropout is active, the function also drops
+    /// probabilities.
     fn compute_weights(&self, query: Tensor<4>, key: Tensor<4>, masks: Masks) -> Tensor<4> {
         let lengths = [query.dims()[2], key.dims()[2]];
         let hidden = masks.hidden_with_causal(lengths, &query.device());
@@ -256,8 +258,8 @@ impl MultiHeadAttention {
             true => quiet_softmax(scores, 3),
             false => softmax(scores, 3),
         };
-        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0. Set the
-        // weights of hidden keys to 0.
+        // If all keys of a query are hidden, all their scores equal `min_float`, and the softmax gives them weights
+        // above 0. Set the weights of hidden keys to 0.
         if let Some(hidden) = hidden {
             weights = weights.mask_fill(hidden, 0.0);
         }

@@ -10,8 +10,8 @@ use burn::nn::transformer::{
 use burn::nn::{Dropout, LayerNorm};
 use burn::tensor::{Bool, Device, Tensor};
 
-/// A transformer encoder layer with the fields and records of [`burn::nn::transformer::TransformerEncoderLayer`], computed with
-/// fused attention.
+/// A transformer encoder layer that computes fused attention. The layer has the fields and records of
+/// [`burn::nn::transformer::TransformerEncoderLayer`].
 ///
 /// The layer differs from `burn-nn`'s layer only by its [`MultiHeadAttention`].
 #[derive(Module, Debug)]
@@ -24,9 +24,10 @@ pub struct FusedTransformerEncoderLayer {
     pub norm_1: LayerNorm,
     /// The layer normalization before the attention, or after the feed-forward network if `norm_first` is false.
     pub norm_2: LayerNorm,
-    /// The dropout of attention and feed-forward outputs.
+    /// The dropout of the attention's output and of the feed-forward network's output.
     pub dropout: Dropout,
-    /// True if layer normalization precedes the attention and the feed-forward network, false if it follows them.
+    /// True if layer normalization precedes the attention and the feed-forward network. False if layer normalization
+    /// follows each of the two.
     pub norm_first: bool,
 }
 
@@ -170,7 +171,8 @@ impl FusedTransformerEncoderLayer {
     }
 }
 
-/// Computes a layer that treats each token independently of the other tokens. Uses `cache` if it is present.
+/// Computes a layer that treats each token independently of the other tokens. If `cache` is present, the function uses
+/// the cached output of earlier tokens.
 fn forward_tokens(
     cache: Option<&mut TokenCache>,
     input: Tensor<3>,
@@ -203,8 +205,8 @@ impl FusedTransformerEncoderLayerCache {
     }
 }
 
-/// A transformer encoder with the fields and records of [`burn::nn::transformer::TransformerEncoder`], computed with fused
-/// attention. The layers are [`FusedTransformerEncoderLayer`]s.
+/// A transformer encoder that computes fused attention. The encoder has the fields and records of
+/// [`burn::nn::transformer::TransformerEncoder`]. Its layers are [`FusedTransformerEncoderLayer`]s.
 ///
 /// ```
 /// use attention_cube::nn::{FusedTransformerEncoder, TransformerEncoderInput};
@@ -235,7 +237,8 @@ pub struct FusedTransformerEncoder {
     pub n_layers: usize,
     /// The dropout probability.
     pub dropout: f64,
-    /// True if layer normalization precedes the attention and the feed-forward network, false if it follows them.
+    /// True if layer normalization precedes the attention and the feed-forward network. False if layer normalization
+    /// follows each of the two.
     pub norm_first: bool,
     /// True if the attention uses the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`.
     pub quiet_softmax: bool,

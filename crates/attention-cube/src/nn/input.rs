@@ -13,7 +13,7 @@ pub(super) struct Masks {
 }
 
 impl Masks {
-    /// Returns the masks for the last query alone: only the last row of `attn` is kept.
+    /// Returns the masks for a call with only the last query. Of `attn`, only the last row is kept.
     pub fn last_query(self) -> Self {
         Self {
             attn: self.attn.map(|attn| {
@@ -24,8 +24,8 @@ impl Masks {
         }
     }
 
-    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension has size 1 if
-    /// every given mask is broadcast along it.
+    /// Returns the mask of the keys that `pad` or `attn` hides. The causal mask is not included. A dimension of the
+    /// result has size 1 if every given mask has size 1 in this dimension.
     ///
     /// # Shapes
     /// `[batch, 1, q_len, kv_len]`.
@@ -76,7 +76,7 @@ fn union(
 
 /// The input of [`MultiHeadAttention`](super::MultiHeadAttention).
 ///
-/// The constructors and masks are the ones of [`burn::nn::attention::MhaInput`]. [`causal`](Self::causal) replaces
+/// The constructors and masks equal those of [`burn::nn::attention::MhaInput`]. [`causal`](Self::causal) replaces
 /// [`generate_autoregressive_mask`](burn::nn::attention::generate_autoregressive_mask) and needs no mask tensor.
 ///
 /// # Shapes
@@ -129,7 +129,8 @@ impl MhaInput {
         self
     }
 
-    /// Hides all keys after the query's own position. The last query sees the last key.
+    /// Hides all keys after the query's own position. Positions are aligned at the bottom right: the last query sees
+    /// the last key.
     pub fn causal(mut self) -> Self {
         self.masks.causal = true;
         self
@@ -138,7 +139,7 @@ impl MhaInput {
 
 /// The input of [`FusedTransformerEncoder`](super::FusedTransformerEncoder).
 ///
-/// The constructor and masks are the ones of [`burn::nn::transformer::TransformerEncoderInput`].
+/// The constructor and masks equal those of [`burn::nn::transformer::TransformerEncoderInput`].
 ///
 /// # Shapes
 /// `tensor [batch, length, d_model]`.

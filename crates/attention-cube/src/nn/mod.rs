@@ -8,8 +8,8 @@
 //! | `transformer::TransformerEncoder` | [`FusedTransformerEncoder`] |
 //! | `transformer::TransformerEncoderInput` | [`TransformerEncoderInput`] |
 //!
-//! A module converts from `burn-nn`'s module and back with `From`, with the same parameters. Each module loads the records
-//! (`into_record`, `save_file`) of its counterpart.
+//! `From` converts `burn-nn`'s module to the module here and back, with the same parameters. Each module loads the
+//! records (`into_record`, `save_file`) of its counterpart in `burn-nn`.
 //!
 //! ```
 //! use attention_cube::nn::{MhaInput, MultiHeadAttention};

@@ -2,8 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, the
-/// second call with seed `n` would use the same dropout seed as the first call of a process with seed `n + 1`.
+/// The sum of two numbers: the process's seed after mixing, and the number of calls with dropout since the seed was
+/// set. Without mixing, the second call with seed `n` would use the same dropout seed as the first call of a process
+/// with seed `n + 1`.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
 /// Sets the seed for the dropout of attention probabilities in this process. An encoder's other dropouts use the random

@@ -6,7 +6,7 @@ use crate::options::{AttentionOptions, Dropout};
 use crate::types::quantized::{CodeFormat, QuantizedRows};
 use burn::tensor::{DType, Device, Int, Tensor, kind::Basic};
 
-/// The shapes and devices of keys and values, quantized or not.
+/// The shapes and devices of keys and values. The keys and values may be quantized.
 struct KeyValueShapes {
     key: [usize; 4],
     value: [usize; 4],
@@ -123,7 +123,7 @@ impl AttentionProblem {
         Ok(self)
     }
 
-    /// Validates a problem with keys and values in pages. `pages` has their shapes,
+    /// Validates a problem with keys and values in pages. `pages` holds the shapes of the paged keys and values,
     /// `[pages, kv_heads, page_len, columns]`.
     fn of_pages(
         query: &Tensor<4>,
@@ -160,7 +160,7 @@ impl AttentionProblem {
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
         // Describe keys and values as contiguous tensors, because options such as the mask refer to a key by its
-        // position in the sequence. The place of a key in the pages does not matter to the options.
+        // position in the sequence. The options do not depend on the page and the row that hold a key.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {
@@ -485,14 +485,16 @@ pub(crate) fn check_place(
     check_place_of(argument, has, "query", expected)
 }
 
-/// Checks that a tensor is on the device `expected`. `whose` is the name of the tensor that is on this device.
+/// Checks that the tensor `argument` is on the device `expected`. `expected` is the device of another tensor, and
+/// `whose` is the name of this other tensor.
 pub(crate) fn check_place_of(
     argument: &'static str,
     has: Device,
     whose: &'static str,
     expected: &Device,
 ) -> Result<(), AttentionError> {
-    // Devices are compared without their autodiff flag, because an untracked constant may be combined with a tracked query.
+    // Compare the devices without their autodiff flags, because a call may combine a tensor that autodiff tracks with a
+    // tensor that autodiff does not track.
     let has = has.without_autodiff();
     let expected = expected.clone().without_autodiff();
     if has == expected {

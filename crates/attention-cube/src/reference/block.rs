@@ -1,5 +1,5 @@
-//! A block of an attention problem: ranges of its sequences, heads, queries and keys, with the parts of the tensors in
-//! these ranges.
+//! A block of an attention problem: ranges of the problem's sequences, heads, queries and keys, and the parts of the
+//! tensors that lie in these ranges.
 
 use super::score_mod::Tables;
 use super::tensors::cast;
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
 
-/// The place of a block's scores among all scores of a call.
+/// The position of a block's first score among all scores of a call, and the sizes of the call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     /// The index of the block's first sequence.
@@ -66,8 +66,8 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// Returns a part of this block. The ranges are relative to this block. `heads` are key heads, and the part has all
-    /// query heads that read them.
+    /// Returns a part of this block. The ranges are relative to this block. `heads` is a range of key heads. The part
+    /// contains all query heads that read these key heads.
     pub fn part(
         &self,
         sequences: Range<usize>,
@@ -184,8 +184,8 @@ impl<B: Backend> Block<B> {
     }
 }
 
-/// Converts ranges of the scores to ranges of a tensor that is broadcast to the scores, such as the mask. A dimension
-/// of size 1 has the range `0..1`.
+/// Converts ranges of the scores to ranges of a tensor such as the mask, which is broadcast to the shape of the scores.
+/// A dimension of size 1 has the range `0..1`.
 fn broadcast(shape: &Shape, scores: &[Range<usize>; 4]) -> [Range<usize>; 4] {
     [0, 1, 2, 3].map(|dim| match shape[dim] {
         1 => 0..1,

@@ -15,8 +15,8 @@ use burn::tensor::{DType, IntDType, Shape, TensorData};
 /// The number 2²³. Adding this number to a float from 0 to 2²³ rounds the float to a whole number, with ties to even.
 const WHOLE: f32 = 8_388_608.0;
 
-/// Converts rows, `[batch, heads, length, columns]`, to words of e4m3 codes of `rows / scales`. `scales` is
-/// `[batch, heads, length]`.
+/// Converts rows, `[batch, heads, length, columns]`, to words of four e4m3 codes each. The codes represent
+/// `rows / scales`. `scales` is `[batch, heads, length]`.
 pub(crate) fn e4m3_words<B: Backend>(rows: FloatTensor<B>, scales: FloatTensor<B>) -> IntTensor<B> {
     let shape = rows.shape();
     let [batch, heads, length, columns] = [shape[0], shape[1], shape[2], shape[3]];
@@ -29,8 +29,8 @@ pub(crate) fn e4m3_words<B: Backend>(rows: FloatTensor<B>, scales: FloatTensor<B
     packed::<B>(codes::<B>(rows))
 }
 
-/// Returns the code of the e4m3 number nearest to each number, as a signed byte from −128 to 127. Ties go to the even
-/// code.
+/// Rounds each number to the nearest e4m3 number, and returns the code of the e4m3 number as a signed byte from −128 to
+/// 127. Ties go to the even code.
 fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let bools = bool_dtype::<B>(&numbers);
     let is_nan = B::float_is_nan(numbers.clone(), bools);
@@ -54,7 +54,8 @@ fn codes<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let units = B::float_sub_scalar(B::float_add_scalar(units, WHOLE.into()), WHOLE.into());
     let codes = B::float_into_int(B::float_add(base, units), IntDType::I32);
     let codes = B::int_mask_fill(codes, is_nan, 127i32.into());
-    // Subtracting 128 sets the sign bit of a byte in two's complement.
+    // The codes computed so far are from 0 to 127. For negative numbers, subtract 128, which sets the sign bit of a
+    // byte in two's complement.
     let signed = B::int_sub_scalar(codes.clone(), 128i32.into());
     B::int_mask_where(codes, is_negative, signed)
 }
@@ -98,8 +99,8 @@ mod tests {
     #[test]
     fn codes_of_each_number_give_its_code() {
         for code in 0..=255u8 {
-            // Skip the NaN codes, because they count as ±480, which exceeds the largest number. Skip −0, which becomes
-            // 0.
+            // Skip the NaN codes, because they count as ±480, which exceeds the largest number. Skip the code 128,
+            // which represents −0, because `codes` converts −0 to the code 0.
             if code & 127 != 127 && code != 128 {
                 let found = codes_of(&[number_of(code)])[0];
                 assert_eq!(found as u8, code, "{}", number_of(code));

@@ -52,8 +52,8 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Computes [`forward`], with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole logsumexp,
-/// and the second part is 0.
+/// Computes [`forward`] for an [`AttentionOutput`], which holds the logsumexp in two parts. The first part is the whole
+/// logsumexp, and the second part is 0.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,

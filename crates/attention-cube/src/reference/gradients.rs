@@ -5,8 +5,8 @@ use crate::problem::AttentionProblem;
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// Computes the sinks' gradient, `−Σ exp(sink − lse)·delta`, summed over the batch and the queries. A sink is a score
-/// whose row of V is zero.
+/// Computes the sinks' gradient, `−Σ exp(sink − lse)·delta`, summed over the batch and the queries. A sink acts like
+/// the score of an additional key whose row of V is zero.
 ///
 /// # Shapes
 /// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is

@@ -108,8 +108,9 @@ fn forward_whole<B: Backend>(block: Block<B>) -> AttentionOutput<B> {
     }
 }
 
-/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into its halves: the reference scores and the logarithms of the softmax
-/// sums. The reference scores are near the row maxima.
+/// Splits the two-part logsumexp `[2 · batch, q_heads, q_len]` into its halves. The first half holds the reference
+/// scores, which the softmax subtracts and which are near the row maxima. The second half holds the logarithms of the
+/// softmax sums.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -121,7 +122,8 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
-/// Converts a call's result to the output and the logsumexp. The logsumexp is the sum of its two parts.
+/// Converts a call's result to the output and the logsumexp. The result holds the logsumexp in two parts, and the
+/// function adds the two parts.
 pub(crate) fn output_and_lse(
     result: AttentionOutput<Dispatch>,
     problem: &AttentionProblem,

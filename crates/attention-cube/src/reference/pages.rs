@@ -57,7 +57,8 @@ macro_rules! of_kind {
             }
             let all = count * heads * page_len;
             let targets = targets::<B>(places, [count, heads, page_len], [batch, new]);
-            // Rows without a slot are written to one additional row, which is removed at the end.
+            // A new row may have no slot in the pages. Such rows are written to one additional row at the end, which is
+            // removed afterwards.
             let rows = B::$reshape(rows, Shape::new([batch * heads * new, columns]));
             let pages = B::$reshape(pages, Shape::new([all, columns]));
             let nowhere = B::$slice(rows.clone(), &[Slice::from(0..1), Slice::from(0..columns)]);
@@ -138,7 +139,7 @@ fn targets<B: Backend>(
     let is_page = B::int_gather(1, B::bool_into_int(is_page, INTS), number.clone());
     dropped = B::bool_or(dropped, B::int_equal_elem(is_page, 0.into(), bools));
     let page = B::int_gather(1, clamped_integers::<B>(table, count - 1), number);
-    // A page stores all rows of one head, then all rows of the next head.
+    // A page stores all rows of its first head, then all rows of its second head, and so on.
     let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
     let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));
     let head = B::int_arange(0..heads as i64, &device, INTS);

@@ -110,8 +110,8 @@ pub(crate) fn dequantize<B: Backend>(
 
 /// Interprets bytes as int8 codes, and returns the codes as floats.
 fn int8_numbers<B: Backend>(bytes: IntTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    // Adding 128 modulo 256 maps the codes −128 to 127 to the numbers 0 to 255, in this order. The later subtraction of
-    // 128 gives the signed codes.
+    // The bytes are from 0 to 255. Adding 128 modulo 256 maps the codes −128 to 127 to the numbers 0 to 255, in this
+    // order. The later subtraction of 128 gives the signed codes.
     let raised = B::int_add_scalar(bytes, 128i32.into());
     let raised = B::bitwise_and_scalar(raised, 255i32.into());
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())

@@ -32,7 +32,8 @@ pub(super) struct Changed<B: Backend> {
     pub derivative: FloatTensor<B>,
 }
 
-/// Changes the scores of a block, `[batch, q_heads, q_len, kv_len]`, by `code`. The derivative at `hidden` scores is 0.
+/// Changes the scores of a block, `[batch, q_heads, q_len, kv_len]`, with the score mod `code`. Where the mask `hidden`
+/// is true, the returned derivative is 0.
 pub(super) fn changed<B: Backend>(
     scores: FloatTensor<B>,
     hidden: Option<BoolTensor<B>>,
@@ -118,7 +119,7 @@ fn places<B: Backend>(block: &Block<B>) -> Vec<ScorePlace> {
     places
 }
 
-/// Returns the number of queries or keys of each sequence: its own length, or `all` without lengths.
+/// Returns the number of queries, or of keys, of each sequence. Without `lengths`, every sequence has `all` of them.
 fn lengths<B: Backend>(lengths: &MaybeInt<B>, all: usize, batch: usize) -> Vec<i32> {
     match lengths.as_option() {
         None => vec![all as i32; batch],

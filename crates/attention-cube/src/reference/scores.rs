@@ -109,8 +109,8 @@ pub(crate) fn lowest(problem: &AttentionProblem) -> f64 {
     }
 }
 
-/// Returns the scores after a wide softcap, in f32. `ratios` are score / softcap. For small ratios, a polynomial gives
-/// the result. For all others, the result is `far`, which the caller computes with the tanh.
+/// Returns the scores after a wide softcap, in f32. `ratios` holds the scores divided by the softcap. For small ratios,
+/// a polynomial gives the result. For all others, the result is `far`, which the caller computes with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,

@@ -11,8 +11,8 @@ use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 /// be too narrow. It may also be unsigned, but positions may be negative.
 pub(crate) const INTS: IntDType = IntDType::I32;
 
-/// Casts integers that are narrower than i32 to i32. Otherwise a comparison might truncate an i32 number to the
-/// narrower dtype.
+/// Casts integers that are narrower than i32 to i32. If the integers kept the narrower dtype, a comparison with an i32
+/// number might truncate this number.
 pub(crate) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     match integers.dtype().size() < DType::from(INTS).size() {
         true => B::int_cast(integers, INTS),
@@ -20,7 +20,8 @@ pub(crate) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     }
 }
 
-/// Returns the integers in i32, clamped to `0..=most`. The clamp uses the wider of i32 and the integers' own dtype.
+/// Returns the integers in i32, clamped to `0..=most`. The function clamps before it casts, in the wider of i32 and the
+/// integers' own dtype.
 pub(crate) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
     let integers = at_least_i32::<B>(integers);
     B::int_cast(B::int_clamp(integers, 0.into(), (most as i64).into()), INTS)

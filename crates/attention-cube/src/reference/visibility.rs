@@ -11,8 +11,8 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, Shape, Slice};
 
-/// Returns a mask of the keys of a block that each query sees, or `None` if every query sees every key. The mask broadcasts to
-/// the scores.
+/// Returns a mask of the keys that each query sees in a block, or `None` if every query sees every key. The mask
+/// broadcasts to the shape of the scores.
 pub(super) fn visibility<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> {
     let (inputs, problem, place) = (&block.inputs, &block.problem, block.place);
     let device = inputs.query.device();
@@ -190,8 +190,8 @@ fn positions<B: Backend>(
     )
 }
 
-/// Returns the mask of the queries that see no key, `[batch, q_heads, q_len, 1]`, and the mask of the keys that no query of
-/// their GQA group sees, `[batch, kv_heads, kv_len, 1]`.
+/// Returns two masks. The first marks the queries that see no key, `[batch, q_heads, q_len, 1]`. The second marks the
+/// keys that no query of their GQA group sees, `[batch, kv_heads, kv_len, 1]`.
 pub(super) fn unused<B: Backend>(
     visible: BoolTensor<B>,
     problem: &AttentionProblem,
@@ -204,7 +204,8 @@ pub(super) fn unused<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    // The mask is reduced in its own shape, which is smaller than the shape of the scores if all heads share the mask.
+    // Reduce the mask before it is broadcast to the scores. If all heads share the mask, the mask is smaller than the
+    // scores.
     let blind = B::bool_not(B::bool_any_dim(visible.clone(), 3));
     let blind = B::bool_expand(blind, Shape::new([batch, q_heads, q_len, 1]));
     let shape = visible.shape();

@@ -39,8 +39,8 @@ impl Card {
             .expect("`of` has checked the architecture")
     }
 
-    /// Returns the shapes and dtypes of the fragment multiplications that CubeCL reports when it compiles through LLVM.
-    /// CubeCL reports none for AMD's CDNA GPUs.
+    /// Returns the fragment multiplications, with shapes and dtypes, that CubeCL reports when it compiles through LLVM.
+    /// CubeCL reports no fragment multiplication for AMD's CDNA GPUs.
     fn fragments(&self) -> Vec<Fragments> {
         let dtypes: &[DType] = match self.architecture.wmma() {
             Some(_) => &[DType::F16, DType::BF16],

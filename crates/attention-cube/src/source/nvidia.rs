@@ -1,7 +1,8 @@
 //! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their output
-//! shows registers, spills and SASS. The warning C7513 says that the kernel waits for each wgmma separately.
+//! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their
+//! output shows registers, spills and SASS. If ptxas prints the warning C7513, the kernel waits for each wgmma
+//! separately.
 //!
 //! ptxas 13.0 serializes the wgmma instructions of some kernels that ptxas 12.9 compiles without serialization.
 
@@ -61,8 +62,8 @@ const MASK_OFFSETS: MaskOffsetsCompilationArg = MaskOffsetsCompilationArg {
     block_tile: (),
 };
 
-/// Builds the argument of a tensor-core kernel that turns `q·k` into scores and hides keys. An optional input is
-/// present only if `wanted` asks for it.
+/// Builds an argument of a tensor-core kernel: the inputs that hide keys and turn `q·k` into scores. An optional input
+/// is present only if `wanted` asks for it.
 pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilationArg<F, NB> {
     ScoringCompilationArg {
         masking: MaskingCompilationArg {

@@ -1,7 +1,8 @@
-//! Matrix fragments that a plane loads and multiplies, in a register layout that only the device knows (`cubecl::cmma`).
+//! Matrix fragments that a plane loads and multiplies (`cubecl::cmma`). Only the device knows the register layout of a
+//! fragment.
 //!
-//! Tests can emulate fragments. An emulated operand fragment is a view of shared memory, so it must be multiplied before
-//! that memory is overwritten.
+//! Tests can emulate fragments. An emulated operand fragment is a view of shared memory, so a kernel must multiply the
+//! fragment before the kernel overwrites that memory.
 
 use super::tiles::UnitTiles;
 use super::vec4::{Four, Vec4};
@@ -28,8 +29,8 @@ pub(super) enum LeftFragment<C: Float> {
     Emulated(Piece<C>),
 }
 
-/// The right operand of a fragment multiplication, `k × n`. If the operand is transposed, shared memory holds `n` rows of
-/// `k` columns.
+/// The right operand of a fragment multiplication, a `k × n` matrix. If the operand is transposed, shared memory holds
+/// the operand as `n` rows of `k` columns.
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
@@ -49,8 +50,8 @@ pub(super) enum RightFragment<C: Float> {
 pub(crate) enum SumFragment {
     /// A fragment in registers, in the layout of the device's matrix units.
     Matrix(Matrix<f32>),
-    /// The fragment's vectors (4 elements each) that one unit holds. Unit `u` of a plane holds the vectors `u`, `u + plane`,
-    /// `u + 2 · plane` and so on, where `plane` is the number of units per plane.
+    /// The vectors (4 elements each) of the fragment that one unit holds. Unit `u` of a plane holds the vectors `u`,
+    /// `u + plane`, `u + 2 · plane` and so on, where `plane` is the number of units per plane.
     Emulated(Array<Vec4>),
 }
 
@@ -65,7 +66,8 @@ pub(super) fn plane_index(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Loads the left operand from shared memory. Its first row starts at vector `at`, and rows are `pitch` vectors apart.
+/// Loads the left operand from shared memory. The operand's first row starts at vector `at`, and its rows are `pitch`
+/// vectors apart.
 #[cube]
 pub(super) fn load_left<C: Float>(
     memory: &Shared<[Four<C>]>,
@@ -92,7 +94,8 @@ pub(super) fn load_left<C: Float>(
     }
 }
 
-/// Loads the right operand from shared memory. Its first row starts at vector `at`, and rows are `pitch` vectors apart.
+/// Loads the right operand from shared memory. The operand's first row starts at vector `at`, and its rows are `pitch`
+/// vectors apart.
 #[cube]
 pub(super) fn load_right<C: Float>(
     memory: &Shared<[Four<C>]>,
@@ -197,7 +200,7 @@ pub(super) fn multiply<C: Float>(
     }
 }
 
-/// Computes the same result as [`multiply`], but with loops, for emulated fragments.
+/// Computes the product of [`multiply`] for emulated fragments, with loops.
 #[cube]
 fn emulate<C: Float>(
     left: &Piece<C>,

@@ -1,6 +1,7 @@
-//! Reads the rows of quantized keys and values: 32-bit words of four 8-bit codes, with the first column in the lowest byte.
+//! Reads the rows of quantized keys and values. A row consists of 32-bit words of four 8-bit codes each, with the first
+//! column in the lowest byte.
 //!
-//! Budget: no shared memory, and a word and four floats in registers. An int8 code costs an integer operation and a
+//! Budget: no shared memory. One word and four floats are in registers. An int8 code costs an integer operation and a
 //! subtraction, and an e4m3 code about eight operations. Kernels multiply each score by the scale of its row of K, and
 //! each probability by the scale of its row of V.
 
@@ -9,13 +10,13 @@ use crate::types::quantized::{CODES, CodeFormat, LARGEST_E4M3};
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-/// The number 2²³. The mantissa bits of a float from 2²³ to below 2²⁴ hold the float minus 2²³, as an integer.
+/// The number 2²³. The mantissa bits of a float `x` from 2²³ to below 2²⁴ hold the integer `x − 2²³`.
 const WHOLE: f32 = 8_388_608.0;
 
 /// The smallest positive number of e4m3, 2⁻⁹. Codes below 8 represent multiples of this number.
 const LEAST_E4M3: f32 = 1.0 / 512.0;
 
-/// The exponent bias of f32 minus the one of e4m3, shifted to the exponent bits of an f32.
+/// The exponent bias of f32 minus the exponent bias of e4m3, shifted to the exponent bits of an f32.
 const BIASES: u32 = (127 - 7) << 23;
 
 /// Returns the element type of words with codes in `format`: u32 for int8, and i32 for e4m3. The element types differ,
@@ -34,7 +35,8 @@ pub(crate) fn is_packed<E: Numeric>() -> comptime_type!(bool) {
     comptime!(matches!(element, ElemType::UInt(_) | ElemType::Int(_)))
 }
 
-/// Returns the word with the codes of the columns `column` to `column + 3`, in the row that starts at index `offset`.
+/// Returns the word that holds the codes of the columns `column` to `column + 3` of a row. The row starts at index
+/// `offset`.
 #[cube]
 pub(super) fn word_at<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -50,7 +52,7 @@ pub(super) fn word_at<E: Numeric, N: Size>(
     }
 }
 
-/// Converts the codes of a word of element type `E` to floats.
+/// Converts the four codes of a word to floats. The word's element type `E` determines the format of the codes.
 #[cube]
 pub(super) fn codes<E: Numeric, C: Float>(word: u32) -> Four<C> {
     let element = elem_type_of::<E>();
@@ -61,7 +63,7 @@ pub(super) fn codes<E: Numeric, C: Float>(word: u32) -> Four<C> {
     }
 }
 
-/// Converts the codes of a word to floats.
+/// Converts the four codes of a word to floats.
 #[cube]
 pub(crate) fn numbers<C: Float>(word: u32, #[comptime] format: CodeFormat) -> Four<C> {
     if comptime!(format == CodeFormat::E4m3) {
@@ -71,8 +73,8 @@ pub(crate) fn numbers<C: Float>(word: u32, #[comptime] format: CodeFormat) -> Fo
     }
 }
 
-/// Converts int8 codes to floats without an int-to-float instruction: puts the code plus 128 into the mantissa of [`WHOLE`],
-/// then subtracts `WHOLE + 128`.
+/// Converts int8 codes to floats without an int-to-float instruction. The function adds 128 to a code and puts the sum
+/// into the mantissa of [`WHOLE`]. From the resulting float, the function subtracts `WHOLE + 128`.
 #[cube]
 fn int8_numbers<C: Float>(word: u32) -> Four<C> {
     let raised = word ^ 0x8080_8080u32;
@@ -86,7 +88,7 @@ fn int8_numbers<C: Float>(word: u32) -> Four<C> {
     codes
 }
 
-/// Converts e4m3 codes to floats. The exponent and mantissa of a code from 8 to 127 are those of an f32 with another
+/// Converts e4m3 codes to floats. For a code from 8 to 127, the f32 has the code's exponent and mantissa, but another
 /// exponent bias. Smaller codes represent multiples of 2⁻⁹. The NaN codes become ±480.
 #[cube]
 fn e4m3_numbers<C: Float>(word: u32) -> Four<C> {
@@ -104,14 +106,14 @@ fn e4m3_numbers<C: Float>(word: u32) -> Four<C> {
     numbers
 }
 
-/// Returns the e4m3 code of the number nearest to `x`; ties go to the even code. Numbers beyond ±448 become ±448, and NaN becomes
-/// a NaN code.
+/// Rounds `x` to the nearest e4m3 number and returns the code of this number. Ties go to the even code. Numbers beyond
+/// ±448 become ±448, and NaN becomes a NaN code.
 #[cube]
 pub(crate) fn e4m3_code(x: f32) -> u32 {
     let magnitude = u32::reinterpret(x) & 0x7fff_ffffu32;
     let clamped = min(magnitude, comptime!(LARGEST_E4M3.to_bits()));
-    // Adding 2¹⁹ − 1 (almost half of the last kept bit's value) plus the last kept bit (0 or 1) rounds to the nearest
-    // code, with ties to even.
+    // Add 2¹⁹ − 1, which is almost half the value of the last kept bit, and add the last kept bit itself (0 or 1).
+    // Together, the two additions round to the nearest code, with ties to even.
     let rounded = clamped + 0x7_ffffu32 + ((clamped >> 20u32) & 1u32);
     let normal = (rounded - comptime!(BIASES)) >> 20u32;
     // The addition of 2²³ rounds the magnitude to a multiple of 2⁻⁹, with ties to even.

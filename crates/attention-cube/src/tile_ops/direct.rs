@@ -1,8 +1,8 @@
-//! Tile multiplications (QKᵀ and PV) by units that read their operands from global memory, for software drivers.
+//! Tile multiplications (QKᵀ and PV) for software drivers. The units read their operands from global memory.
 //!
 //! On a software driver, shared memory is as slow as any other memory. Mesa's llvmpipe runs 8 units as one vector, but
-//! executes a load or store unit by unit: about 40 instructions per unit for 4 elements. Memory accesses therefore limit the
-//! speed:
+//! executes a load or a store for one unit after another. A load or store of 4 elements takes about 40 instructions per
+//! unit. Memory accesses therefore limit the speed:
 //!
 //! | function | elements in registers per unit | loads of 4 elements per multiply-add |
 //! |---|---|---|
@@ -18,15 +18,15 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the offset of the row that is nearest to `row` among the rows that kernels may read.
+/// Clamps `row` to the range of rows that kernels may read, and returns the offset of the clamped row.
 #[cube]
 fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     let nearest = max(min(max(row, rows.first), rows.end - 1i32), 0i32);
     row_offset(rows, nearest as u32, packed)
 }
 
-/// Loads the columns `column` to `column + 3` of the row at `offset`. A column past the row's end gives zero or an
-/// element of another column, which has no effect on the stored results.
+/// Loads the columns `column` to `column + 3` of the row at `offset`. For a column past the row's end, the function
+/// returns zero or an element of another column. Such an element has no effect on the stored results.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -91,9 +91,9 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             #[unroll]
             for c in 0..width {
                 let b_value = b_values[c];
-                // Add four products to each other, and then add their sum to the accumulator. If all products of 512
-                // columns were added one by one, the result would lose two more bits. In the backward pass, the
-                // difference `dP − delta` would amplify this error.
+                // Add four products to each other, and then add the sum of the four to the accumulator. If the products
+                // of 512 columns were added to the accumulator one by one, the result would lose two more bits. In the
+                // backward pass, the difference `dP − delta` would amplify this error.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {
@@ -176,21 +176,20 @@ pub(crate) fn store_transposed(
     }
 }
 
-/// The division of an accumulator among the units, and the number of passes over the accumulator's columns. The accumulator
-/// is in global memory.
+/// The division of an accumulator in global memory among the units. A unit computes its columns in one or more passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SumTiling {
-    /// The number of vectors of 4 rows that a unit has.
+    /// The number of vectors of 4 rows that each unit computes.
     row_vectors: usize,
-    /// The number of vectors of 4 columns that a unit has in each pass over the accumulator's columns.
+    /// The number of vectors of 4 columns that each unit computes in one pass.
     column_vectors: usize,
     /// The number of units along a row of the accumulator.
     across: usize,
     schedule: usize,
 }
 
-/// Divides an accumulator of `rows` × `width` elements among the units. In each pass over the columns, a unit has up to 16 ×
-/// 32 elements.
+/// Divides an accumulator of `rows` × `width` elements among the units. In one pass over the columns, a unit computes
+/// at most 16 × 32 elements.
 pub(crate) fn sum_tiling(units: usize, rows: usize, width: usize) -> SumTiling {
     let row_vectors = match width {
         0..=32 => 1,
@@ -208,18 +207,19 @@ pub(crate) fn sum_tiling(units: usize, rows: usize, width: usize) -> SumTiling {
     }
 }
 
-/// Returns an upper bound of the loop iterations of a unit in [`add_transposed`].
+/// Returns an upper bound of the loop iterations that one unit runs in [`add_transposed`].
 pub(crate) const fn add_iterations(sum_tiling: SumTiling, tiles: &UnitTiles) -> usize {
     sum_tiling.schedule * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
 }
 
 /// Computes `T += Pᵀ B`. P is the square tile in shared memory. B consists of as many rows of `b` as P has rows.
 ///
-/// T is in a buffer in global memory, and its rows start at `target_first`. The function syncs the cube before it reads the
-/// tile. When the function returns, other units may still be reading the tile.
+/// T is a block of rows of a buffer in global memory. The first row of T is row `target_first` of the buffer. The
+/// function syncs the cube before it reads the tile. When the function returns, other units may still be reading the
+/// tile.
 ///
-/// Set `has_masked` if the tile may have hidden scores. If a row of P is all zero, the function then skips the matching row
-/// of `b`, which may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. If a row of P is all zero, the function then skips the matching
+/// row of `b`, which may contain NaN.
 #[cube]
 pub(crate) fn add_transposed<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

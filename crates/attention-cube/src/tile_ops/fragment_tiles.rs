@@ -1,8 +1,9 @@
-//! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
+//! The division of a tile's fragments among the planes of a cube. A kernel computes the first product `S = A Bᵀ` and
+//! the second product `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product, such as Q. The tile keeps the rows of A while it
-//! streams blocks. A streamed operand is a right operand B, such as K or V. The rows of B differ from block to block.
-//! The backward pass has two first products, for S and dP.
+//! A stationary operand is a left operand A of a first product, such as Q. The tile keeps the rows of A while the
+//! kernel streams blocks of B. A streamed operand is a right operand B, such as K or V. The rows of B differ from block
+//! to block. The backward pass has two first products, for S and dP.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -17,19 +18,20 @@ pub struct FragmentTiles {
     pub fragments: Fragments,
     /// The number of units per plane.
     pub plane: usize,
-    /// The number of output fragments per plane along a row of O.
+    /// The number of fragments of O that a plane has along a row of O.
     pub output_fragments: usize,
-    /// The width of a chunk of B in the second product `O += P B`, in fragments per plane. B is copied to shared memory in
-    /// chunks of columns.
+    /// The width of a chunk of B in the second product `O += P B`, counted in fragments per plane. Kernels copy B to
+    /// shared memory in chunks of columns.
     pub staged_fragments: usize,
-    /// The number of stationary operands (such as Q, whose rows are equal for all blocks) that stay in shared memory with
-    /// all columns. All other stationary operands are copied again for each block.
+    /// The number of stationary operands that stay in shared memory with all columns. A stationary operand, such as Q,
+    /// has the same rows for all blocks. Kernels copy all other stationary operands to shared memory again for each
+    /// block.
     pub held: usize,
-    /// The number of left operands (P or dS) of the second product `O += P B` that are in shared memory at once. The number
-    /// is 0 if the streamed operands (such as K and V) are not resident.
+    /// The number of left operands (P or dS) of the second product `O += P B` that are in shared memory at the same
+    /// time. If the streamed operands (such as K and V) are not resident, the number is 0.
     ///
-    /// Streamed operands are resident if a block's rows of both operands stay in shared memory, with all columns, for both
-    /// `S = A Bᵀ` and `O += P B`.
+    /// Streamed operands are resident if a block's rows of both operands, with all columns, stay in shared memory
+    /// during both products of the block. The two products are `S = A Bᵀ` and `O += P B`.
     pub resident: usize,
 }
 
@@ -40,7 +42,7 @@ impl UnitTiles {
     /// Returns the division of the tile into fragments.
     ///
     /// # Panics
-    /// Panics if single units multiply this tile, and not planes.
+    /// Panics if single units, not planes, multiply this tile.
     pub const fn fragment_tiles(&self) -> FragmentTiles {
         match self.products {
             Products::Fragments(tiles) => tiles,
@@ -54,7 +56,8 @@ impl UnitTiles {
         [m, n, k]
     }
 
-    /// Returns a factor that keeps small probabilities from underflow. Kernels multiply P by the factor before they round P.
+    /// Returns the factor by which kernels multiply P before they round P. The factor keeps small probabilities from
+    /// underflow.
     #[cfg(feature = "cube")]
     pub(crate) const fn p_scale(&self) -> f32 {
         match self.product_dtype() {
@@ -63,8 +66,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of stationary operands (such as Q, whose rows are equal for all blocks) that stay in shared
-    /// memory.
+    /// Returns the number of stationary operands that stay in shared memory. A stationary operand, such as Q, has the
+    /// same rows for all blocks.
     pub const fn held(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) => tiles.held,
@@ -80,18 +83,17 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset of streamed operand `operand` (such as K or V) in the operands' shared memory, in vectors. Both
-    /// streamed operands must be resident: see [`is_resident`](Self::is_resident).
+    /// Returns the offset, in vectors, of a streamed operand (such as K or V) in the operands' shared memory. `operand`
+    /// is the operand's index. Both streamed operands must be resident: see [`is_resident`](Self::is_resident).
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the operand B of the second product (`O += P B`) is in shared memory when the second product begins,
-    /// although the streamed operands are not [resident](Self::is_resident). The previous multiplication (the first
-    /// product for S or dP) has then copied all columns of B.
+    /// True if the preceding first product (for S or dP) leaves all columns of operand B in shared memory for the
+    /// second product `O += P B`. The result is false if the streamed operands are [resident](Self::is_resident).
     ///
-    /// The result is true under two conditions. Both stationary operands of the backward pass stay in shared memory,
-    /// and one chunk of `depth` columns is at least as wide as the output.
+    /// If the streamed operands are not resident, the result is true under two conditions. Both stationary operands of
+    /// the backward pass stay in shared memory, and one chunk of `depth` columns is at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -110,8 +112,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the left operand (P or dS) of the second product (`O += P B`) in the tiles' shared
-    /// memory. `streamed` is the index of the right operand B among the streamed operands.
+    /// Returns the offset, in vectors, of a left operand (P or dS) of the second product `O += P B`. The offset is
+    /// relative to the shared memory of all such left operands. `streamed` is the index of the right operand B among
+    /// the streamed operands.
     pub const fn left_tile_at(&self, streamed: usize) -> usize {
         streamed % self.left_tiles() * self.tile_vectors()
     }
@@ -121,7 +124,8 @@ impl UnitTiles {
         self.rows * self.depth_pitch()
     }
 
-    /// Returns the offset of the streamed rows of the first product (`S = A Bᵀ`) in the operands' shared memory, in vectors.
+    /// Returns the offset, in vectors, of the first product's (`S = A Bᵀ`) streamed rows in the operands' shared
+    /// memory.
     pub const fn streamed_at(&self) -> usize {
         match self.held() {
             0 => self.stationary_vectors(),
@@ -129,9 +133,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the streamed rows of the second product (`O += P B`) in the operands' shared
-    /// memory. These rows overwrite the operands of the first product, except stationary operands that stay in shared
-    /// memory.
+    /// Returns the offset, in vectors, of the second product's (`O += P B`) streamed rows in the operands' shared
+    /// memory. These rows overwrite the operands of the first product. They do not overwrite the stationary operands
+    /// that stay in shared memory.
     pub const fn accumulated_at(&self) -> usize {
         self.held() * self.stationary_vectors()
     }
@@ -141,8 +145,8 @@ impl UnitTiles {
         self.transposed_vectors() - self.accumulated_at()
     }
 
-    /// Returns the number of chunks of a block's rows that the second product (`O += P B`) multiplies. Kernels copy the
-    /// chunks to shared memory one after another.
+    /// Returns the number of chunks into which kernels divide a block of B for the second product `O += P B`. A chunk
+    /// has some of the rows and some of the columns. Kernels copy the chunks to shared memory one after another.
     pub const fn accumulated_parts(&self) -> usize {
         let tiles = self.fragment_tiles();
         self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
@@ -153,7 +157,7 @@ impl UnitTiles {
         self.units / self.fragment_tiles().plane
     }
 
-    /// Returns the number of planes along a column of the tile.
+    /// Returns the number of planes that share a column of the tile.
     pub const fn plane_rows(&self) -> usize {
         let fragments = self.rows / self.fragment_shape()[0];
         if fragments < self.planes() {
@@ -163,23 +167,23 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of planes along a row of the tile.
+    /// Returns the number of planes that share a row of the tile.
     pub const fn plane_columns(&self) -> usize {
         self.planes() / self.plane_rows()
     }
 
-    /// Returns the number of fragments per plane along a column of the tile. A plane's fragments are
-    /// [`plane_rows`](Self::plane_rows) fragments apart.
+    /// Returns the number of fragments that a plane has along a column of the tile. Neighboring fragments of a plane
+    /// are [`plane_rows`](Self::plane_rows) fragments apart.
     pub const fn row_fragments(&self) -> usize {
         self.rows / self.fragment_shape()[0] / self.plane_rows()
     }
 
-    /// Returns the number of fragments of S along a row of S.
+    /// Returns the number of fragments, of all planes, along a row of S.
     pub const fn score_columns(&self) -> usize {
         self.columns() / self.fragment_shape()[1]
     }
 
-    /// Returns the largest number of fragments of S that a plane has along a row of S.
+    /// Returns the largest number of fragments that one plane has along a row of S.
     pub const fn score_fragments(&self) -> usize {
         self.score_columns().div_ceil(self.plane_columns())
     }
@@ -202,14 +206,14 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that each unit reads from a fragment of S, if units read only scores of their own
-    /// plane.
+    /// Returns the number of vectors that each unit reads from one fragment of S. Every unit must read only scores of
+    /// its own plane.
     pub const fn vectors_of_fragment(&self) -> usize {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from the first row that a unit reads to its row `k`, counted from 0. The
-    /// rows are chosen so that each unit reads only scores that its own plane has computed.
+    /// Returns the distance, in rows of S, from a unit's first row to the unit's row `k`, counted from 0. The function
+    /// chooses the rows so that each unit reads only scores that its own plane has computed.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();
@@ -223,7 +227,8 @@ impl UnitTiles {
         self.columns() / 4 + 2
     }
 
-    /// Returns the number of vectors that S takes in shared memory. The same memory later holds one output fragment per plane.
+    /// Returns the number of vectors that S takes in shared memory. Later, the same memory holds one fragment of O per
+    /// plane, so the number suffices for these fragments too.
     pub const fn score_vectors(&self) -> usize {
         if !self.has_fragments() {
             return 0;
@@ -240,7 +245,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of flags for changed row maxima. There is one flag per group of neighboring rows.
+    /// Returns the number of flags that tell whether row maxima have changed. Each flag stands for a group of
+    /// neighboring rows.
     pub const fn row_groups(&self) -> usize {
         match self.has_fragments() {
             true => self.rows.div_ceil(ROW_GROUP),
@@ -248,7 +254,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of neighboring rows that share one flag for changed row maxima.
+    /// Returns the number of neighboring rows in a group. A group has one flag, which tells whether the row maximum of
+    /// any of its rows has changed.
     pub const fn group_rows(&self) -> usize {
         self.rows / self.row_groups()
     }

@@ -1,5 +1,5 @@
-//! Tile multiplications by planes: `S = A Bᵀ` (first product) and `O += P B` (second product) on matrix units, in fragments
-//! of an opaque layout.
+//! Tile multiplications by planes on matrix units: `S = A Bᵀ` (first product) and `O += P B` (second product). The
+//! operands and results are fragments, whose register layout only the device knows.
 //!
 //! Budget: shared memory holds chunks of the operands A and B, P in the operands' dtype, and S in f32. Per unit, S takes
 //! `4 · rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of
@@ -34,7 +34,8 @@ use cubecl::prelude::*;
 /// The largest number of vectors that a unit loads into registers before it stores them to shared memory.
 const AHEAD: usize = 16;
 
-/// Copies a stationary operand to its region of shared memory. The caller must sync the cube before units read the copy.
+/// Copies a stationary operand (such as Q) to the operand's region of shared memory. The caller must sync the cube
+/// before units read the copy.
 #[cube]
 pub(super) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -59,11 +60,11 @@ pub(super) fn hold<E: Numeric, C: Float, N: Size>(
     );
 }
 
-/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. The rows stay there for both
-/// `S = A Bᵀ` and `O += P B`.
+/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. The rows stay in shared memory
+/// for both products, `S = A Bᵀ` and `O += P B`.
 ///
-/// If registers suffice, a unit loads its rows while other units still read the previous block. When the function returns,
-/// the copy is visible to all units.
+/// If registers suffice, a unit loads the new rows into registers while other units still read the previous block in
+/// shared memory. When the function returns, the copy is visible to all units.
 #[cube]
 pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

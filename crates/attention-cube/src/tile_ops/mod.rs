@@ -1,5 +1,6 @@
-//! Tile multiplications (QKᵀ and PV) for any device, in two ways. Either single units multiply, without plane
-//! operations or matrix units. Or planes multiply fragments (cmma), whose register layout only the device knows.
+//! Tile multiplications (QKᵀ and PV) for any device, in two ways. In one way, single units multiply, without plane
+//! operations or matrix units. In the other way, planes multiply fragments (cmma), whose register layout only the
+//! device knows.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cmma;

@@ -1,5 +1,5 @@
-//! Tile multiplications by the units of a cube, in f32 throughout. They use no plane operations, so they run on any
-//! CubeCL device.
+//! Tile multiplications by the units of a cube, in f32 throughout. The multiplications use no plane operations, so they
+//! run on any CubeCL device.
 //!
 //! Algorithm: a cube of `units` units keeps `rows` stationary rows (such as queries). It streams the rows of the opposite
 //! side (such as keys) in blocks of `columns` rows. The first product is `S = A Bᵀ`, the second is `O += P B`. Both products
@@ -44,7 +44,8 @@ pub(crate) enum Stage<C: Float> {
     Fragments(FragmentStage<C>),
 }
 
-/// A tile in shared memory with the shape of S, such as P: the left operand of the second product (`O += P B`).
+/// A tile with the shape of S, such as P, in shared memory. The tile is the left operand of the second product
+/// (`O += P B`).
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
@@ -64,8 +65,9 @@ pub(crate) enum LeftTile<C: Float> {
 )]
 #[derive(CubeType)]
 pub(crate) enum TileOutput {
-    /// The vectors of 4 columns that a unit holds. Index `k · output_vectors + v` holds a vector of row
-    /// `unit_row + k · output_row_units`: the one with index `unit_column + v · output_units` in this row.
+    /// The vectors of 4 columns that a unit holds. The vector at index `k · output_vectors + v` belongs to row
+    /// `unit_row + k · output_row_units` of O. In this row, it is the vector number `unit_column + v · output_units`,
+    /// counted from 0.
     Units(Array<Vec4>),
     /// A plane's fragments. `fragments/output.rs` describes the order of the fragments.
     Fragments(Sequence<SumFragment>),
@@ -94,9 +96,9 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// A unit with `y = unit_row()` and `x = unit_column()` holds, at index `k · columns_per_unit + c`, the score of row
 /// `tile_row(y, k)` and column `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// Backward kernels call the function twice per block, for S and for dP. `stationary` is 0 or 1, the index of `a` among
-/// the operands whose rows the tile keeps for all blocks. If the tiles keep these operands in shared memory, `a` and
-/// `a_first` must be the same for every block.
+/// Backward kernels call the function twice per block, for S and for dP. The tile keeps the rows of one operand for S
+/// and of one for dP. `stationary` is the index (0 or 1) of `a` among these two operands. If the operands stay in
+/// shared memory, `a` and `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -125,8 +127,8 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// Copies a stationary operand of the first product (such as Q) to shared memory, if the tiles keep this operand in shared
-/// memory for all blocks.
+/// Copies a stationary operand of the first product (such as Q) to shared memory. If this operand does not stay in
+/// shared memory for all blocks, the function does nothing.
 #[cube]
 pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -146,9 +148,9 @@ pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. If the tiles do not keep these
-/// rows there for both products (`S = A Bᵀ` and `O += P B`), the function does nothing. `b` is streamed operand 0 and
-/// `other` is streamed operand 1.
+/// Copies a block's rows of both streamed operands (such as K and V) to shared memory. `b` is streamed operand 0, and
+/// `other` is streamed operand 1. If the rows do not stay in shared memory for both products (`S = A Bᵀ` and
+/// `O += P B`), the function does nothing.
 #[cube]
 pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
@@ -167,8 +169,8 @@ pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Writes a tile with the shape of S, such as P, to shared memory. Each unit writes the elements that it holds. `streamed`
-/// is the index of the streamed operand (such as V) that the tile multiplies.
+/// Writes a tile with the shape of S, such as P, to shared memory. Each unit writes the elements of the tile that it
+/// holds. `streamed` is the index of the streamed operand (such as V) by which the second product multiplies the tile.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
@@ -184,8 +186,8 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds, and writes them to shared memory as [`store_tile`] does. The tile starts at
-/// vector `at`.
+/// Rounds the elements of a tile that a unit holds, and writes them to shared memory as [`store_tile`] does. In shared
+/// memory, the tile starts at vector `at`.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
@@ -212,11 +214,12 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile P and the second product (`O += P B`), in two cases:
+/// Synchronizes the cube after units have written the tile P and before the second product (`O += P B`). The function
+/// does so in two cases:
 ///
 /// - The rows of B are already in shared memory. The second product then does not sync before it reads P.
-/// - Each unit reads only scores of its own plane. A plane may then still be reading operands in shared memory that the
-///   second product overwrites.
+/// - Each unit reads only scores of its own plane. A plane may then still be reading operands that the second product
+///   overwrites in shared memory.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
@@ -224,14 +227,15 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Computes `O += P B` from the tile P in shared memory and the block's rows of streamed operand `b`, which has index
-/// `streamed`.
+/// Computes `O += P B` from the tile P in shared memory and the block's rows of the streamed operand `b`. `streamed` is
+/// the index of `b` among the streamed operands.
 ///
-/// The function syncs the cube before it reads P, unless the rows of `b` are already in shared memory: see [`sync_tiles`].
-/// When the function returns, other units may still be reading P and `b` in shared memory.
+/// If the rows of `b` are not yet in shared memory, the function syncs the cube before it reads P. Otherwise the caller
+/// must sync: see [`sync_tiles`]. When the function returns, other units may still be reading P and `b` in shared
+/// memory.
 ///
-/// Set `has_masked` if the tile may have hidden scores. If a column of P is all zero, the function then skips the matching
-/// row of `b`, which may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. If a column of P is all zero, the function then skips the
+/// matching row of `b`, which may contain NaN.
 #[cube]
 pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &LeftTile<C>,
@@ -280,8 +284,8 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
 
 /// Multiplies each row of O by the row's factor, after row maxima have changed.
 ///
-/// For O in fragments, `moved` has one flag per group of rows, which is nonzero if any factor of the group is not 1. The
-/// caller need not sync the cube after it writes the flags.
+/// If O consists of fragments, `moved` has one flag per group of rows. A flag is nonzero if the factor of any row of
+/// the group is not 1. The caller need not sync the cube after the caller has written the flags.
 #[cube]
 pub(crate) fn rescale<C: Float>(
     output: &mut TileOutput,
@@ -327,8 +331,8 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row of O to shared memory. Unit `u` writes its `factor` for the rows `i` with
-/// `i % units = u`. The caller must sync the cube before units read the factors.
+/// Writes one factor for every row of O to shared memory, and returns this memory. Unit `u` writes its `factor` for
+/// each row `i` with `i % units = u`. The caller must sync the cube before units read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
@@ -342,10 +346,11 @@ pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[
     factors
 }
 
-/// Multiplies each row of O by the row's factor, which is in shared memory, and writes O to the rows of a contiguous tensor.
+/// Multiplies each row of O by the row's factor, and writes O to the rows of a contiguous tensor. The factors are in
+/// shared memory.
 ///
-/// A row with factor 0 is written as 0, because its accumulators may contain NaN. The caller must sync the cube after the
-/// last write to shared memory.
+/// If a row's factor is 0, the function writes zeros, because the row's accumulators may contain NaN. After the last
+/// write to shared memory, the caller must sync the cube before it calls the function.
 #[cube]
 pub(crate) fn store_output<E: Float, C: Float, N: Size>(
     output: &TileOutput,

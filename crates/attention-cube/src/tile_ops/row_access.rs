@@ -17,11 +17,11 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Loads the columns `column` to `column + 3` of the row at `offset`. For a row of packed words, the function returns
-/// the codes. Columns past the row's end are zero.
+/// Loads the columns `column` to `column + 3` of the row at `offset`. If the row consists of packed words, the function
+/// returns the four codes as floats. Columns past the row's end are zero.
 ///
-/// Past the end, the function loads the row's first columns and selects zeros. With a branch instead, compilers would finish
-/// each load before the next load begins.
+/// For columns past the end, the function loads the row's first columns and then selects zeros. With a branch instead,
+/// compilers would finish each load before the next load begins.
 #[cube]
 pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

@@ -4,8 +4,8 @@ use super::fragments::planes;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the unit's row index in S (the first product `S = A Bᵀ`). `tile_row` computes the rows of the unit's scores
-/// from it.
+/// Returns the unit's row index in S (the first product `S = A Bᵀ`). From this index, `tile_row` computes the rows of
+/// the unit's scores.
 #[cube]
 pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     if comptime!(tiles.owns_scores()) {
@@ -15,8 +15,8 @@ pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the unit's column index in S (the first product `S = A Bᵀ`). `tile_column` computes the columns of the
-/// unit's scores from it.
+/// Returns the unit's column index in S (the first product `S = A Bᵀ`). From this index, `tile_column` computes the
+/// columns of the unit's scores.
 #[cube]
 pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     if comptime!(tiles.owns_scores()) {
@@ -26,8 +26,8 @@ pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// A unit has scores in several columns of the tile. Returns the tile's column for the unit's column `c`, both counted
-/// from 0.
+/// Returns the tile's column that belongs to column `c` of a unit. Each unit has scores in several columns of the tile.
+/// Both columns are counted from 0.
 #[cube]
 pub(crate) fn tile_column(
     unit_column: usize,
@@ -37,10 +37,11 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// A unit has scores in several rows of the tile. Returns the tile's row for the unit's row `k`, both counted from 0.
+/// Returns the tile's row that belongs to row `k` of a unit. Each unit has scores in several rows of the tile. Both
+/// rows are counted from 0.
 ///
-/// If units multiply operands from shared memory, neighboring units have neighboring rows. If units multiply operands from
-/// global memory, each unit has groups of four neighboring rows.
+/// If units multiply operands from shared memory, neighboring units have neighboring rows. If units multiply operands
+/// from global memory, each unit has groups of four neighboring rows.
 #[cube]
 pub(crate) fn tile_row(
     unit_row: usize,

@@ -1,4 +1,5 @@
-//! Tile multiplications by units with operands in shared memory. The header of `product.rs` gives the costs.
+//! Tile multiplications by units. The units read their operands from shared memory. The header of `product.rs` gives
+//! the costs.
 
 use super::row_access::load_four;
 use super::vec4::{Four, Vec4, zeros};
@@ -6,8 +7,8 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks
-/// are added. Without chunks, a sum over 512 columns would lose two more bits. In the backward pass, the difference
+/// The number of columns per chunk of a dot product. Units first sum the products of each chunk, and then add the sums
+/// of the chunks. Without chunks, a sum over 512 columns would lose two more bits. In the backward pass, the difference
 /// `dP − delta` would amplify this error.
 ///
 /// All tiles with operands in shared memory add in this order. The scores of the backward pass therefore equal those of
@@ -15,13 +16,13 @@ use cubecl::prelude::*;
 /// probability.
 const SUM: usize = 16;
 
-/// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
-/// loads.
+/// The largest number of vectors that a unit loads before it stores them. The unit then waits once for all these loads,
+/// and not once for each load.
 const IN_FLIGHT: usize = 8;
 
-/// Loads the columns `column` to `column + 3` of a row, or returns zeros if `wanted` is false.
+/// Loads the columns `column` to `column + 3` of a row. If `wanted` is false, the function returns zeros.
 ///
-/// For an unwanted row, the function loads an existing row and ignores its elements. With a branch instead, compilers would
+/// In this case, the function loads a row that exists and ignores its elements. With a branch instead, compilers would
 /// finish each load before the next load begins.
 #[cube]
 fn load_if<E: Numeric, C: Float, N: Size>(
@@ -40,7 +41,7 @@ fn load_if<E: Numeric, C: Float, N: Size>(
     values
 }
 
-/// The position of a vector in rows that are copied to shared memory.
+/// The row and the position in the row of one vector that a unit copies to shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct RowVector {
@@ -50,10 +51,10 @@ struct RowVector {
 }
 
 /// Returns the vector that a unit copies in iteration `step` of a copy to shared memory. In each iteration, every unit
-/// copies one vector, and the vectors of all units are consecutive. A row has `vectors` vectors.
+/// copies one vector, and the vectors of neighboring units are neighbors. A row has `vectors` vectors.
 ///
-/// If one iteration covers whole rows, a unit copies the same columns in every iteration, and its row index grows by a
-/// constant. The unit then computes its base address only once.
+/// If one iteration covers whole rows, a unit copies the same columns in every iteration. The row of the unit then
+/// grows by a constant, so the unit computes its base address only once.
 #[cube]
 fn turn(
     #[comptime] step: usize,
@@ -74,7 +75,7 @@ fn turn(
     }
 }
 
-/// The number of rows that are copied from a source, and their layout in shared memory.
+/// The rows that a kernel copies to shared memory: their number, and their layout in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct StagedRows {
     /// The offset of the first vector in shared memory.
@@ -85,11 +86,11 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance in shared memory between the four rows of the right operand B that a unit reads, as a number of
-    /// rows. The field is 0 if the rows are stored in order.
+    /// A unit reads four rows of the right operand B. The field is the distance between these four rows in shared
+    /// memory, as a number of rows. The field is 0 if the rows are stored in order.
     ///
-    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighboring
-    /// units then read neighboring slots.
+    /// If the field is not 0, row slot `s` of shared memory holds the block's row
+    /// `(s % interleaved) · 4 + s / interleaved`. Neighboring units then read neighboring slots.
     pub interleaved: usize,
     /// True if the rows of all heads of a GQA group are numbered consecutively, one head after another.
     pub packed: bool,
@@ -107,7 +108,7 @@ impl StagedRows {
     }
 }
 
-/// Loads the vectors with the indices `first..first + many` among the vectors that a unit copies. The copied rows start at
+/// Loads some of the vectors that a unit copies: those with the indices `first..first + many`. The copied rows start at
 /// row `first_row`, and their columns start at column `first_column`.
 #[cube]
 pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
@@ -140,7 +141,7 @@ pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     loaded
 }
 
-/// Writes to shared memory the vectors that [`load_rows`] has loaded.
+/// Writes the vectors that [`load_rows`] has loaded to shared memory.
 #[cube]
 pub(super) fn store_rows<C: Float>(
     loaded: &Array<Four<C>>,
@@ -180,11 +181,11 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`: of each row, `staged_width`
-/// vectors, starting with vector `first_vector`.
+/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`. Of each row, the function
+/// copies `staged_width` vectors, beginning with vector `first_vector`.
 ///
-/// Set `has_masked` if the tile P, the left operand of `O += P B`, may have hidden scores. If a column of P is all zero, the
-/// function then copies zeros instead of the matching row of `b`.
+/// Set `has_masked` if the tile P, the left operand of `O += P B`, may have hidden scores. If a column of P is all
+/// zero, the function then copies zeros instead of the matching row of `b`.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

@@ -1,4 +1,5 @@
-//! Tables of tile shapes, which were selected by benchmarks, and the choice of a shape for a device.
+//! Tables of tile shapes, and the choice of a tile shape for a device. The shapes in the tables were selected by
+//! benchmarks.
 
 use crate::tile_ops::tiles::{Products, UnitTiles};
 use crate::types::device::DeviceProfile;
@@ -111,9 +112,9 @@ pub(crate) fn choose(
         })
 }
 
-/// Computes all tile sizes that follow from a shape. The columns of the output are divided among the units so that a
-/// unit needs the fewest loads and multiplications. The streamed rows of one chunk must fit into the shared memory of
-/// the first product's operands.
+/// Computes all tile sizes that follow from a shape. The function divides the columns of the output among the units so
+/// that a unit needs the fewest loads and multiplications. One chunk of streamed rows must fit into the shared memory
+/// that the operands of the first product take.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,
@@ -156,8 +157,8 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
-        // Reduce the vectors per chunk of B to the next smaller divisor of `output_vectors`, so that all chunks have
-        // equal width.
+        // Lower the number of vectors per chunk of B to the next smaller divisor of `output_vectors`, so that all
+        // chunks have the same width.
         tiles.staged_vectors = (1..tiles.staged_vectors)
             .rev()
             .find(|staged| output_vectors.is_multiple_of(*staged))

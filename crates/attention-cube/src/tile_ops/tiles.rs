@@ -3,7 +3,7 @@
 use super::fragment_tiles::FragmentTiles;
 use burn::tensor::DType;
 
-/// The method of tile multiplication: by units or planes, with operands in global or shared memory.
+/// The method of tile multiplication. Either units or planes multiply, and the operands are in global or shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Products {
     /// Units multiply operands that they read from global memory. The fields for operands in shared memory, such as `depth`,
@@ -21,25 +21,25 @@ pub enum Products {
 pub struct UnitTiles {
     /// The number of units per cube.
     pub units: usize,
-    /// The number of rows that a tile keeps: queries in the forward pass, keys in the kernels for the gradients of keys
-    /// and values.
+    /// The number of rows that a tile keeps. These rows are queries in the forward pass, and keys in the kernels for
+    /// the gradients of keys and values.
     pub rows: usize,
-    /// The number of units along a row of S in the first product (`S = A Bᵀ`).
+    /// The number of units that share a row of S in the first product (`S = A Bᵀ`).
     pub column_units: usize,
-    /// The number of vectors (4 columns of S each) that a unit computes per row of S. The vectors are `column_units` vectors
-    /// apart.
+    /// The number of vectors (4 columns of S each) that a unit computes in each of its rows of S. Neighboring vectors
+    /// of a unit are `column_units` vectors apart.
     pub column_vectors: usize,
     /// The width, in columns, of a chunk of the operands of the first product (`S = A Bᵀ`). Kernels copy the operands to
     /// shared memory chunk by chunk.
     pub depth: usize,
     /// The method of tile multiplication.
     pub products: Products,
-    /// The number of units along a row of O in the second product (`O += P B`).
+    /// The number of units that share a row of O in the second product (`O += P B`).
     pub output_units: usize,
-    /// The number of vectors (4 columns of O each) that a unit computes per row of O.
+    /// The number of vectors (4 columns of O each) that a unit computes in each of its rows of O.
     pub output_vectors: usize,
-    /// The width of a chunk of B in the second product `O += P B`, in vectors per unit. B is copied to shared memory in
-    /// chunks of columns.
+    /// The width of a chunk of B in the second product `O += P B`, counted in vectors per unit. Kernels copy B to
+    /// shared memory in chunks of columns.
     pub staged_vectors: usize,
     /// The number of rows per chunk of B in the second product `O += P B`.
     pub streamed_rows: usize,
@@ -94,22 +94,24 @@ impl UnitTiles {
         self.rows_per_unit() * self.columns_per_unit()
     }
 
-    /// Returns the number of units along a column of S in the first product (`S = A Bᵀ`).
+    /// Returns the number of units that share a column of S in the first product (`S = A Bᵀ`).
     pub const fn row_units(&self) -> usize {
         self.units / self.column_units
     }
 
-    /// Returns the number of rows of S per unit. `tile_row` in `score_layout.rs` computes which rows a unit has.
+    /// Returns the number of rows of S that each unit computes. `tile_row` in `score_layout.rs` tells which rows these
+    /// are.
     pub const fn rows_per_unit(&self) -> usize {
         self.rows / self.row_units()
     }
 
-    /// Returns the number of loop iterations over all rows of the tile, if each unit takes one row per iteration.
+    /// Returns the number of iterations of a loop over all rows of the tile, in which each unit takes one row per
+    /// iteration.
     pub const fn row_steps(&self) -> usize {
         self.rows.div_ceil(self.units)
     }
 
-    /// Returns the number of units along a column of O in the second product (`O += P B`).
+    /// Returns the number of units that share a column of O in the second product (`O += P B`).
     pub const fn output_row_units(&self) -> usize {
         self.units / self.output_units
     }
@@ -119,23 +121,26 @@ impl UnitTiles {
         self.rows / self.output_row_units()
     }
 
-    /// Returns the pitch of an operand's rows in shared memory, in vectors, in the first product `S = A Bᵀ`.
+    /// Returns the distance in shared memory between neighboring rows of an operand of the first product (`S = A Bᵀ`),
+    /// in vectors.
     pub const fn depth_pitch(&self) -> usize {
         self.depth / 4 + self.padding()
     }
 
-    /// Returns the pitch of a row of P, in vectors.
+    /// Returns the distance between neighboring rows of P in shared memory, in vectors.
     pub const fn tile_pitch(&self) -> usize {
         self.column_units * self.column_vectors + self.padding()
     }
 
-    /// Returns the pitch of a row's partial maxima or sums, in floats. Each unit along a row of S has one partial
-    /// maximum or sum of this row. An odd pitch places rows in different banks of shared memory.
+    /// Each unit that shares a row of S has one partial maximum or sum of this row. Returns the distance between the
+    /// partial values of neighboring rows in shared memory, in floats. An odd distance places neighboring rows in
+    /// different banks.
     pub const fn partial_pitch(&self) -> usize {
         self.column_units + 1
     }
 
-    /// Returns the width in shared memory of a chunk of B for the second product `O += P B`, in vectors per row.
+    /// Returns the number of vectors per row of a chunk of B in shared memory. The second product `O += P B` reads
+    /// these chunks.
     pub const fn staged_width(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) => {
@@ -145,7 +150,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the pitch in shared memory of the rows in a chunk of B for the second product `O += P B`, in vectors.
+    /// Returns the distance in shared memory between neighboring rows in a chunk of B, in vectors. The second product
+    /// `O += P B` reads these chunks.
     pub const fn staged_pitch(&self) -> usize {
         match self.products {
             Products::Fragments(_) => self.staged_width() + self.padding(),
@@ -153,14 +159,14 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. The number
-    /// includes both streamed operands if both stay there (resident).
+    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. If both
+    /// streamed operands stay in shared memory (resident), the number includes both.
     pub(crate) const fn transposed_vectors(&self) -> usize {
         let streamed = if self.is_resident() { 2 } else { 1 };
         self.streamed_at() + streamed * self.columns() * self.depth_pitch()
     }
 
-    /// Returns the number of vectors that the operands take in shared memory.
+    /// Returns the number of vectors that the operands of both products take in shared memory.
     pub const fn stage_vectors(&self) -> usize {
         if self.is_direct() {
             // A kernel that reads operands from global memory needs no shared memory for them, but CubeCL does not allow
@@ -179,8 +185,8 @@ impl UnitTiles {
     }
 
     /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory. If single units
-    /// multiply, and not planes, kernels do not copy LSE and delta. The result is then 1, the smallest size that CubeCL
-    /// allows.
+    /// multiply, and not planes, kernels do not copy LSE and delta to shared memory. The result is then 1, the smallest
+    /// size that CubeCL allows.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,
@@ -198,16 +204,18 @@ impl UnitTiles {
         self.rows * self.partial_pitch()
     }
 
-    /// Returns the number of floats of shared memory that hold the units' column sums in the bias gradient's kernel.
+    /// Returns the number of floats of shared memory that the kernel for the bias gradient needs for the units' column
+    /// sums.
     pub const fn sum_floats(&self) -> usize {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the number of columns
-    /// that the first products (such as S = Q Kᵀ) sum over, added over all first products. `accumulated` is the number
-    /// of second products (such as O += P V), which sum over the block's rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. A first product, such as S = Q Kᵀ,
+    /// sums over columns. `columns` is the total number of these columns over all first products. A second product,
+    /// such as O += P V, sums over the block's rows. `accumulated` is the number of second products.
     ///
-    /// With `has_masked`, each second product has one more loop, which marks the used columns of P.
+    /// If `has_masked` is true, each second product has one more loop, which marks the columns of P with a nonzero
+    /// element.
     pub(crate) fn block_iterations(
         &self,
         columns: usize,
@@ -234,8 +242,8 @@ impl UnitTiles {
         let operands = self.vector_bytes() * (self.stage_vectors() + tiles);
         let with_tile = operands + 16 * (self.score_vectors() + self.term_vectors()) + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        // Tiles of matrix fragments reserve no shared memory for the bias gradient's sums, because the bias gradient's
-        // kernel multiplies with single units.
+        // If planes multiply fragments, reserve no shared memory for the sums of the bias gradient. The kernel for the
+        // bias gradient always multiplies with single units.
         if with_tile > with_sums || self.has_fragments() {
             with_tile
         } else {

@@ -4,8 +4,8 @@ use super::vec4::Four;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Marks the columns of the tile that contain a nonzero element. The tile starts at vector `at`. The function syncs the cube
-/// before and after.
+/// Marks each column of the tile that contains a nonzero element. The tile starts at vector `at`. The function syncs
+/// the cube at its beginning and at its end.
 #[cube]
 pub(super) fn mark_used<C: Float>(
     tile: &Shared<[Four<C>]>,

@@ -7,8 +7,8 @@ use burn::tensor::DType;
 /// The number of multiprocessors that plans assume if the runtime does not report their number.
 pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 
-/// The largest number of loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe counts
-/// the iterations of all loops together, and ends loops silently after 65,535 iterations
+/// The largest number of loop iterations that a kernel's unit may run in total on a software driver. Mesa's llvmpipe
+/// counts the iterations of all loops together. After 65,535 iterations, llvmpipe silently ends the loops
 /// (`LP_MAX_TGSI_LOOP_ITERATIONS`).
 pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 
@@ -29,7 +29,7 @@ pub struct DeviceProfile {
     pub largest_buffer: usize,
     /// The largest number of cubes along one dimension of a launch.
     pub cube_count: u32,
-    /// The number of the CPU's hardware threads if the driver emulates a GPU on the CPU, or `None` for a GPU.
+    /// The number of the CPU's hardware threads, if the driver emulates a GPU on the CPU. `None` for a GPU.
     pub processors: Option<usize>,
     /// The number of streaming multiprocessors, or `None` if the runtime does not report this number.
     pub multiprocessors: Option<usize>,
@@ -43,7 +43,8 @@ pub struct DeviceProfile {
     pub not_built: Vec<(Engine, &'static str)>,
 }
 
-/// The device's matrix multiplications on fragments of an opaque layout (`cubecl::cmma`), accumulated in f32.
+/// The matrix multiplications on fragments that the device supports (`cubecl::cmma`). Only the device knows the
+/// register layout of a fragment. The products are accumulated in f32.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FragmentSupport {
     /// The supported shapes and dtypes, in no particular order.
@@ -55,7 +56,8 @@ pub struct FragmentSupport {
     pub fault: Option<&'static str>,
 }
 
-/// The size and dtype of one matrix multiplication that a plane computes on fragments: `m × k` by `k × n`, accumulated in f32.
+/// The size and dtype of one matrix multiplication that a plane computes on fragments. An `m × k` matrix is multiplied
+/// by a `k × n` matrix, and the product is accumulated in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fragments {
     /// The number of rows of the accumulator.
@@ -66,7 +68,7 @@ pub struct Fragments {
     pub k: usize,
     /// The dtype of both operands.
     pub dtype: DType,
-    /// True for fragments that tests emulate with shared memory and loops.
+    /// True if the fragments are emulated with shared memory and loops, for tests.
     pub emulated: bool,
 }
 

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Calls a macro with the list of all engines in selection order. An entry holds the engine's module, its type, and the
-/// Cargo feature that builds its kernels.
+/// Calls a macro with the list of all engines in selection order. A list entry holds the engine's module, the engine's
+/// type, and the Cargo feature that builds the engine's kernels.
 macro_rules! with_engines {
     ($callback:ident) => {
         $callback! {
@@ -34,7 +34,8 @@ macro_rules! names {
             /// The engines with kernels, in the order in which selection tries them.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Returns the Cargo feature that the engine's kernels need, if this build lacks it.
+            /// Returns the Cargo feature that builds the engine's kernels if this build lacks the feature, and
+            /// otherwise `None`.
             #[cfg(feature = "cube")]
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {

@@ -6,8 +6,8 @@ use std::fmt;
 /// The number of 8-bit codes per 32-bit word.
 pub(crate) const CODES: usize = 4;
 
-/// The f32 bits of 2⁻¹¹⁶. Rows in which all magnitudes are smaller become zero, so that all scales other than 0 are
-/// normal f32 numbers.
+/// The f32 bits of 2⁻¹¹⁶. If all magnitudes of a row are below 2⁻¹¹⁶, quantization turns the row into zeros. Every
+/// scale other than 0 is therefore a normal f32 number.
 pub(crate) const ZERO_BELOW: u32 = (127 - 116) << 23;
 
 /// The largest int8 code. Codes lie in −127..=127.

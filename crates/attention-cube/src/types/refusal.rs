@@ -7,15 +7,15 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Feature {
-    /// The matrix multiplication of 16×16 by 16×8 elements of this dtype (`mma.sync`), accumulated in f32 in a documented
-    /// register layout.
+    /// The matrix multiplication of 16×16 by 16×8 elements of this dtype (`mma.sync`). The products are accumulated in
+    /// f32, in a register layout that NVIDIA documents.
     #[error("matrix products of {0:?}, 16×8×16, of one plane (mma)")]
     Mma(DType),
     /// The loads of `mma.sync` operands from shared memory (`ldmatrix`).
     #[error("matrix loads of {0:?} from shared memory (ldmatrix)")]
     LoadMatrix(DType),
-    /// The matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The field is the dtype of the
-    /// inputs.
+    /// The matrix multiplication on fragments (cmma), whose register layout only the device knows. The products are
+    /// accumulated in f32. The field is the dtype of the inputs.
     #[error(
         "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
     )]
@@ -69,8 +69,8 @@ pub enum Refusal {
         /// The problem's `value_dim`.
         value_dim: usize,
     },
-    /// The heads are narrower than the engine serves. For narrow heads, the rounding of P to half precision would
-    /// dominate the error.
+    /// The heads are narrower than the narrowest heads that the engine serves. For such heads, the rounding of P to
+    /// half precision would dominate the error.
     #[error(
         "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
     )]
@@ -120,12 +120,13 @@ pub enum Refusal {
         /// The number of buffers that a kernel on the device may bind.
         available: usize,
     },
-    /// The software driver would end the kernel's loops too early, because the driver limits a unit's loop iterations.
+    /// The software driver would end the kernel's loops too early, because the driver limits the loop iterations of
+    /// each unit.
     #[error(
         "a unit would run up to {needed} loop iterations, and this software driver ends loops after {limit}"
     )]
     Iterations {
-        /// The largest number of loop iterations that a unit would run, summed over all its loops.
+        /// The largest number of loop iterations that a unit would run, over all loops of the kernel together.
         needed: usize,
         /// The limit that the engine allows, somewhat below the driver's own limit.
         limit: usize,

@@ -1,8 +1,9 @@
-//! The parameters of one pass (forward or backward): its direction, the wanted gradients, and the memory layout of the inputs.
+//! The parameters of one pass: its direction (forward or backward), the wanted gradients, and the memory layout of the
+//! inputs.
 
 use crate::problem::AttentionProblem;
 
-/// The length in tokens of the longest sequence that i32 positions allow.
+/// The largest sequence length, in tokens, at which i32 positions do not overflow.
 pub(crate) const MAX_LENGTH: usize = 1 << 29;
 
 /// The direction of a pass.
@@ -27,7 +28,7 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// True if the gradient of the sinks is wanted.
     pub sinks: bool,
-    /// True if the keys are only one shard, while output and logsumexp cover the keys of all shards.
+    /// True if the call's keys are only one shard of all keys, while output and logsumexp cover the keys of all shards.
     pub lse_of_all_shards: bool,
 }
 
@@ -86,7 +87,7 @@ impl Layouts {
     pub fn contiguous(problem: &AttentionProblem) -> Self {
         let dots = problem.head_dim.is_multiple_of(8);
         let values = problem.value_dim.is_multiple_of(8);
-        // The number of key or value elements in 16 bytes: 16 codes, or 8 elements in half precision.
+        // The number of elements of a key or value in 16 bytes: 16 codes, or 8 elements in half precision.
         let piece = if problem.quantized.is_some() { 16 } else { 8 };
         Self {
             vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),

@@ -1,5 +1,5 @@
-//! The tensors of a call, the tensors that the forward pass saves for the backward pass, and the gradients, for any
-//! backend.
+//! The input tensors of a call, the tensors that the forward pass saves for the backward pass, and the gradients. The
+//! types work with any backend.
 
 use crate::options::AttentionOptions;
 use crate::problem::AttentionProblem;
@@ -80,8 +80,8 @@ pub struct AttentionInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`: the first key of each interval, and the index
-    /// after its last key.
+    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`. For each interval, the tensor holds the first
+    /// key and the index after the last key.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
@@ -115,8 +115,8 @@ impl<B: Backend> Clone for AttentionInputs<B> {
     }
 }
 
-/// Quantized rows. `words` holds four packed codes per word, `[batch, kv_heads, kv_len, columns / 4]`. `scales` holds the f32 scale
-/// of each row, `[batch, kv_heads, kv_len]`.
+/// Quantized rows. Each element of `words`, `[batch, kv_heads, kv_len, columns / 4]`, holds four packed codes.
+/// `scales`, `[batch, kv_heads, kv_len]`, holds the f32 scale of each row.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct QuantizedTensors<B: Backend> {
@@ -150,8 +150,8 @@ pub struct QuantizedInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`: the first key of each interval, and the index
-    /// after its last key.
+    /// The key intervals of each query, `[batch, q_len, 2 · intervals]`. For each interval, the tensor holds the first
+    /// key and the index after the last key.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
@@ -164,7 +164,7 @@ pub struct QuantizedInputs<B: Backend> {
     pub mask_table: MaybeFloat<B>,
 }
 
-/// The slots in the pages to which new rows are written.
+/// The slots to which an append writes new rows. A slot is the place of one token in a page.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AppendPlaces<B: Backend> {
@@ -172,13 +172,13 @@ pub struct AppendPlaces<B: Backend> {
     pub page_table: IntTensor<B>,
     /// The position of the first new row of each sequence, `[batch]`.
     pub starts: IntTensor<B>,
-    /// The number of new rows of each sequence, `[batch]`. Without this tensor, all given rows are written.
+    /// The number of new rows of each sequence, `[batch]`. Without this tensor, an append writes all given rows.
     #[extension_type]
     pub counts: MaybeInt<B>,
 }
 
 impl<B: Backend> QuantizedInputs<B> {
-    /// Converts keys and values to floats by the function `rows`, and returns the inputs of an unquantized call.
+    /// Converts keys and values to floats with the function `rows`, and returns the inputs of a call over these floats.
     pub(crate) fn read(
         self,
         rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,
@@ -207,9 +207,9 @@ impl<B: Backend> QuantizedInputs<B> {
 #[extension_type(fusion)]
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
-    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds the reference score that the softmax
-    /// subtracted, which is near the row maximum. The second half holds the logarithm of the softmax sum. The LSE is the sum
-    /// of the two halves.
+    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds the reference scores, which the
+    /// softmax subtracts and which are near the row maxima. The second half holds the logarithms of the softmax sums.
+    /// The LSE is the sum of the two halves.
     pub logsumexp: FloatTensor<B>,
 }
 
@@ -220,8 +220,8 @@ pub struct AttentionSaved<B: Backend> {
     pub output: FloatTensor<B>,
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
-    /// The gradient of the logsumexp, in the shape of `logsumexp`. Both halves of the first dimension have the same
-    /// gradient, because the LSE is their sum. The backward pass therefore reads only the first half.
+    /// The gradient of the logsumexp, in the shape of `logsumexp`. The LSE is the sum of the two halves of `logsumexp`,
+    /// so both halves have the same gradient. The backward pass therefore reads only the first half.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }
@@ -250,8 +250,8 @@ pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
     }
 }
 
-/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`: the first key and the end of each
-/// interval.
+/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`. For each interval, the tensor holds
+/// the first key and the index after the last key.
 pub(crate) fn intervals(options: &AttentionOptions) -> MaybeInt<Dispatch> {
     let ends = options.intervals.iter();
     let ends: Vec<Tensor<2, Int>> = ends

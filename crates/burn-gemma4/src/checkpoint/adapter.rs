@@ -24,10 +24,10 @@ use std::{
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// The prefix of every module name in an adapter's file. PEFT wraps the model in a module of its own, which adds this prefix.
+/// The prefix of every module name in an adapter's file. PEFT wraps the model in a PEFT module, which adds this prefix.
 const WRAPPED: &str = "base_model.model.";
-/// The suffixes of the tensor names in an adapter's file: of `A`, `[rank, in_features]`, then of `B`,
-/// `[out_features, rank]`.
+/// The suffixes of the tensor names in an adapter's file. The first is for `A`, `[rank, in_features]`, and the second
+/// is for `B`, `[out_features, rank]`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
 /// A description of a LoRA adapter: the matrices that it adapts, its rank and its scale.
@@ -56,7 +56,7 @@ pub struct Adapter {
     pub rank: usize,
     /// The numerator `alpha` of the scale `alpha / rank`. The scale multiplies `B · A`.
     pub alpha: f64,
-    /// The names of the adapted matrices: the last part of their modules' names, such as `q_proj`.
+    /// The adapted matrices, each named by the last part of its module's name, such as `q_proj`.
     pub modules: Vec<String>,
 }
 
@@ -156,10 +156,11 @@ impl Adapter {
 
     /// Writes the adapter that [`attach`](Self::attach) added to `model` into `folder`, in PEFT's format and in f32.
     ///
-    /// The files are `adapter_config.json`, which gives `base` as the adapted checkpoint, and `adapter_model.safetensors`.
-    /// If `base` is the folder of a multimodal checkpoint, the written module names are those of
-    /// `Gemma4ForConditionalGeneration`. Otherwise the written module names are those of `Gemma4ForCausalLM`. PEFT can
-    /// translate the names by a `key_mapping` from `model.language_model.` to `model.`, or the reverse.
+    /// The files are `adapter_config.json` and `adapter_model.safetensors`. `adapter_config.json` names `base` as the
+    /// checkpoint that the adapter changes. If `base` is the folder of a multimodal checkpoint, the written module
+    /// names are those of `Gemma4ForConditionalGeneration`. Otherwise the written module names are those of
+    /// `Gemma4ForCausalLM`. With a `key_mapping` from `model.language_model.` to `model.`, or the reverse, PEFT can
+    /// translate the names of one class to those of the other.
     ///
     /// # Errors
     /// Returns an error if `base` is a folder without a readable checkpoint, or if a file cannot be written.
@@ -294,8 +295,8 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // An adapter of a quantized linear projection in a layer can stay beside the weight. Adapters of all other
-            // matrices are merged into the weights.
+            // The adapter of a layer's quantized linear projection can stay beside the weight. The adapters of all
+            // other matrices are merged into the weights.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,
@@ -326,8 +327,8 @@ impl Gemma4Model {
     }
 }
 
-/// True if `name` is `A` or `B` of a K or V projection that the model does not have. Layers that share an earlier layer's KV
-/// cache have no K and V projections.
+/// True if `name` is the `A` or `B` tensor of a K or V projection, and the model lacks this projection. Layers that
+/// share an earlier layer's KV cache have no K and V projections.
 fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
     let module = FACTORS.iter().find_map(|suffix| name.strip_suffix(suffix));
     let module = module.and_then(|module| module.strip_prefix(WRAPPED));
@@ -349,25 +350,26 @@ enum Way {
 /// A module mapper that adds `B · A · scale` to each parameter that the adapter changes.
 struct Merger<'a> {
     tensors: &'a SafeTensors<'a>,
-    /// A map from tensor names, without the parts that `torch.compile` adds, to the full names in the file.
+    /// The file's tensors. A key is a tensor's name without the parts that `torch.compile` adds, and the value is the
+    /// full name in the file.
     in_file: BTreeMap<String, &'a str>,
-    /// The prefix that turns a parameter's path into its name in the model that PEFT adapted.
+    /// The model that PEFT adapted names a parameter by this prefix and the parameter's path.
     prefix: &'static str,
     config: AdapterConfig,
     path: Vec<String>,
     /// Tensors of the file that have not been assigned to a parameter yet.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
-    /// The error message of the last failed lookup in the adapter's configuration, or `None`. A lookup finds a module's rank
-    /// and scale.
+    /// The error message of the last failed lookup, or `None`. A lookup searches the adapter's configuration for the
+    /// rank and scale of a module.
     refusal: Option<String>,
 }
 
 impl Merger<'_> {
-    /// Returns the module name of the matrix at `path` in the model that PEFT adapted.
+    /// Returns the name, in the model that PEFT adapted, of the module that holds the matrix at `path`.
     fn module(&self, path: &str) -> String {
-        // The output projection, `lm_head`, gets no prefix, because it lies outside of the module to which the prefix
-        // leads.
+        // The output projection, `lm_head`, gets no prefix. The prefix names the module of the text model, and
+        // `lm_head` is outside of this module.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
             false => format!("{}{path}", self.prefix),
@@ -393,8 +395,8 @@ impl Merger<'_> {
         Some(product(writes, reads) * scale)
     }
 
-    /// Loads the adapter of the matrix at `path`, in f32: `B`, `[out_features, rank]`, and `A`, `[rank, in_features]`.
-    /// Also returns the scale of `B · A`.
+    /// Loads three parts of the adapter of the matrix at `path`: `B`, `[out_features, rank]` in f32, `A`,
+    /// `[rank, in_features]` in f32, and the scale of `B · A`.
     fn factors(
         &mut self,
         path: &str,
@@ -419,8 +421,8 @@ impl Merger<'_> {
         Some(([writes?, reads?], scale))
     }
 
-    /// Loads `A` or `B`, called `name`, and checks its shape. `of_rank` is the index of the dimension whose size is the
-    /// rank.
+    /// Loads the tensor `name`, which is an `A` or a `B`, and checks the tensor's shape. `of_rank` is the index of the
+    /// dimension that must have the size of the rank.
     fn factor(
         &mut self,
         name: &str,

@@ -9,7 +9,7 @@ use serde::{
 use serde_json::{Map, Value};
 use std::{fmt, marker::PhantomData};
 
-/// The fields of `adapter_config.json`. `others` holds all remaining fields of the file.
+/// The fields of `adapter_config.json` that this crate reads. `others` holds all remaining fields of the file.
 #[derive(Deserialize)]
 struct File {
     peft_type: String,
@@ -22,7 +22,7 @@ struct File {
     others: Map<String, Value>,
 }
 
-/// The fields that do not change how trained matrices `A` and `B` are applied.
+/// The fields that this crate may ignore, because they do not change how a trained adapter's `A` and `B` are applied.
 const WITHOUT_EFFECT: [&str; 20] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -46,8 +46,8 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods to initialize `A` and `B`. All other methods subtract the initial `B · A` from the base weights.
-/// An adapter that was trained on changed base weights does not fit the original weights.
+/// The supported methods by which PEFT initializes `A` and `B`. All other methods subtract the initial `B · A` from the
+/// base weights. An adapter that was trained on such changed base weights does not fit the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.
@@ -109,8 +109,8 @@ impl AdapterConfig {
         }
     }
 
-    /// Returns the rank and scale of a module's matrix. `module` is the module's full name in the model that PEFT
-    /// adapted.
+    /// Returns the rank and scale of the adapter of one matrix. `module` is the full name of the matrix's module in the
+    /// model that PEFT adapted.
     pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
         let rank = self.ranks.value(module)?.unwrap_or(self.rank);
         let alpha = self.alphas.value(module)?.unwrap_or(self.alpha);
@@ -144,8 +144,8 @@ impl File {
         }
     }
 
-    /// Returns warnings about unknown numeric fields that are not 0. PEFT also writes numbers for features that are off,
-    /// so a number does not prove that an unsupported feature is on.
+    /// Returns a warning for each unknown field whose value is a number other than 0. PEFT writes numbers even for
+    /// features that are off, so a number does not prove that an unsupported feature is on.
     fn warnings(&self) -> Vec<String> {
         let numbers = self
             .switches()
@@ -167,8 +167,8 @@ impl File {
     }
 }
 
-/// True if a field's value switches a feature on. A number counts as off, because PEFT also writes numbers for features that
-/// are off.
+/// True if a field's value switches a feature on. A number counts as off, because PEFT writes numbers even for features
+/// that are off.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,
@@ -189,8 +189,8 @@ impl<V: Copy> Patterns<V> {
     fn compile(field: &'static str, pairs: Option<Pairs<V>>) -> Result<Self, String> {
         let pairs = pairs.map_or_else(Vec::new, |pairs| pairs.0);
         let compile = |(pattern, value): (String, V)| {
-            // The expression matches a full name, or the last dot-separated parts of a name, as in PEFT's
-            // `get_pattern_key`.
+            // The expression matches a module name completely, or matches complete dot-separated parts at the end of
+            // the name, as in PEFT's `get_pattern_key`.
             let regex = Regex::new(&format!(r"^(.*\.)?({pattern})$")).map_err(|error| {
                 format!("{field}: {pattern:?} is not a supported regular expression: {error}")
             })?;
@@ -244,8 +244,8 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for PairsVisitor<V> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut pairs: Vec<(String, V)> = Vec::new();
         while let Some((name, value)) = map.next_entry::<String, V>()? {
-            // Treat repeated keys as Python does: the first occurrence gives a key's position, and the last occurrence
-            // gives the value.
+            // Treat a repeated key as Python does: the key keeps the position of its first occurrence, and gets the
+            // value of its last occurrence.
             match pairs.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, known)) => *known = value,
                 None => pairs.push((name, value)),

@@ -18,7 +18,7 @@ use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 /// and then only the tokens of the best groups.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
-/// The weights in a drafter's files. The name of each tensor in the files is the path of its parameter.
+/// The weights in a drafter's files. In these files, the name of each tensor is the path of its parameter.
 struct Named {
     folder: Folder,
     has_groups: bool,
@@ -35,8 +35,8 @@ impl WeightSource for Named {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
-        // Accept the output projection and the list of token groups as known tensors, although the drafter has no parameters
-        // for them.
+        // The output projection and the list of token groups count as known tensors, although the drafter has no
+        // parameters for them.
         names.retain(|name| name != HEAD && !(self.has_groups && name == ORDERING));
         names
     }
@@ -58,8 +58,8 @@ impl Drafter {
         Self::load_for(folder, |_| Ok(()), device, options)
     }
 
-    /// Loads a drafter as [`load`](Self::load) does, but first calls `check` on the drafter's configuration. Returns
-    /// the error of `check`, if any.
+    /// Loads a drafter as [`load`](Self::load) does, but first calls `check` with the drafter's configuration. If
+    /// `check` returns an error, the function returns this error.
     pub(crate) fn load_for(
         folder: impl AsRef<Path>,
         check: impl FnOnce(&DrafterConfig) -> Result<(), Gemma4Error>,
@@ -107,7 +107,8 @@ impl Drafter {
     }
 }
 
-/// Reads the token ids of all groups as one list, `[vocabulary]`. The ids of a group are next to each other in the list.
+/// Reads the token ids of all groups as one list, `[vocabulary]`. The list holds the ids of the first group, then those
+/// of the second group, and so on.
 fn groups(files: &TensorFiles, vocabulary: usize) -> Result<Vec<i32>, TensorProblem> {
     let name = || ORDERING.to_owned();
     let entry = files

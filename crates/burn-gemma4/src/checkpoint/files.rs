@@ -17,7 +17,8 @@ use std::{
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The part that `torch.compile` adds to the name of a module that it wraps.
+/// The name part that `torch.compile` adds. `torch.compile` wraps a module and adds this part to the wrapped module's
+/// name.
 const COMPILED: &str = "_orig_mod";
 
 /// All tensors of a checkpoint by name. The files are memory-mapped.
@@ -46,8 +47,8 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// Opens the tensors of a folder: of all files that `model.safetensors.index.json` lists, or of `model.safetensors`
-    /// if the folder has no index.
+    /// Opens the tensors of a folder. If the folder has a `model.safetensors.index.json`, the tensors are in all files
+    /// that this index lists. Otherwise they are in `model.safetensors`.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);
         let names = match fs::read_to_string(&index) {

@@ -28,7 +28,8 @@ impl Folder {
         }
     }
 
-    /// Creates a source of weights from files in which the name of each tensor is the path of its parameter.
+    /// Creates a source of weights from `files`. In these files, the name of each tensor must be the path of its
+    /// parameter.
     pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
         Self {
             files,
@@ -37,8 +38,8 @@ impl Folder {
         }
     }
 
-    /// Refuses files in which the tensors have MLX's names. MLX stores experts and towers in a layout that this crate
-    /// cannot read.
+    /// Refuses files whose tensors have MLX's names. MLX stores experts and towers in a layout that this crate cannot
+    /// read.
     pub fn refuse_mlx(&self, folder: &Path) -> Result<(), Gemma4Error> {
         let is_mlx = |name: &str| name.starts_with(MLX);
         match self.files.names().any(is_mlx)
@@ -59,7 +60,7 @@ impl Folder {
         self.names.in_file(path)
     }
 
-    /// Returns the paths of K and V projections that the files contain although no layer uses them.
+    /// Returns the paths of those K and V projections in the files that no layer uses.
     pub fn unread(&self, config: &Gemma4Config) -> Vec<String> {
         let layers = config.first_shared_layer()..config.num_layers();
         let paths = layers.flat_map(|layer| {
@@ -69,9 +70,9 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// Returns the names of the experts' tensors if the files store each expert's matrices separately, instead of the
-    /// stacked tensor `name`. The result has one list per projection, with one name per expert. Otherwise the result is
-    /// empty.
+    /// Returns the names of the experts' tensors if the files store each expert's matrices separately. `name` is the
+    /// stacked tensor that would hold these matrices together. The result has one list per projection, with one name
+    /// per expert. If the matrices are not stored separately, the result is empty.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();
@@ -95,7 +96,8 @@ impl Folder {
         }
     }
 
-    /// Returns the names of the tensors that store a matrix. The list is empty if the files do not contain the matrix.
+    /// Returns the names of the tensors that store the matrix `name`. If the files do not contain the matrix, the list
+    /// is empty.
     fn tensors(&self, name: &str) -> Vec<String> {
         match self.files.get(name) {
             Some(_) => vec![name.to_owned()],
@@ -103,7 +105,7 @@ impl Folder {
         }
     }
 
-    /// Reads a parameter, or the matrix of one expert. `name` is its tensor name in the files.
+    /// Reads a parameter or one expert's matrix. `name` is the name of the parameter or matrix in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
         let Some(entry) = self.files.get(name) else {
             return match packed::names(&self.files, name).is_empty() {

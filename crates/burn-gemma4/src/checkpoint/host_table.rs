@@ -5,8 +5,8 @@ use crate::model::host_table::{HostTable, TABLE, TableRows};
 use burn::tensor::DType;
 use std::sync::Arc;
 
-/// Creates a table that stays in the files and is read row by row on the host. The loader must already have checked the
-/// tensors of `weights`.
+/// Creates a table that stays in the checkpoint's files. The host reads single rows from the files. The loader must
+/// already have checked the tensors of `weights`.
 pub(super) fn host_table(weights: Arc<dyn WeightSource>) -> HostTable {
     HostTable::new(Arc::new(TableInFiles(weights)), PORTION)
 }

@@ -21,8 +21,8 @@ use std::{
 pub(super) enum WeightForm {
     /// All weights are unquantized.
     Whole,
-    /// Weights that are quantized in the checkpoint stay quantized. All other weights are quantized to the given target,
-    /// if it is not `None`.
+    /// Weights that are quantized in the checkpoint stay quantized. All other weights are quantized to the given
+    /// target. If the target is `None`, they stay unquantized.
     Words(Option<QuantTarget>),
 }
 
@@ -43,8 +43,8 @@ impl WeightForm {
     }
 }
 
-/// Loads the parameters of `model` from the files. The callback `prepare` runs after the check of the tensors.
-/// Parameters that it has loaded are not loaded again.
+/// Loads the parameters of `model` from the files. The function first checks all tensors, and then calls `prepare`. If
+/// `prepare` loads a parameter, the function does not load this parameter again.
 pub(super) fn load_module<M: Module>(
     path: &Path,
     weights: &dyn WeightSource,
@@ -98,7 +98,8 @@ impl ModuleVisitor for Expected {
     }
 }
 
-/// Compares all parameters with the files before any tensor is loaded. Returns the number of file bytes that the model needs.
+/// Checks that all parameters fit the files, before any tensor is loaded. Returns the number of bytes of the files that
+/// the model needs.
 pub(super) fn check(
     path: &Path,
     weights: &dyn WeightSource,
@@ -132,7 +133,8 @@ pub(super) fn check(
     }
 }
 
-/// Returns the compute dtype: the requested dtype, or the default dtype for the checkpoint and the device.
+/// Returns the compute dtype. If the caller requests a dtype, this is the requested dtype. Otherwise this is the
+/// default dtype for the checkpoint and the device.
 fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType, Gemma4Error> {
     match asked {
         Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) if device.supports_dtype(dtype) => {
@@ -156,7 +158,8 @@ fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType,
     }
 }
 
-/// Returns the dtype of most of a checkpoint's elements. Some trainers leave a few tensors in another dtype.
+/// Returns the dtype in which the checkpoint stores most of its elements. Some trainers leave a few tensors in another
+/// dtype.
 pub(super) fn written_dtype(
     weights: &dyn WeightSource,
     parameters: &[(String, Vec<usize>)],
@@ -166,7 +169,8 @@ pub(super) fn written_dtype(
         let Ok(source) = weights.get(path) else {
             continue;
         };
-        // Count quantized weights without a known dtype as bf16, the dtype of all published models.
+        // If the dtype of a quantized weight is unknown, count the weight as bf16, because all published models are in
+        // bf16.
         let dtype = source.dtype().unwrap_or(DType::BF16);
         let numbers: usize = shape.iter().product();
         match counts.iter_mut().find(|(counted, _)| *counted == dtype) {
@@ -178,8 +182,8 @@ pub(super) fn written_dtype(
     most.map_or(DType::F32, |(dtype, _)| dtype)
 }
 
-/// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32, because
-/// bf16 is 30 times slower on a CPU, and Gemma's activations may overflow in f16.
+/// True if the device is a CPU, on which Burn's Flex backend computes. The default dtype of a CPU is f32, because bf16
+/// is 30 times slower on a CPU, and Gemma's activations may overflow in f16.
 fn is_processor(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     return matches!(
@@ -206,7 +210,7 @@ pub(super) struct Loader<'a, 'options> {
 }
 
 impl Loader<'_, '_> {
-    /// Loads the weights that the device stores in quantized form, as packed 32-bit words.
+    /// Loads those weights that the device stores in quantized form. The device stores them as packed 32-bit words.
     pub(super) fn quantized(
         &mut self,
         model: &mut Gemma4Model,

@@ -3,7 +3,8 @@
 use super::{files::TensorFiles, packed};
 use crate::config::Gemma4Config;
 
-/// The naming scheme of a checkpoint's tensors. The schemes differ in the prefix of the parameters' names.
+/// The naming scheme of a checkpoint's tensors. Naming schemes differ in the prefix that the names of the parameters
+/// have.
 pub(super) struct Names {
     pub(super) prefix: &'static str,
 }
@@ -71,8 +72,8 @@ impl Names {
     /// True if a tensor is allowed in the checkpoint although the model has no parameter for it.
     pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
         let Some(name) = name.strip_prefix(self.prefix) else {
-            // Allow every tensor outside the text model. Allow the output projection too, because some checkpoints store it
-            // although it repeats the embedding table.
+            // Allow every tensor outside the text model. Allow the output projection too: some checkpoints store it
+            // although the model reuses the embedding table as its output projection.
             return self.prefix == MULTIMODAL || name == HEAD;
         };
         // A layer that shares an earlier layer's KV cache needs no K and V projections and no K norm. Published checkpoints

@@ -17,12 +17,13 @@ pub struct LoadOptions<'a> {
     pub(super) on_progress: Option<OnProgress<'a>>,
 }
 
-/// The storage format of a model's large weights: linear layers, embeddings and the head. Other weights are never quantized.
-/// A matrix whose row length is not a multiple of the block size stays unquantized too.
+/// The storage format of a model's large weights: linear layers, embeddings and the head. All other weights are never
+/// quantized. If the row length of a large weight is not a multiple of the block size, the weight stays unquantized
+/// too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quantization {
-    /// The checkpoint's own format. If its weights are quantized, the model can train only LoRA adapters. To train all
-    /// weights, load the model as [`Whole`](Quantization::Whole).
+    /// The checkpoint's own format. If the checkpoint's weights are quantized, the model can train only LoRA adapters.
+    /// To train all weights, load the model as [`Whole`](Quantization::Whole).
     #[default]
     Stored,
     /// Unquantized weights: weights that are quantized in the checkpoint are dequantized.
@@ -34,7 +35,8 @@ pub enum Quantization {
 }
 
 impl Quantization {
-    /// Returns the format to which unquantized weights of the checkpoint are quantized, or `None` if they stay unquantized.
+    /// Returns the format to which the loader quantizes weights that are unquantized in the checkpoint. Returns `None`
+    /// if such weights stay unquantized.
     pub(super) fn target(self) -> Option<QuantTarget> {
         match self {
             Self::Stored | Self::Whole => None,
@@ -56,8 +58,8 @@ pub struct LoadProgress<'a> {
 }
 
 impl<'a> LoadOptions<'a> {
-    /// Creates the default options, without progress reports. The weights keep the checkpoint's dtype, but are cast to
-    /// f32 on a CPU and on devices that do not compute in this dtype.
+    /// Creates the default options, without progress reports. By default, the weights keep the checkpoint's dtype. On a
+    /// CPU, and on devices that do not compute in this dtype, the loader casts the weights to f32.
     pub fn new() -> Self {
         Self::default()
     }

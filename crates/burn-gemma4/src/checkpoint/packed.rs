@@ -8,7 +8,8 @@ use crate::error::TensorProblem;
 use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
-/// The last parts of tensor names: `weight` for an unpacked matrix, and [`PARTS`] for the tensors of a packed matrix.
+/// The last part of a tensor's name. The tensor of an unpacked matrix has the last part `weight`. The tensors of a
+/// packed matrix have the last parts in [`PARTS`].
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
@@ -31,7 +32,8 @@ pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
     }
 }
 
-/// Reads the packed matrix `name`. Its tensors must match one of the quantization schemes in the configuration.
+/// Reads the packed matrix `name`. The matrix's tensors must match one of the quantization schemes in the checkpoint's
+/// configuration.
 pub(super) fn get<'a>(
     files: &'a TensorFiles,
     schemes: &[Scheme],

@@ -1,4 +1,4 @@
-//! Chooses the memory for the per-layer embedding table while a checkpoint is loaded.
+//! Chooses device memory or host memory for the per-layer embedding table while a checkpoint is loaded.
 
 use super::host_table::host_table;
 use super::loader::{Expected, Loader, WeightForm};
@@ -14,7 +14,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Device;
 use std::sync::Arc;
 
-/// The inputs from which the loader decides whether the per-layer embedding table lies on the device or on the host.
+/// The inputs from which the loader decides whether the per-layer embedding table is placed in device memory or in host
+/// memory.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted {
     pub table: PerLayerTable,
@@ -23,8 +24,9 @@ pub(super) struct Wanted {
 }
 
 impl Loader<'_, '_> {
-    /// Decides where the per-layer embedding table is placed, and refuses weights that exceed the device's largest
-    /// buffer. If the table must be split over several buffers, this function loads the table and returns it.
+    /// Decides whether the per-layer embedding table is placed in device memory or in host memory. Refuses weights that
+    /// exceed the device's largest buffer. If the table must be split over several buffers, this function loads the
+    /// table and returns it.
     pub(super) fn place(
         &mut self,
         model: &mut Gemma4Model,

@@ -54,8 +54,8 @@ fn quantize(
     Ok(())
 }
 
-/// Quantizes the rows of a matrix on the host, about [`PORTION`] bytes at a time. The rows come from the device, and
-/// the packed 32-bit words are uploaded to it.
+/// Quantizes the rows of a matrix on the host, about [`PORTION`] bytes at a time. The function reads the rows from the
+/// device, and uploads the packed 32-bit words to the device.
 fn words(
     rows: &Tensor<2>,
     target: QuantTarget,

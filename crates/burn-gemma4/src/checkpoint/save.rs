@@ -24,8 +24,8 @@ use std::{
 };
 
 impl Gemma4Model {
-    /// Writes the model to `config.json` and `model.safetensors` in `folder`, which is created if it is missing.
-    /// [`load`](Self::load) and Hugging Face Transformers can read these files.
+    /// Writes the model to the files `config.json` and `model.safetensors` in `folder`. If `folder` is missing, it is
+    /// created. [`load`](Self::load) and Hugging Face Transformers can read these files.
     ///
     /// The weights are written in `dtype`, by default in the model's dtype. Quantized weights are dequantized, and LoRA
     /// adapters are merged. The tokenizer's files are not written.
@@ -114,8 +114,8 @@ impl Gemma4Model {
         let model = self.valid().materialize();
         let mut parameters = stored(&model, dtype);
         for (path, numbers) in model.quantized_weights() {
-            // Remove the parameters of the weight's adapter, because the dequantized weight already includes the
-            // adapter. Their paths begin with the weight's path.
+            // The dequantized weight already includes the weight's adapter, so remove the adapter's parameters. The
+            // paths of the adapter's parameters begin with the weight's path.
             parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
             let shape = numbers.shape.clone();
             let read = move || numbers.bytes(dtype);
@@ -129,8 +129,8 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// Returns the per-layer embedding table if it is not a parameter of the model, but is in host memory or split into
-    /// several tensors.
+    /// Returns the per-layer embedding table if the table is in host memory or split into several tensors. In these
+    /// cases, the table is not one of the model's parameters.
     fn stored_table(&self, dtype: DType) -> Option<(String, Stored)> {
         let config = self.config();
         let rows = config.vocab_size_per_layer_input;
@@ -169,7 +169,8 @@ fn kept<'a>(
     paths: impl Iterator<Item = impl AsRef<str>>,
 ) -> Result<BTreeSet<&'a str>, Gemma4Error> {
     let mut kept: BTreeSet<&str> = files.names().collect();
-    // Do not copy the output projection. It may repeat the embedding table, and the copy would then hold the old weights.
+    // Do not copy the output projection. It may repeat the old embedding table of `base`, and the model's embedding
+    // table may have changed since.
     kept.remove(HEAD);
     let folder = Folder::of(files.clone(), Vec::new());
     for path in paths {
@@ -181,7 +182,8 @@ fn kept<'a>(
         let part = name.rsplit('.').next();
         part.is_some_and(|part| packed::PARTS.contains(&part))
     };
-    // Drop packed K and V projections that no layer uses, because the saved checkpoint has no packed weights.
+    // Do not copy the packed K and V projections that no layer uses, because the saved checkpoint has no packed
+    // weights.
     kept.retain(|name| !(is_packed(name) && names.is_ours(name)));
     match kept.iter().find(|name| is_packed(name)) {
         None => Ok(kept),
@@ -268,7 +270,7 @@ pub(super) fn replace(
     }
     let written = builder.tempfile_in(folder_of(path)).and_then(|file| {
         let permissions = match fs::symlink_metadata(path) {
-            // If a file with the final name exists already, keep its permissions.
+            // If a file with the final name exists already, the new file gets the permissions of the existing file.
             Ok(former) if former.is_file() => former.permissions(),
             _ => file.as_file().metadata()?.permissions(),
         };
@@ -358,7 +360,7 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Creates a tensor to write. Its elements come from `tensor`, which has the shape `shape`, and are written in `dtype`.
+    /// Creates a tensor to write from `tensor`, which has the shape `shape`. The elements are written in `dtype`.
     pub fn new<const D: usize>(
         shape: Vec<usize>,
         dtype: DType,

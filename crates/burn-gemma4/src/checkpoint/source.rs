@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
-/// The weights of a checkpoint, by the paths of the model's parameters.
+/// The weights of a checkpoint. A caller names a weight by the path of the model's parameter.
 pub(super) trait WeightSource: Send + Sync {
     /// Returns the names of the tensors that store the parameter at `path`.
     fn names(&self, path: &str) -> Vec<String>;
@@ -20,7 +20,7 @@ pub(super) trait WeightSource: Send + Sync {
     /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
-    /// Returns the names of tensors that are neither in `known` nor allowed by the format.
+    /// Returns the names of those tensors that are neither in `known` nor allowed by the checkpoint's format.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
 
@@ -41,10 +41,11 @@ enum Numbers<'a> {
         bytes: &'a [u8],
     },
     Packed(Packed<'a>),
-    /// Several matrices of the same shape, which form a stacked tensor: each matrix is one slice.
+    /// Several matrices of the same shape, which form a stacked tensor. Each matrix is one slice of the parameter,
+    /// which is one index of the first dimension.
     Joined(Vec<Source<'a>>),
-    /// Two stacked tensors of the same shape. A slice of the parameter has the rows of the first tensor's slice, then
-    /// the rows of the second tensor's slice.
+    /// Two stacked tensors of the same shape. Each slice (one index of the first dimension) has the rows of the first
+    /// tensor's slice, then those of the second tensor's slice.
     Stacked(Box<[Source<'a>; 2]>),
 }
 
@@ -69,8 +70,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. The names are for error
-    /// messages.
+    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix comes with its
+    /// name, which is used only in error messages.
     pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
         let mut shape = vec![matrices.len()];
         shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
@@ -83,8 +84,8 @@ impl<'a> Source<'a> {
         Ok(Self { shape, numbers })
     }
 
-    /// Concatenates two tensors `[slices, rows, columns]` to one parameter `[slices, 2 · rows, columns]`. `name` is for
-    /// error messages.
+    /// Concatenates two tensors `[slices, rows, columns]` to one parameter `[slices, 2 · rows, columns]`. `name` is the
+    /// name of the second tensor, which is used only in error messages.
     pub fn stacked(first: Self, name: String, second: Self) -> Result<Self, TensorProblem> {
         same_shape(name, &second.shape, &first.shape)?;
         let mut shape = first.shape.clone();
@@ -108,8 +109,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the dtype of the elements, or `None` for quantized blocks. For a packed matrix, this is the dtype before
-    /// packing.
+    /// Returns the dtype of the elements, or `None` for quantized blocks. For a packed matrix, the function returns the
+    /// dtype that the matrix had before packing.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
@@ -120,7 +121,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the number of host bytes that the upload of one slice (one index of the first dimension) takes.
+    /// Returns the number of host bytes that are needed to upload one slice (one index of the first dimension).
     fn slice_bytes(&self) -> usize {
         let numbers: usize = self.shape[1..].iter().product();
         match &self.numbers {
@@ -135,7 +136,8 @@ impl<'a> Source<'a> {
         self.shape.iter().product::<usize>() / columns
     }
 
-    /// Dequantizes the slices `range` to `dtype`. `dequantize` writes the row with the given index.
+    /// Dequantizes the slices `range` (indices of the first dimension) to `dtype`. `dequantize` writes the elements of
+    /// one row, whose index is its first argument.
     fn dequantized(
         &self,
         range: Range<usize>,
@@ -143,8 +145,8 @@ impl<'a> Source<'a> {
         dtype: DType,
         dequantize: impl Fn(usize, &mut [f32]) + Sync,
     ) -> TensorData {
-        // Dequantize the whole vector before cutting out the range, because the range may begin or end inside a quantized
-        // block.
+        // The parameter is a vector, and a slice is one element. The range may begin or end inside a quantized block.
+        // Dequantize the whole vector before cutting out the range.
         if self.shape.len() == 1 {
             let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
             let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();
@@ -155,8 +157,8 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
-    /// Returns the layout of the rows in packed 32-bit words, or `None` if the rows stay unquantized. A quantized
-    /// parameter keeps its own quantization. A float parameter is quantized to `target`.
+    /// Returns the layout in which the rows are packed into 32-bit words, or `None` if the rows stay unquantized. A
+    /// quantized parameter keeps its own quantization. A float parameter is quantized to `target`.
     pub fn layout(&self, target: Option<QuantTarget>) -> Option<Layout> {
         let columns = match self.shape.len() {
             0 | 1 => return None,
@@ -171,8 +173,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the slices `range` as packed 32-bit words, `[rows, words]`. `layout` must be the result of
-    /// [`layout`](Self::layout).
+    /// Returns the slices `range` (indices of the first dimension) as packed 32-bit words, `[rows, words]`. `layout`
+    /// must be the result of [`layout`](Self::layout).
     pub fn words(
         &self,
         range: Range<usize>,
@@ -215,8 +217,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Copies some rows of a matrix into `bytes`, cast to `dtype`, which is f32, f16 or bf16. `rows` may be in any order
-    /// and may repeat.
+    /// Copies the rows `rows` of a matrix into `bytes`. The elements are cast to `dtype`, which is f32, f16 or bf16.
+    /// `rows` may be in any order and may contain a row more than once.
     ///
     /// # Panics
     /// Panics if the matrix lacks one of the rows.
@@ -299,14 +301,16 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Returns the packed layout if all tensors in `parts` have the same layout, and otherwise `None`.
+/// Returns the packed layout that all tensors in `parts` share. Returns `None` if the layouts differ or the tensors
+/// stay unquantized.
 fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;
     layouts.all(|layout| layout == Some(first)).then_some(first)
 }
 
-/// Concatenates the elements of the `parts`, which have the dtype `dtype`, into one tensor of the shape `shape`.
+/// Concatenates the elements of the tensors in `parts` into one tensor of the shape `shape`. All parts have the dtype
+/// `dtype`.
 fn in_a_row(
     parts: impl Iterator<Item = TensorData>,
     shape: Vec<usize>,
@@ -330,7 +334,8 @@ fn same_shape(name: String, found: &[usize], expected: &[usize]) -> Result<(), T
     }
 }
 
-/// Returns the bytes of the slices `range`. `bytes` consists of `slices` slices of equal size.
+/// Returns the bytes of the slices `range`. `bytes` holds a whole parameter, which consists of `slices` slices of equal
+/// size.
 fn part(bytes: &[u8], slices: usize, range: Range<usize>) -> &[u8] {
     let slice = bytes.len() / slices;
     &bytes[range.start * slice..range.end * slice]
@@ -359,11 +364,12 @@ pub(crate) fn upload_f32<const D: usize>(
     Some(Tensor::from_data(data, (device, DType::F32)))
 }
 
-/// The number of bytes of a tensor that are uploaded at once. The host holds these bytes twice during the upload, so a
-/// table of several GB is uploaded in portions.
+/// The number of bytes of a tensor that are uploaded at once. During the upload, the host holds these bytes twice. A
+/// table of several GB is therefore uploaded in portions.
 pub(super) const PORTION: usize = 256 << 20;
 
-/// Uploads the slices `range` of a parameter to `device`, about `portion` bytes at a time.
+/// Uploads the slices `range` (indices of the first dimension) of a parameter to `device`, about `portion` bytes at a
+/// time.
 pub(super) fn upload<const D: usize>(
     source: &Source<'_>,
     range: Range<usize>,
@@ -393,14 +399,15 @@ pub(super) fn upload<const D: usize>(
         });
         let part = source.slices(range.start + start..range.start + end, dtype);
         whole = whole.slice_assign(ranges, Tensor::from_data(part, (device, dtype)));
-        // Wait for each upload, because queued uploads keep their bytes on the host. The loader reports device errors
-        // later.
+        // Wait until the upload is complete, because queued uploads keep their bytes on the host. Ignore the error
+        // here: the loader reports device errors later.
         let _ = device.sync();
     }
     whole.detach()
 }
 
-/// Packs the slices `range` of a parameter into 32-bit words, `[rows, words]`. Uploads about `portion` bytes at a time.
+/// Packs the slices `range` (indices of the first dimension) of a parameter into 32-bit words, `[rows, words]`. The
+/// function packs and uploads about `portion` bytes at a time.
 pub(super) fn upload_words(
     source: &Source<'_>,
     range: Range<usize>,
@@ -460,8 +467,8 @@ mod tests {
         }
     }
 
-    /// Checks that an upload in several portions gives the same elements as one upload. Each Q8_0 block has its own
-    /// scale, so exchanged blocks would change the elements.
+    /// Checks that an upload in several portions gives the same elements as an upload in one portion. Each Q8_0 block
+    /// has a scale of its own, so the elements would change if blocks were exchanged.
     #[test]
     fn upload_of_blocks_in_portions_equals_upload_at_once() {
         let bytes: Vec<u8> = (0..6u8)

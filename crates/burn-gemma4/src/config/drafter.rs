@@ -20,7 +20,8 @@ pub struct DrafterConfig {
     pub text: Gemma4Config,
     /// The width of the target model's residual stream.
     pub backbone_hidden_size: usize,
-    /// The groups of tokens in the drafter's head, or `None` if the head computes the logits of all tokens.
+    /// The parameters of a head that computes logits only for selected groups of tokens. `None` if the head computes
+    /// the logits of all tokens.
     pub ordered_embeddings: Option<OrderedEmbeddings>,
 }
 
@@ -30,7 +31,7 @@ pub struct DrafterConfig {
 pub struct OrderedEmbeddings {
     /// The number of groups. All groups have equally many tokens.
     pub num_centroids: usize,
-    /// The number of groups that the head selects.
+    /// The number of groups that the head selects at each position.
     pub top_k: usize,
 }
 
@@ -83,7 +84,8 @@ impl DrafterConfig {
         schemes_of(json)?;
         let file: File = json::from_slice(json.as_bytes()).map_err(bad)?;
         let mut text = file.text_config;
-        // Use the top-level value of `tie_word_embeddings` if `text_config` has none, as for Gemma 4 models.
+        // If `text_config` has no `tie_word_embeddings`, use the value at the top level of the file. The file of a
+        // Gemma 4 model is read in this way too.
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
         let mut text = text.into_config()?;
         if text.num_kv_shared_layers == 0 {
@@ -102,7 +104,7 @@ impl DrafterConfig {
         Ok(config)
     }
 
-    /// Checks that the configuration describes a possible drafter.
+    /// Checks that a drafter with this configuration can exist.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Config`], which names the field of `config.json` at fault.

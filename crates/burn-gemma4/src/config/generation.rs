@@ -63,8 +63,8 @@ pub struct GenerationDefaults {
     pub min_length: Option<usize>,
     /// See [`GenerateOptions::begin_suppress_tokens`](crate::generate::GenerateOptions::begin_suppress_tokens). Default: none.
     pub begin_suppress_tokens: Vec<u32>,
-    /// Tokens that are never sampled unless they are stop tokens: the entries of `bad_words_ids` that consist of one
-    /// token. Default: none.
+    /// Tokens that are never sampled, except for stop tokens among them. The list holds the entries of `bad_words_ids`
+    /// that consist of one token. Default: none.
     pub bad_words: Vec<u32>,
     /// Warnings to the user about settings in the file that this crate does not support. Default: none.
     pub unsupported: Vec<String>,
@@ -228,8 +228,8 @@ impl From<File> for GenerationDefaults {
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
         // Report the entries of `bad_words_ids` with several tokens as unsupported. A sampler may forbid the last token
-        // of such an entry only after the entry's other tokens. The device's sampler cannot do this, because it does
-        // not see earlier tokens.
+        // of such an entry only after the entry's other tokens. The sampler that runs on the device cannot do this,
+        // because it does not see earlier tokens.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }

@@ -72,8 +72,8 @@ pub(super) struct Text {
     dtype: Option<String>,
 }
 
-/// The fields of one layer's entry in `per_layer_config`. An entry holds the values that differ from those of other
-/// layers.
+/// The fields of one layer's entry in `per_layer_config`. An entry holds only the values in which the layer differs
+/// from other layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PerLayer {
@@ -290,8 +290,8 @@ impl Text {
             .collect()
     }
 
-    /// Returns the head size of full layers, and their number of KV heads. The number is `None` if `per_layer_config`
-    /// does not give it.
+    /// Returns the head size and the number of KV heads of full layers. The number of KV heads is `None` if
+    /// `per_layer_config` does not give it.
     fn global_heads(
         &self,
         layer_types: &[LayerType],

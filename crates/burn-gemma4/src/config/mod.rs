@@ -41,7 +41,8 @@ pub struct Gemma4Config {
     pub hidden_size: usize,
     /// The hidden size of the dense feed-forward network.
     pub intermediate_size: usize,
-    /// True if the feed-forward networks are twice as wide in the layers that share an earlier layer's KV cache.
+    /// True if the feed-forward networks of some layers have twice the width `intermediate_size`. These are the layers
+    /// that share an earlier layer's KV cache.
     pub use_double_wide_mlp: bool,
     /// The attention type of each layer. The list has one element per layer.
     pub layer_types: Vec<LayerType>,
@@ -92,9 +93,10 @@ pub struct Gemma4Config {
 /// The attention type of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerType {
-    /// A query sees the keys of the last [`Gemma4Config::sliding_window`] positions, including its own.
+    /// A query sees the keys of the last [`Gemma4Config::sliding_window`] positions, up to and including the query's
+    /// own position.
     Sliding,
-    /// A query sees the keys of all positions up to its own.
+    /// A query sees the keys of all positions up to and including the query's own position.
     Full,
 }
 
@@ -109,8 +111,8 @@ pub struct ExpertsConfig {
     pub moe_intermediate_size: usize,
 }
 
-/// The rotary embedding (RoPE), which rotates channel `j` together with channel `j + head_dim / 2`. The angle in radians is
-/// `position · theta^(-2j / head_dim) / factor`.
+/// The rotary embedding (RoPE), which rotates the channels `j` and `j + head_dim / 2` as a pair. The angle in radians
+/// is `position · theta^(-2j / head_dim) / factor`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// The base of the rotation frequencies, called `theta` in the formula.
@@ -127,7 +129,8 @@ impl RopeConfig {
         (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
     }
 
-    /// Returns the rotation of each channel pair per position, in radians. The list has `head_dim / 2` values.
+    /// Returns, for each channel pair, the angle between the rotations at two neighboring positions, in radians. The
+    /// list has `head_dim / 2` values.
     ///
     /// The f32 operations have the same order as in Hugging Face Transformers, because the checkpoints were trained
     /// with the rounding errors of that order.
@@ -162,8 +165,8 @@ impl Gemma4Config {
         layer >= self.first_shared_layer()
     }
 
-    /// Returns the index of the layer whose KV cache `layer` reads: `layer` itself, or the last layer of the same type
-    /// that has its own KV cache.
+    /// Returns the index of the layer whose KV cache `layer` reads. If `layer` has a KV cache of its own, this is
+    /// `layer` itself. Otherwise this is the last layer of the same type that has a KV cache of its own.
     ///
     /// # Panics
     /// Panics if the model has no layer with this index.

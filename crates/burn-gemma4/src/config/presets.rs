@@ -143,8 +143,8 @@ mod tests {
     use crate::model::Gemma4Model;
     use burn::{module::Module, tensor::Device};
 
-    /// Checks the presets' parameter counts against the counts of Hugging Face Transformers. The latter do not include
-    /// the output scalar of each layer.
+    /// Checks the presets' parameter counts against the counts of Hugging Face Transformers. The counts of Hugging Face
+    /// Transformers do not include the output scalar of each layer.
     #[test]
     fn presets_have_published_parameter_counts() {
         let cases = [

@@ -28,8 +28,8 @@ use crate::error::Gemma4Error;
 pub struct Sampling {
     /// The number by which the logits are divided. A temperature of 0 means greedy decoding.
     pub temperature: f32,
-    /// If set, only the `top_k` tokens with the largest logits can be sampled. Tokens whose logit equals the smallest
-    /// of these logits can also be sampled.
+    /// If set, only the `top_k` tokens with the largest logits can be sampled. If further logits equal the smallest of
+    /// these logits, their tokens can also be sampled.
     pub top_k: Option<usize>,
     /// If set, only the most likely tokens can be sampled: the fewest tokens whose probabilities sum to at least `top_p`.
     pub top_p: Option<f32>,

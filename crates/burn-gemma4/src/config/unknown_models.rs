@@ -37,7 +37,8 @@ pub(super) fn says_something(value: &Value) -> bool {
 
 /// Returns an error that names the quantization method if the weights are quantized.
 pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
-    // Return no error here if the configuration is not an object. The code that parses the configuration refuses it.
+    // If the configuration is not an object, return no error here. The code that parses the configuration then returns
+    // the error.
     let Ok(quantized) = Quantized::deserialize(config) else {
         return Ok(());
     };

@@ -9,9 +9,9 @@ const MOST_CHARACTERS: usize = 80;
 /// A predicate that is true if a field with the given value changes the generated text.
 type IsOn = fn(&Value) -> bool;
 
-/// The fields of `GenerationConfig` in Hugging Face Transformers 5 that can change the text of a single sequence
-/// without an assistant model. An entry holds the field's name and a predicate, which is true if the field's value
-/// changes the text. Fields that need `num_beams` are omitted.
+/// The fields of `GenerationConfig` in Hugging Face Transformers 5 that can change the text of a single sequence that
+/// is generated without an assistant model. An entry holds the field's name and a predicate, which is true if the
+/// field's value changes the text. Fields that need `num_beams` are omitted.
 const FIELDS: [(&str, IsOn); 23] = [
     ("constraints", any),
     ("dola_layers", any),
@@ -41,7 +41,8 @@ const FIELDS: [(&str, IsOn); 23] = [
     ("watermarking_config", any),
 ];
 
-/// Returns one sentence for each field that would change the text, but that this crate does not support.
+/// Returns the warnings about fields that would change the text, but that this crate does not support. Each warning is
+/// one sentence about one field.
 pub(super) fn unsupported(fields: &Map<String, Value>) -> Vec<String> {
     FIELDS
         .iter()
@@ -52,7 +53,7 @@ pub(super) fn unsupported(fields: &Map<String, Value>) -> Vec<String> {
         .collect()
 }
 
-/// Returns the sentence for one field and its value.
+/// Returns the warning about one field and its value, a sentence.
 pub(super) fn sentence(name: &str, value: &Value) -> String {
     let text = value.to_string();
     let cut: String = text.chars().take(MOST_CHARACTERS).collect();

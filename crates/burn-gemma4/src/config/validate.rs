@@ -8,9 +8,10 @@ use std::ops::RangeInclusive;
 pub(crate) const MOST_LAYERS: usize = 1024;
 /// The maximum of every size in a configuration, because devices store tokens and positions as i32.
 const LARGEST_SIZE: usize = i32::MAX as usize;
-/// The maximum size of the sliding window in positions.
+/// The maximum size of the sliding window, in positions.
 const WIDEST_WINDOW: usize = 1 << 20;
-/// The maximum number of elements in a tensor. A 64-bit integer can hold the size of a thousand such tensors in bytes.
+/// The maximum number of elements in a tensor. A 64-bit integer can then hold the total size, in bytes, of a thousand
+/// tensors.
 pub(super) const LARGEST_TENSOR: usize = 1 << 45;
 /// The range of valid softcaps, which lies within the range of f16.
 const SOFTCAPS: RangeInclusive<f64> = 1e-4..=65_504.0;
@@ -176,8 +177,8 @@ impl Gemma4Config {
             self.vocab_size_per_layer_input,
         );
         let heads = ("num_attention_heads", self.num_attention_heads);
-        // Double the number of elements, because some feed-forward networks are twice as wide, and experts stack two
-        // projections.
+        // Double the number of elements, because some feed-forward networks are twice as wide. Experts need the factor
+        // 2 too, because two of their projections form one tensor.
         let two = ("2", 2);
         let mut tensors = vec![
             vec![("vocab_size", self.vocab_size), hidden],

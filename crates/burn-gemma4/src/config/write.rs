@@ -18,11 +18,11 @@ impl Gemma4Config {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Config`] if [`validate`](Self::validate) refuses the configuration. Returns the same error if a
-    /// `config.json` cannot express the configuration, in these cases:
+    /// Returns [`Gemma4Error::Config`] if [`validate`](Self::validate) refuses the configuration. Returns the same
+    /// error if a `config.json` cannot express the configuration, in these cases:
     ///
     /// - The last layer is not a full layer.
-    /// - Full layers have their own number of KV heads, but `attention_k_eq_v` is false.
+    /// - Full and sliding layers have different numbers of KV heads, but `attention_k_eq_v` is false.
     pub fn to_json(&self) -> Result<String, Gemma4Error> {
         self.validate()?;
         if self.layer_types.last() != Some(&LayerType::Full) {

@@ -18,13 +18,13 @@ use std::{
 /// The prompt lengths for which a graph is captured, in tokens. A prompt is padded to the next of these lengths.
 const LENGTHS: [usize; 10] = [32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048];
 
-/// The number of prompts of each padded length that run without a graph before a graph is captured. A capture takes as
-/// long as about five prompts, so it does not pay off for a length that occurs only once.
+/// The number of prompts of each padded length that run without a graph. The next prompt of this length captures a
+/// graph. A capture takes as long as about five prompts, so it does not pay off for a length that occurs only once.
 const BEFORE_CAPTURE: usize = 1;
 
-/// The largest number of floating-point operations per layer for which a prompt gets a graph. With more work, the
-/// device computes longer than the host needs for the launches. A graph would then save no time, and its padding would
-/// cost time.
+/// The largest number of floating-point operations per layer for which a prompt gets a graph. With more operations, the
+/// device computes longer than the host needs to launch the kernels. A graph would then save no time, and the padding
+/// of the prompt would cost time.
 ///
 /// On one H200 (2026-11-28), E2B's launches took 11 ms for 35 layers, and its prompts ran at about 300 TFLOP/s.
 const MOST_WORK_PER_LAYER: f64 = 1e11;
@@ -44,13 +44,15 @@ impl fmt::Debug for CapturedPrompts {
 
 #[derive(Default)]
 struct State {
-    /// The stream of the weights, on which the graphs are captured and replayed.
+    /// The stream on which the weights were loaded. The graphs are captured and replayed on this stream.
     stream: Option<StreamId>,
-    /// The number of tokens of the longest prompt that may have a graph, or `None` if it has not been computed yet.
+    /// The number of tokens of the longest prompt that may have a graph, or `None` if this number has not been computed
+    /// yet.
     longest: Option<usize>,
-    /// For each length in [`LENGTHS`], the number of prompts so far with this padded length.
+    /// For each length in [`LENGTHS`], the number of prompts so far that were padded to this length.
     seen: [usize; LENGTHS.len()],
-    /// For each length in [`LENGTHS`], the graph, or `None` if it has not been captured yet.
+    /// For each length in [`LENGTHS`], the graph for prompts of this padded length, or `None` if no graph has been
+    /// captured yet.
     graphs: [Option<CapturedGraph<PromptPass>>; LENGTHS.len()],
 }
 
@@ -80,15 +82,15 @@ impl CapturedPrompts {
         Some((index, state))
     }
 
-    /// True if a graph may run a whole prompt of `count` tokens at once. The KV cache must be empty, have one sequence
-    /// and have the storage format `kind`.
+    /// True if a graph may run over a whole prompt of `count` tokens. The prompt's KV cache must be empty, have one
+    /// sequence and have the storage format `kind`.
     pub fn serve(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
         is_plain(kind) && self.state(model, count).is_some()
     }
 
-    /// Runs the model over a whole prompt with a graph, and fills the empty `cache` of one sequence. Returns the normalized
-    /// hidden state of the last token, `[1, 1, hidden]`. Returns `None` if no graph can run the prompt; the cache is then
-    /// still empty.
+    /// Runs the model over a whole prompt by replaying a graph, and fills `cache`, an empty cache with one sequence.
+    /// Returns the normalized hidden state of the last token, `[1, 1, hidden]`. If no graph can run the prompt, returns
+    /// `None`, and the cache stays empty.
     pub fn read(
         &self,
         model: &Gemma4Model,
@@ -148,7 +150,8 @@ fn tokens_of_most_work(config: &Gemma4Config) -> usize {
 }
 
 /// Returns the number of floating-point operations per prompt token: a multiply-add for each weight of the layers that
-/// compute their own keys and values. The shared KV layers do not count, because they run only for the last token.
+/// compute their own keys and values. Layers that share an earlier layer's KV cache do not count, because they run only
+/// for the last token.
 fn work_of_token(config: &Gemma4Config) -> f64 {
     let hidden = config.hidden_size;
     let of_layer = |layer| {

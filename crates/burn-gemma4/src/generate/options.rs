@@ -14,13 +14,13 @@ use crate::text::chat::ChatOptions;
 pub struct GenerateOptions {
     /// The maximum number of tokens to generate. Generation also ends at the model's last position.
     pub max_tokens: usize,
-    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, the length of the longest prompt counts
-    /// for every sequence.
+    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts as if it were
+    /// as long as the longest prompt.
     pub max_length: Option<usize>,
     /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
     pub min_new_tokens: Option<usize>,
-    /// The minimum length of a prompt plus its generated text, in tokens. In a batch, the length of the longest prompt counts
-    /// for every sequence. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
+    /// The minimum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts as if it were
+    /// as long as the longest prompt. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
     pub min_length: Option<usize>,
     /// Tokens that are forbidden as the first generated token.
     pub begin_suppress_tokens: Vec<u32>,
@@ -36,8 +36,8 @@ pub struct GenerateOptions {
     pub stop_strings: Vec<String>,
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,
-    /// The number of tokens of each prompt that one prefill chunk contains. Smaller chunks need less memory. The default is
-    /// 8,192 tokens (512 on a CPU), divided by the batch size.
+    /// The number of tokens that one prefill chunk takes from each prompt. Smaller chunks need less memory. The default
+    /// is 8,192 tokens (512 on a CPU), divided by the batch size.
     pub prefill_chunk: Option<usize>,
     /// A flag that another thread sets to stop the generation, also during prefill.
     pub cancellation: Option<Cancellation>,
@@ -81,8 +81,8 @@ impl GenerateOptions {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
-    /// Returns the largest number of last tokens that a sequence must be able to remove from the cache. Draft tokens may be
-    /// rejected after the model has added them to the cache.
+    /// Returns the largest number of tokens that may have to be removed from the end of a sequence in the cache. The
+    /// model adds draft tokens to the cache before it accepts or rejects them.
     fn forgettable(&self) -> usize {
         match self.drafts {
             Drafts::None => 0,
@@ -96,8 +96,8 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if device samplers can choose all tokens. The sampling must be more than an argmax of the raw logits, and
-    /// no log-probabilities may be requested.
+    /// True if device samplers can choose all tokens. The sampling must need more than the argmax of the raw logits,
+    /// and no log-probabilities may be requested.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

@@ -15,8 +15,8 @@ const PROCESSORS_CHUNK: usize = 512;
 const ACCELERATORS_CHUNK: usize = 8192;
 
 /// Prefills the prompt tokens that the cache does not hold yet. Returns the hidden state `[batch, 1, hidden]` of each
-/// prompt's last token, or `None` if the generation was cancelled. A single prompt may replay one of the `graphs`,
-/// which must belong to `model`.
+/// prompt's last token, or `None` if the generation was cancelled. The pass over a single prompt may replay one of the
+/// `graphs`, which must belong to `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
     graphs: &CapturedPrompts,
@@ -60,10 +60,10 @@ fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usiz
 }
 
 /// Prefills the prompt tokens that the cache does not hold yet, in chunks. `longest` is the length of the longest
-/// prompt. `asked` selects the positions in the last chunk for which hidden states are returned.
+/// prompt. `asked` selects positions in the last chunk.
 ///
-/// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or the
-/// generation was cancelled.
+/// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or
+/// the generation was cancelled.
 fn read(
     model: &Gemma4Model,
     prompts: &[&[u32]],
@@ -96,8 +96,8 @@ fn read(
         }
         model.step_hidden(&tokens, cache, Logits::None)?;
         if options.cancellation.is_some() || model.host_table.is_some() {
-            // Wait until the device has processed the chunk, because queued chunks cannot be cancelled and keep their
-            // host copies of embedding rows in memory.
+            // Wait until the device has processed the chunk. The host cannot cancel queued chunks, and each queued
+            // chunk keeps its host copy of embedding rows in memory.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;

@@ -160,8 +160,8 @@ pub(crate) fn run(
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
-        // Sample on the host while a short sequence still forbids some tokens, because device samplers cannot forbid
-        // tokens only at the beginning of a text.
+        // Sample on the host while some tokens are still forbidden because a text is too short. Device samplers cannot
+        // forbid tokens only at the beginning of a text.
         if may_draw && !begins(&sequences) {
             decoder = decoder.with_samplers(&samplers(&sequences))?;
             may_draw = false;

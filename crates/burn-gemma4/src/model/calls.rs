@@ -40,8 +40,8 @@ impl Gemma4Model {
         Ok(self.logits(hidden))
     }
 
-    /// Computes the normalized hidden states from which the head computes the logits, for the positions that `asked`
-    /// selects.
+    /// Computes the normalized hidden states of the positions that `asked` selects. The head would compute the logits
+    /// from these hidden states.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, selected positions, hidden]`.

@@ -61,11 +61,11 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`. `asked` is the number of positions that
-    /// `logits` requests.
+    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`. `asked` is the number of positions
+    /// that `logits` requests.
     ///
-    /// If `asked` is 0, the shared KV layers at the end of the model do not run. The result is then the output of the last
-    /// layer that runs, without a norm.
+    /// If `asked` is 0, the shared KV layers at the end of the model do not run. The result is then the output of the
+    /// last layer that ran, without the norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,

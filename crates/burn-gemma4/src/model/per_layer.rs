@@ -58,7 +58,8 @@ impl Gemma4Model {
         Some(sum.reshape([rows, layers * columns]))
     }
 
-    /// Looks up the tokens' rows, `[rows, layers · columns]`, scaled as in [`Embedding`](super::layer::Embedding).
+    /// Looks up the tokens' rows, `[rows, layers · columns]`, and scales them as [`Embedding`](super::layer::Embedding)
+    /// does.
     pub(crate) fn rows_of(
         &self,
         tokens: &Tensor<2, Int>,

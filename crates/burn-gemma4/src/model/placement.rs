@@ -23,7 +23,8 @@ pub enum PerLayerTable {
 pub struct TablePlacement {
     /// True if the table is in the checkpoint's files instead of device memory.
     pub is_on_host: bool,
-    /// The size of the table in bytes: in the checkpoint's files if it is on the host, otherwise on the device.
+    /// The size of the table in bytes. For a table on the host, this is its size in the checkpoint's files. For a table
+    /// on the device, this is its size in device memory.
     pub bytes: usize,
     /// The number of device buffers that hold the table. It is 0 if the table is on the host.
     pub buffers: usize,

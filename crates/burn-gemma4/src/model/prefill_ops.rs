@@ -51,8 +51,8 @@ pub(crate) enum KvDestination<'a> {
     Dropped,
     /// The KV cache.
     Cache(&'a mut Cache, Box<Call>),
-    /// A list with the keys and values of each layer that computes its own, in the order of the layers. Each tensor is
-    /// `[batch, kv_heads, positions, head_dim]`.
+    /// A list with the keys and values of each layer that computes its own keys and values. The list is in the order of
+    /// the layers. Each tensor is `[batch, kv_heads, positions, head_dim]`.
     #[cfg(feature = "cube")]
     List(&'a mut Vec<[Tensor<4>; 2]>),
 }
@@ -178,9 +178,9 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Do not use the fused launch if the projections have separate output tensors, because it reads all outputs
-        // from one tensor. Also do not use it if the values come from the key projection. Such a layer may store
-        // compact keys, which the fused launch does not support.
+        // Do not use the fused launch if the projections have separate output tensors, because the fused launch reads
+        // all projections' outputs from one tensor. Also do not use the fused launch if the values come from the key
+        // projection. Such a layer may store compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

@@ -1,8 +1,8 @@
 //! The forward pass over one whole prompt, padded at its end to a fixed number of tokens.
 //!
-//! The host determines only the shapes. The launches read the tokens and their number from device memory, so they can be
-//! captured in a CUDA graph and replayed for other prompts. The padding follows the prompt, so under the causal mask no token
-//! of the prompt sees the padding.
+//! The host determines only the shapes. The launches read the tokens and the number of tokens from device memory. A
+//! CUDA graph can therefore capture the launches and replay them for other prompts. The padding follows the prompt, so
+//! under the causal mask no token of the prompt sees the padding.
 
 use super::cache::Cache;
 use super::cache::key_values::SharedKeyValues;
@@ -38,7 +38,8 @@ pub(crate) struct PromptPass {
 pub(crate) struct PromptOutputs {
     /// The normalized hidden state of the prompt's last token, `[1, hidden]`.
     hidden: Tensor<2>,
-    /// The keys and values of each layer that computes its own, `[1, kv_heads, length, head_dim]`.
+    /// The keys and values of each layer that computes its own keys and values. Each tensor is `[1, kv_heads, length,
+    /// head_dim]`.
     key_values: Vec<[Tensor<4>; 2]>,
 }
 
@@ -46,8 +47,8 @@ impl PromptPass {
     /// True if the launches of a forward pass over a prompt can be captured in a graph, because they need nothing from
     /// the host.
     pub fn serves(model: &Gemma4Model) -> bool {
-        // Require float experts. For quantized experts a graph would keep each layer's dequantized experts in memory,
-        // which are far larger than the quantized experts.
+        // Require float experts. For quantized experts a graph would keep each layer's dequantized experts in memory.
+        // The dequantized experts are far larger than the quantized experts.
         let has_float_experts = || {
             let mut experts = model
                 .layers
@@ -214,8 +215,8 @@ mod tests {
     }
 
     /// Checks that the pass over a padded prompt gives the same hidden state and KV cache as a call without padding.
-    /// The prompts have every length. All prompts use the same input tensors, so each prompt overwrites a longer or a
-    /// shorter prompt.
+    /// The test runs one prompt of every possible length. All prompts use the same input tensors, so each prompt
+    /// overwrites the tokens of the previous prompt, which was longer or shorter.
     #[test]
     fn compute_of_padded_prompt_matches_unpadded_prompt() {
         for shared in [0, 2] {

@@ -37,7 +37,7 @@ impl Gemma4Model {
     /// Refuses to train weights other than adapters in a model with quantized weights.
     ///
     /// # Errors
-    /// Returns an error if the model has quantized weights, and any other weight than an adapter requires gradients.
+    /// Returns an error if the model has quantized weights, and a weight that is not an adapter requires gradients.
     pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
         let held = self.held();
         match held.is_quantized && held.trains_weights {

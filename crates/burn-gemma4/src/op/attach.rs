@@ -14,8 +14,8 @@ use burn::{
     tensor::{FloatDType, Shape, Tensor},
 };
 
-/// Returns `value`, `[1]`, unchanged. In the backward pass, `source` receives `gradient` times the gradient of the
-/// output, and `value` receives the gradient of the output. `gradient` may have a wider dtype than `source`.
+/// Returns `value`, `[1]`, unchanged. In the backward pass, `value` receives the gradient of the output. `source`
+/// receives `gradient` times the gradient of the output. `gradient` may have a wider dtype than `source`.
 pub(crate) fn attach<const D: usize>(
     value: Tensor<1>,
     source: Tensor<D>,

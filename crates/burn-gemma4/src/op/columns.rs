@@ -18,9 +18,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view
-/// if the device's kernels address buffers by pointers, and the range is aligned to 16 bytes. Otherwise the result may be
-/// a copy.
+/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a
+/// view under two conditions: the device's kernels address buffers by pointers, and the range is aligned to 16 bytes.
+/// Otherwise the result may be a copy.
 pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
     #[cfg(feature = "cube")]
     if super::serve(&slots) {

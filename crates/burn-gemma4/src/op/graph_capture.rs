@@ -6,8 +6,8 @@ use burn::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate
-/// the buffers. Burn's fusion and CubeCL also finish their autotuning in these runs.
+/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs
+/// allocate the buffers. Burn's fusion and CubeCL also finish their autotuning in these runs.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device. Repeating the computation must not change its result.
@@ -27,7 +27,8 @@ pub(crate) trait Computation: 'static {
         self.compute()
     }
 
-    /// True if the tensors that the computation reads were allocated on the current stream: see [`stream`](super::stream).
+    /// True if the tensors that the computation reads were allocated on the current stream: see
+    /// [`stream`](super::stream).
     fn is_local(&self) -> bool;
 
     /// The device of the computation, without autodiff. A CUDA graph cannot track gradients.
@@ -63,9 +64,9 @@ impl<C: Computation> CapturedGraph<C> {
         self.graph.is_some()
     }
 
-    /// Runs the computation. If `may_capture` is true and the computation has run often enough, captures its launches
-    /// first. Sets `may_capture` to false if the capture fails, or if a tensor of the computation was allocated on
-    /// another stream.
+    /// Runs the computation. If `may_capture` is true and the computation has run often enough, first captures the
+    /// computation's launches. Sets `may_capture` to false if the capture fails, or if a tensor of the computation was
+    /// allocated on another stream.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
         let is_due = *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE;
@@ -86,8 +87,9 @@ impl<C: Computation> CapturedGraph<C> {
         let Some(graph) = self.graph.as_ref().filter(on_this_stream) else {
             return self.computation.compute();
         };
-        // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, and the graph's own intermediate
-        // tensors. All of them live as long as the graph. All launches are issued on the graph's stream, and therefore in order.
+        // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, and the graph's own
+        // intermediate tensors. All of them live as long as the graph. All launches are issued on the graph's stream,
+        // and therefore in order.
         let replayed = unsafe {
             Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
         };
@@ -124,8 +126,8 @@ impl<C: Computation> CapturedGraph<C> {
     }
 }
 
-/// A capture that is prepared or in progress. While a capture is in progress, the device runs no launches. Dropping the
-/// value ends the capture, even after a panic.
+/// A capture that is prepared or in progress. While a capture is in progress, the device runs no launches. When this
+/// value is dropped, the capture ends, even after a panic.
 struct Window<'a> {
     device: &'a DispatchDevice,
     is_open: bool,

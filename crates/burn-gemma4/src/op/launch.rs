@@ -18,7 +18,8 @@ use cubecl::{
 
 /// The number of buffers that a device must be able to bind in one kernel. The quantized GEMV with three matrices needs
 /// 8: two for each matrix, one for the input and one for the output. The runtime's own bindings do not count. The RoPE
-/// kernel for the queries, keys and values of a layer binds more, and is replaced by several launches if necessary.
+/// kernel for the queries, keys and values of a layer binds more buffers. If the device cannot bind as many, several
+/// launches replace this kernel.
 const BINDINGS: u32 = 8;
 
 /// True if the device supports the dtype, and has enough bindings ([`BINDINGS`]) and units per cube for the kernels.
@@ -44,8 +45,8 @@ pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     }
 }
 
-/// The number of units over which one plane operation sums, or 1 if the device has no plane operations or several plane
-/// sizes.
+/// The number of units over which one plane operation sums. The result is 1 if the device has no plane operations, or
+/// if its planes have different sizes.
 pub(super) fn plane_width(client: &Client) -> usize {
     let properties = client.properties();
     let hardware = &properties.hardware;
@@ -56,8 +57,9 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device surely converts subnormal f16 values to f32 exactly. The f16 scale of a block may be subnormal in
-/// formats whose group scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
+/// True if the device is known to convert subnormal f16 values to f32 exactly. The f16 scale of a block may be
+/// subnormal in formats whose group scales are quantized. Vulkan and WGSL let the driver flush subnormal values to
+/// zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]
@@ -70,11 +72,12 @@ pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     }
 }
 
-/// Returns a team of all units of a cube, with enough units for `work` vectors or elements. The units of a team reduce
-/// a value together.
+/// Returns a team that consists of all units of a cube. The units of a team reduce a value together. The number of
+/// units is chosen for `work` vectors or elements.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
-    // If the device has no plane operations, use few units, because every unit then adds up the partial results of all units.
+    // If the device has no plane operations, use few units, because every unit then adds up the partial results of all
+    // units.
     let limit = client.properties().hardware.max_units_per_cube as usize;
     let (least, most) = match width {
         1 => (32, 64),
@@ -86,8 +89,8 @@ pub(super) fn team(client: &Client, work: usize) -> Team {
     }
 }
 
-/// Returns the largest vector width, for elements of `size` bytes, that divides all `multiples`, such as row lengths and
-/// strides.
+/// Returns the largest vector width, for elements of `size` bytes, that divides all `multiples`, such as row lengths
+/// and strides.
 pub(super) fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> usize {
     let fits = |width: &usize| multiples.iter().all(|multiple| multiple % width == 0);
     let widths = client.io_optimized_vector_sizes(size);

@@ -4,8 +4,8 @@
 //! the GEMVs. On other devices Burn's own operators compute the same results. On the CPU the module `linear` also has
 //! GEMMs of its own.
 //!
-//! In training, these kernels compute norms, residual additions, RoPE, GeGLU, the choice of experts, cross entropy,
-//! GEMMs and optimizer updates. Burn's operators compute the rest.
+//! In training on CubeCL devices, kernels of this module compute norms, residual additions, RoPE, GeGLU, the choice of
+//! experts, cross entropy, GEMMs and optimizer updates. Burn's operators compute the rest.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;

@@ -36,8 +36,8 @@ impl fmt::Debug for Reading {
 
 impl Reading {
     /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only
-    /// when the host asks for the data. Such a copy would wait for all launches that the host has enqueued before this
-    /// request.
+    /// when the host asks for the data. Such a copy would also wait for all launches that the host has enqueued between
+    /// the writing kernels and this request.
     pub fn begin(numbers: Tensor<1, Int>) -> Self {
         assert_eq!(
             numbers.dtype(),
@@ -83,9 +83,9 @@ impl Reading {
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        // Wait until the copy and the kernels before the copy have ended. Without this wait, the allocator could give the
-        // buffers of running kernels to another thread. The device does not order that thread's launches after the running
-        // kernels.
+        // Wait until the copy and the kernels before the copy have ended. Without this wait, the allocator could give
+        // the buffers of running kernels to another thread. The device does not order that thread's launches after the
+        // running kernels.
         if let Some(copied) = self.copied.take() {
             // Ignore an error: the next operation on the failed device reports it.
             let _ = block_on(copied);
@@ -93,8 +93,8 @@ impl Drop for Reading {
     }
 }
 
-/// Returns a client of the tensor's device that is never dropped. Pending copies borrow their client, so the client must
-/// outlive every copy.
+/// Returns a client of the tensor's device that is never dropped. Pending copies borrow their client, so the client
+/// must outlive every copy.
 fn lasting_client(tensor: &CubeTensor) -> &'static Client {
     static CLIENTS: Mutex<Vec<(CubeDevice, &'static Client)>> = Mutex::new(Vec::new());
     let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -11,8 +11,8 @@ use burn::{
 };
 use burn_cubecl::CubeBackend;
 
-/// Packed int8 words and their scales. A handle to the words or scales sees all later writes, because all handles share the
-/// memory.
+/// Packed int8 words and their scales. All handles to the words and scales share the memory, so every handle sees all
+/// later writes.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct StoredRows<B: Backend> {
@@ -20,10 +20,12 @@ pub struct StoredRows<B: Backend> {
     pub scales: FloatTensor<B>,
 }
 
-/// Quantizes `rows` to int8, and writes each row into its slot of a KV cache. A row's slot is its position modulo `slots`.
+/// Quantizes `rows` to int8, and writes each row into its slot of a KV cache. A row's slot is its position modulo
+/// `slots`.
 ///
 /// # Shapes
-/// - `rows`: `[sequences, heads, count, width]`. Position `p` of a sequence is at index `p % count` of the third dimension.
+/// - `rows`: `[sequences, heads, count, width]`. Position `p` of a sequence is at index `p % count` of the third
+///   dimension.
 /// - `positions`: `[sequences · count]`. The positions of one sequence are consecutive.
 /// - `words`: `[sequences, heads, slots, width / 4]`, four int8 values in each word.
 /// - `scales`: `[sequences, heads, slots, 1]`.

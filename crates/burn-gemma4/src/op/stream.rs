@@ -36,7 +36,7 @@ impl StreamCheck {
         }
     }
 
-    /// Checks all parameters of a module.
+    /// Compares the streams of all parameters of a module with the current stream.
     pub fn module(mut self, module: &impl Module) -> Self {
         module.visit(&mut self);
         self

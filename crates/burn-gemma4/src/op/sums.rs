@@ -1,5 +1,5 @@
-//! Sums and maxima over a team, which is a group of units. The functions use plane operations if the device has them, and
-//! only shared memory otherwise.
+//! Sums and maxima over a team, which is a group of units. The functions use plane operations if the device has them,
+//! and only shared memory otherwise.
 
 use cubecl::prelude::*;
 
@@ -29,8 +29,8 @@ pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
     }
 }
 
-/// Returns, to every unit, the sum over the cube. `partial` is shared memory with one element per plane, or per unit without
-/// plane operations. Synchronizes the cube.
+/// Returns the sum over all units of the cube. Every unit gets the sum. `partial` is shared memory with one element per
+/// plane, or per unit without plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
     // Wait, because some units may still read the partial results of an earlier sum.
@@ -38,7 +38,7 @@ pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     first_cube_sum(value, partial, team)
 }
 
-/// Returns the same sum as [`cube_sum`], with one barrier fewer. The kernel must not have used `partial` before.
+/// Returns the same sum as [`cube_sum`], but needs one barrier fewer. The kernel must not have used `partial` before.
 #[cube]
 pub(super) fn first_cube_sum(
     value: f32,
@@ -58,8 +58,8 @@ pub(super) fn first_cube_sum(
     sum
 }
 
-/// Returns, to every unit, the maximum over the cube. `partial` is shared memory with one element per plane, or per unit
-/// without plane operations. Synchronizes the cube.
+/// Returns the maximum over all units of the cube. Every unit gets the maximum. `partial` is shared memory with one
+/// element per plane, or per unit without plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_max(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
     // Wait, because some units may still read earlier contents of `partial`.

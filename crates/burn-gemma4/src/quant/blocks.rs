@@ -1,5 +1,5 @@
-//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has an f16 scale, and in some
-//! formats also a minimum.
+//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has an f16 scale, and in
+//! some formats also a minimum.
 
 use super::super_blocks::{q4_k, q5_k, q6_k};
 use burn::tensor::f16;

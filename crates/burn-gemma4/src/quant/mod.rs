@@ -1,5 +1,5 @@
-//! Quantized weights: file formats and dequantization. The results are bit-identical to those of the programs that define
-//! the formats.
+//! Quantized weights: file formats and dequantization. The results are bit-identical to those of the programs that
+//! define the formats.
 
 pub(crate) mod blocks;
 pub(crate) mod pack;

@@ -1,5 +1,5 @@
-//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements as the rows
-//! of the file.
+//! Packs the rows of a file into the words of a [`Layout`]. A packed row dequantizes to the same elements as the row in
+//! the file.
 
 use super::{
     blocks::{BlockFormat, five_bits, nibbles},
@@ -246,8 +246,8 @@ mod tests {
         assert_eq!(BlockFormat::Q4K.words(128), None);
     }
 
-    /// Checks that rows of compressed-tensors dequantize to the same bits before and after packing. The cases cover both bit
-    /// widths, groups and whole rows, with and without zero points, and every dtype of scales.
+    /// Checks that rows of compressed-tensors dequantize to the same bits before and after packing. The cases cover
+    /// both bit widths, groups and whole rows, with and without zero points, and every dtype of scales.
     #[test]
     fn pack_of_packed_rows_dequantizes_to_same_bits() {
         use super::super::packed::Scheme;

@@ -1,5 +1,6 @@
-//! The packed format of compressed-tensors. Each row of a matrix has 4-bit or 8-bit codes in 32-bit words, and one scale per
-//! group of columns. Each word of the optional zero points holds the zero points of consecutive rows.
+//! The packed format of compressed-tensors. Each row of a matrix has 4-bit or 8-bit codes in 32-bit words, and one
+//! scale per group of columns. A matrix may also have zero points, one per group. Each 32-bit word of zero points holds
+//! those of consecutive rows.
 
 use burn::tensor::{DType, bf16, f16};
 
@@ -36,11 +37,11 @@ impl Scheme {
         1 << (self.bits - 1)
     }
 
-    /// Quantizes a row. Returns true if all elements and all scales are finite. The scales are written in `dtype`. Groups
-    /// must fill whole words, and the scheme must be symmetric.
+    /// Quantizes a row. Returns true if all elements and all scales are finite. The scales are written in `dtype`.
+    /// Groups must fill whole words, and the scheme must be symmetric.
     ///
-    /// As in compressed-tensors, the largest absolute element of a group maps to half the range of codes: 7.5 for 4 bits,
-    /// 127.5 for 8 bits. Each element gets the nearest code, with ties to even.
+    /// As in compressed-tensors, the largest absolute element of a group maps to half the range of codes: 7.5 for 4
+    /// bits, 127.5 for 8 bits. Each element gets the nearest code, with ties to even.
     pub fn pack(&self, numbers: &[f32], dtype: DType, scales: &mut [u8], words: &mut [u8]) -> bool {
         let group = self.group.unwrap_or(numbers.len());
         let (most, range) = ((self.offset() - 1) as f32, self.offset() as f32 - 0.5);
@@ -85,7 +86,8 @@ fn rounded(number: f32, dtype: DType) -> f32 {
     }
 }
 
-/// Returns the scale that compressed-tensors uses in place of zero: the distance from 1 to the next larger value of `dtype`.
+/// Returns the scale that compressed-tensors uses in place of zero: the distance from 1 to the next larger value of
+/// `dtype`.
 fn smallest_scale(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => f16::EPSILON.to_f32(),
@@ -109,7 +111,8 @@ pub(crate) struct Packed<'a> {
     pub columns: usize,
     /// The codes, `[rows, words(columns)]`.
     pub words: &'a [u8],
-    /// The scales, `[rows, groups(columns)]`, in `dtype`, which is also the dtype that the matrix had before it was packed.
+    /// The scales, `[rows, groups(columns)]`, in `dtype`, which is also the dtype that the matrix had before it was
+    /// packed.
     pub scales: &'a [u8],
     pub dtype: DType,
     /// The zero points, `[words(rows), groups(columns)]`, or `None` if the scheme is symmetric.
@@ -117,8 +120,8 @@ pub(crate) struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// Dequantizes a row. As in compressed-tensors, `code - zero point` and its product with the scale are each rounded to
-    /// the scales' dtype.
+    /// Dequantizes a row. As in compressed-tensors, `code - zero point` and its product with the scale are each rounded
+    /// to the scales' dtype.
     pub fn dequantize(&self, row: usize, values: &mut [f32]) {
         let groups = self.scales.len() / self.dtype.size() / self.rows;
         let words = self.words.len() / self.rows;
@@ -133,8 +136,8 @@ impl Packed<'_> {
             };
             let first = group * columns;
             match self.scheme.bits {
-                // Dequantize all 16 possible 4-bit codes once per group. For each column, a table lookup is then cheaper
-                // than dequantizing the code.
+                // Dequantize all 16 possible 4-bit codes once per group. For each column, a table lookup is then
+                // cheaper than dequantizing the code.
                 4 => {
                     let numbers: [f32; 16] = std::array::from_fn(|packed| number(packed as i32));
                     for (column, value) in (first..).zip(values) {
@@ -176,8 +179,8 @@ impl Packed<'_> {
 mod tests {
     use super::*;
 
-    /// Checks dequantization if codes and zero points do not fill their last words. A row has 6 codes, and a word has room
-    /// for 8. The zero points of 9 rows fill one word and an eighth of the next.
+    /// Checks dequantization of a matrix whose codes and zero points do not fill their last words. A row has 6 codes,
+    /// and a word has room for 8. The zero points of 9 rows fill one word and an eighth of the next.
     #[test]
     fn dequantize_with_partial_words_reads_zero_points_along_rows() {
         let scheme = Scheme {

@@ -1,5 +1,5 @@
-//! Quantizes weights to blocks by ggml's definitions. The largest absolute element determines the scale of a block. Each
-//! element gets the nearest code.
+//! Quantizes weights to blocks by ggml's definitions. The largest absolute element of a block determines the block's
+//! scale. Each element gets the nearest code.
 
 use super::{blocks::BlockFormat, layout::Layout, pack::Row};
 use burn::tensor::f16;
@@ -30,8 +30,8 @@ impl QuantTarget {
         self.format().words(columns)
     }
 
-    /// Quantizes a row into `words`, which must be all zero. A block with an element that is not finite gets the scale NaN,
-    /// so that the error stays visible after dequantization.
+    /// Quantizes a row into `words`, which must be all zero. A block with an element that is not finite gets the scale
+    /// NaN, so that the error stays visible after dequantization.
     pub fn pack(self, layout: Layout, numbers: &[f32], words: &mut [u32]) {
         let mut row = Row { layout, words };
         let mut codes = [0; COLUMNS];
@@ -42,7 +42,8 @@ impl QuantTarget {
         }
     }
 
-    /// Quantizes a row into the blocks of a GGUF file. Returns true if all elements are finite and all scales fit into f16.
+    /// Quantizes a row into the blocks of a GGUF file. Returns true if all elements are finite and all scales fit into
+    /// f16.
     pub fn write(self, numbers: &[f32], bytes: &mut [u8]) -> bool {
         let mut codes = [0; COLUMNS];
         let mut are_numbers = true;
@@ -110,8 +111,8 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let scale = largest / -8.0;
     let inverse = inverse(scale);
     for (code, number) in codes.iter_mut().zip(numbers) {
-        // Round `number * inverse` to f32 before 8.5 is added, as in llama.cpp's reference implementation. This rounding
-        // decides the code of an element halfway between two codes.
+        // Round `number * inverse` to f32 before 8.5 is added, as in llama.cpp's reference implementation. This
+        // rounding decides the code of an element halfway between two codes.
         *code = ((number * inverse + 8.5) as u8).min(15);
     }
     f16::from_f32(scale)
@@ -122,7 +123,7 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// Checks the rounding of an element halfway between two codes, against llama.cpp's `quantize_row_q4_0_ref` in f32.
+    /// Compares the rounding of an element halfway between two codes with llama.cpp's `quantize_row_q4_0_ref` in f32.
     /// Without the rounding of `number * inverse`, the second element would get the code 3 instead of 4.
     #[test]
     fn write_of_numbers_halfway_between_codes_rounds_as_llama_cpp() {

@@ -3,10 +3,12 @@
 use burn::tensor::{DType, TensorData, bf16, f16};
 use std::{num::NonZero, ops::Range, thread};
 
-/// The minimum number of output bytes per thread. For fewer bytes, starting a thread costs more time than the thread saves.
+/// The minimum number of output bytes per thread. For fewer bytes, starting a thread costs more time than the thread
+/// saves.
 const WORTH: usize = 1 << 18;
 
-/// Dequantizes rows to a tensor of shape `shape` in `dtype`, which is f32, f16 or bf16. `dequantize` writes one row in f32.
+/// Dequantizes rows to a tensor of shape `shape` in `dtype`, which is f32, f16 or bf16. `dequantize` writes one row in
+/// f32.
 pub(crate) fn dequantized(
     rows: Range<usize>,
     shape: Vec<usize>,
@@ -26,7 +28,8 @@ pub(crate) fn dequantized(
     TensorData::from_bytes_vec(bytes, shape, dtype)
 }
 
-/// Packs rows into a matrix `[rows, words]` of u32. The function `pack` writes one row, whose words are zero before the call.
+/// Packs rows into a matrix `[rows, words]` of u32. The function `pack` writes one row, whose words are zero before the
+/// call.
 pub(crate) fn packed(
     rows: Range<usize>,
     words: usize,
@@ -60,8 +63,8 @@ pub(crate) fn written<S>(
     bytes
 }
 
-/// Writes all rows into `bytes`, which has `rows.len() · row_bytes` bytes. `write` writes one row, with the scratch memory
-/// that `space` creates once per thread.
+/// Writes all rows into `bytes`, which has `rows.len() · row_bytes` bytes. `write` writes one row, with the scratch
+/// memory that `space` creates once per thread.
 pub(crate) fn write_rows<S>(
     bytes: &mut [u8],
     rows: Range<usize>,

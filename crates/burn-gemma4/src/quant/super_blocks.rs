@@ -1,5 +1,5 @@
-//! ggml's K formats. A block has 256 elements in groups. Each group has a scale of 6 or 8 bits, which is multiplied by the
-//! block's f16 scale.
+//! ggml's K formats. A block has 256 elements in groups. Each group has a scale of 6 or 8 bits, which is multiplied by
+//! the block's f16 scale.
 
 use super::blocks::half;
 
@@ -11,10 +11,10 @@ const GROUP: usize = 32;
 /// - bytes 0 to 3: the scales of groups 0 to 3 in the lower 6 bits
 /// - bytes 4 to 7: the minimums of groups 0 to 3 in the lower 6 bits
 /// - bytes 8 to 11: the lower 4 bits of the scales of groups 4 to 7 in the low half of each byte, and the lower 4 bits
-///   of their minimums in the high half
+///   of the minimums of groups 4 to 7 in the high half
 ///
 /// The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7
-/// are the upper bits of their minimums.
+/// are the upper bits of the minimums of groups 4 to 7.
 pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),
@@ -26,9 +26,9 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     })
 }
 
-/// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. Each 32 bytes
-/// of `nibbles` hold two groups: the first in the low 4 bits, the second in the high 4 bits. Bit `g` of byte `i` of
-/// `fifth` is the fifth bit of element `i` of group `g`.
+/// Dequantizes each code `q` to `scale · q - least`, with the scale and the minimum (`least`) of the code's group. A
+/// code has 4 bits, or 5 bits if `fifth` is given. Each 32 bytes of `nibbles` hold two groups: the first in the low 4
+/// bits, the second in the high 4 bits. Bit `g` of byte `i` of `fifth` is the fifth bit of element `i` of group `g`.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);
@@ -68,8 +68,8 @@ pub(super) fn q5_k(block: &[u8], values: &mut [f32]) {
     groups(&block[..16], Some(&block[16..48]), &block[48..], values);
 }
 
-/// Dequantizes 16 groups of 16 elements with 6-bit codes. Each half of a block has 128 elements: 64 bytes hold the lower 4
-/// bits of the codes, and 32 bytes hold the upper 2 bits.
+/// Dequantizes 16 groups of 16 elements with 6-bit codes. Each half of a block has 128 elements. For each half, 64
+/// bytes hold the lower 4 bits of the codes, and 32 bytes hold the upper 2 bits.
 pub(super) fn q6_k(block: &[u8], values: &mut [f32]) {
     let (codes, rest) = block.split_at(128 + 64);
     let (scales, scale) = rest.split_at(16);

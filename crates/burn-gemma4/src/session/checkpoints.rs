@@ -4,8 +4,8 @@
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
 
-/// The maximum size of all checkpoints together in bytes. The newest checkpoint is kept even if it alone is larger. In bf16
-/// a checkpoint takes 6 MB for E2B, and 840 MB for 31B.
+/// The maximum size of all checkpoints together in bytes. The newest checkpoint is kept even if it alone is larger. In
+/// bf16 a checkpoint takes 6 MB for E2B, and 840 MB for 31B.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The checkpoints, in ascending order of the token position at which they were taken.
@@ -13,8 +13,8 @@ const MOST_BYTES: usize = 256 << 20;
 pub(super) struct Checkpoints(Vec<Checkpoint>);
 
 impl Checkpoints {
-    /// Adds a checkpoint of the cache. While the total size exceeds the limit, drops the checkpoint with the smallest token
-    /// position.
+    /// Adds a checkpoint of the cache. Then drops checkpoints, the smallest token position first, until the total size
+    /// is within the limit. The newest checkpoint is always kept.
     pub fn push(&mut self, cache: &Cache) {
         self.forget_after(cache.len().saturating_sub(1));
         self.0.push(cache.checkpoint());

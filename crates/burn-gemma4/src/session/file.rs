@@ -1,5 +1,5 @@
-//! A session file: a safetensors file with the session's tokens, their keys and values, and data that identify the model. A
-//! column of the KV cache is one token position.
+//! A session file: a safetensors file with the session's tokens, their keys and values, and data that identify the
+//! model. A column of the KV cache is one token position.
 
 use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
 use crate::checkpoint::{Stored, map, write_tensors};
@@ -42,13 +42,14 @@ struct Header {
     /// int8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
-    /// The name of the weights' quantization, for error messages: see [`form_of_weights`]. Older files do not contain this
-    /// field.
+    /// The name of the weights' quantization, for error messages: see [`form_of_weights`]. Older files do not contain
+    /// this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,
     /// The largest number of tokens that the cache can remove from the end of the text.
     spare: usize,
-    /// The number of tokens at the end of the session whose keys and values the ring buffers of sliding layers still hold.
+    /// The number of tokens at the end of the session whose keys and values the ring buffers of sliding layers still
+    /// hold.
     kept: usize,
     /// The last checkpoint of the session, or `None` if the session has no checkpoint.
     turn: Option<Turn>,
@@ -78,13 +79,13 @@ pub struct SavedSession {
 }
 
 impl SavedSession {
-    /// Reads a file that [`Session::save`] wrote. `model` must have the same configuration, weights and compute dtype as the
-    /// saved session's model.
+    /// Reads a file that [`Session::save`] wrote. `model` must have the same configuration, weights and compute dtype
+    /// as the saved session's model.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is
-    /// incomplete or not a session file. Returns [`Gemma4Error::Unsupported`], which describes the difference, if the
-    /// session was saved with another model.
+    /// incomplete or not a session file. Returns [`Gemma4Error::Unsupported`] if the session was saved with another
+    /// model. This error describes the difference.
     pub fn read(model: &Gemma4Model, path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = map(path)?;
@@ -117,12 +118,13 @@ impl Gemma4 {
 }
 
 impl Session<'_> {
-    /// Writes the session's tokens, its keys and values, and a conversation to a file. An existing file is replaced only
-    /// when the new file is complete.
+    /// Writes the session's tokens, its keys and values, and a conversation to a file. An existing file is replaced
+    /// only when the new file is complete.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot be
-    /// read from the device. Passes on the errors of [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
+    /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot
+    /// be read from the device. Passes on the errors of
+    /// [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
     ///
     /// # Panics
     /// Panics if the device fails while the file is written.
@@ -264,8 +266,8 @@ impl<'a> File<'a> {
         }
     }
 
-    /// Returns the dtype in which the session's keys and values were computed, or `None` if the file does not contain this
-    /// dtype.
+    /// Returns the dtype in which the session's keys and values were computed, or `None` if the file does not contain
+    /// this dtype.
     fn computed_in(&self) -> Option<String> {
         if self.header.computed_in.is_some() || self.header.kv != KvPrecision::Model {
             return self.header.computed_in.clone();
@@ -289,8 +291,8 @@ impl<'a> File<'a> {
 
     /// Checks that the session was saved with the same configuration, compute dtype and weights as those of `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        // Convert the model's configuration to JSON and back before the comparison. The conversion may change a float, and
-        // the configuration in the file has also been converted to JSON and back.
+        // Convert the model's configuration to JSON and back before the comparison, as for the configuration in the
+        // file. The conversion may change a float.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;
@@ -406,8 +408,8 @@ impl<'a> File<'a> {
         })
     }
 
-    /// Uploads the tensors that `shapes` lists by name and shape. Apart from these tensors the file may contain only the
-    /// tokens and the fingerprint.
+    /// Uploads the tensors that `shapes` lists by name and shape. Apart from these tensors the file may contain only
+    /// the tokens and the fingerprint.
     fn upload(
         &self,
         shapes: Vec<CacheColumns>,

@@ -7,8 +7,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// The number of consecutive elements that are sampled from each weight. They begin at the middle of the weight, because the
-/// ends of embedding tables hold padding and unused tokens.
+/// The number of consecutive elements that are sampled from each weight. The first sampled element is in the middle of
+/// the weight, because the ends of embedding tables hold padding and unused tokens.
 const NUMBERS: usize = 16;
 
 /// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.
@@ -98,8 +98,8 @@ impl Sampled {
         self.numbers.push(numbers.cast(DType::F32));
     }
 
-    /// True while the visitor is inside the per-layer embedding table. The visitor skips this table, and [`Fingerprint::of`]
-    /// adds one row of the table to the fingerprint.
+    /// True while the visitor is inside the per-layer embedding table. The visitor skips this table, and
+    /// [`Fingerprint::of`] adds one row of the table to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))
@@ -127,8 +127,8 @@ impl ModuleVisitor for Sampled {
         let words = param.val();
         let count = words.shape().num_elements();
         if !self.is_table() {
-            // Sample only the low 16 bits of each packed word. Samples are stored as f32, which represents 16-bit integers
-            // exactly.
+            // Sample only the low 16 bits of each packed word. Samples are stored as f32, which represents 16-bit
+            // integers exactly.
             let low = words.reshape([count]).remainder_scalar(1 << 16);
             self.add(self.path.join("."), low.float());
         }

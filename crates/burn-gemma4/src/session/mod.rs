@@ -1,7 +1,7 @@
 //! Sessions: consecutive generations of one model that share the KV cache of their common prefix.
 //!
-//! The common prefix of two prompts is the prefix in which their tokens are equal. A session keeps the keys and values of
-//! this prefix. A *column* is one token position in the cache.
+//! The common prefix of two prompts is the prefix in which their tokens are equal. A session keeps the keys and values
+//! of this prefix. A *column* is one token position in the cache.
 //!
 //! Full layers hold the keys and values of all columns. Sliding layers hold only the columns of their window, in ring
 //! buffers that overwrite old columns. The session therefore takes a checkpoint of the ring buffers at the beginning of
@@ -25,8 +25,8 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// The number of tokens at the end of a text that may change if the text continues. The tokenizer may merge these tokens
-/// with the next characters. The session takes its checkpoint before these tokens.
+/// The number of tokens at the end of a text that may change if the text continues. The tokenizer may merge these
+/// tokens with the next characters. The session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -56,8 +56,8 @@ impl<'a> Session<'a> {
     /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. The cache can be
     /// restored to any other position only while no ring buffer of a sliding layer has overwritten a token.
     ///
-    /// The cache is reused only if the previous and the new generation store keys in the same format. The two generations
-    /// must also agree on whether they use drafts.
+    /// The cache is reused only if the previous and the new generation store keys in the same format. The two
+    /// generations must also agree on whether they use drafts.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4::generate`].
@@ -151,7 +151,8 @@ impl<'a> Session<'a> {
                     add_generation_prompt: false,
                     ..chat
                 };
-                // Ignore an error of the template, which may reject a conversation without a generation prompt at its end.
+                // Ignore an error of the template, which may reject a conversation without a generation prompt at its
+                // end.
                 self.gemma.tokens(prompt, chat).ok()
             }
             Prompt::Text(_) | Prompt::Tokens(_) => None,

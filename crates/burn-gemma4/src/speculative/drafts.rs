@@ -26,8 +26,8 @@ pub struct DraftCounts {
     pub passes: usize,
     /// The number of draft tokens in all forward passes after the prefill.
     pub drafted: usize,
-    /// The number of accepted draft tokens in the text. The last generated token of each forward pass does not count, even
-    /// if it equals a draft token.
+    /// The number of accepted draft tokens in the text. The last generated token of each forward pass does not count,
+    /// even if it equals a draft token.
     pub accepted: usize,
 }
 
@@ -37,8 +37,8 @@ impl DraftCounts {
         share(self.accepted, self.drafted)
     }
 
-    /// Returns the mean number of generated tokens per forward pass, or 0 without passes. This mean is one more than the
-    /// mean number of accepted draft tokens.
+    /// Returns the mean number of generated tokens per forward pass, or 0 without passes. This mean is one more than
+    /// the mean number of accepted draft tokens.
     pub fn tokens_per_pass(&self) -> f64 {
         share(self.passes + self.accepted, self.passes)
     }

@@ -14,11 +14,12 @@ pub enum TextKind {
     Answer,
     /// Thoughts before the answer: `<|channel>thought … <channel|>`.
     Thought,
-    /// A tool call, `<|tool_call>call:name{…}<tool_call|>`, or a tool response that the model invents.
+    /// A tool call, `<|tool_call>call:name{…}<tool_call|>`. A tool response is also of this kind, if the model writes
+    /// the response instead of waiting for the tool.
     ToolCall,
 }
 
-/// The special tokens at which the kind of the text changes, as pairs of a token and the kind of the text after the
+/// The special tokens at which the kind of the text changes. Each token is paired with the kind of the text after this
 /// token.
 const MARKS: [(&str, TextKind); 8] = [
     ("<|channel>", TextKind::Thought),
@@ -41,8 +42,8 @@ pub struct Parts<'a> {
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
     kind: TextKind,
-    /// The incomplete first line of a channel, or `None` outside such a line. This text is held back, because the line
-    /// may be the channel's name.
+    /// The first line of a channel, as far as it has been generated, or `None` outside the first line of a channel. The
+    /// line is held back, because it may be the channel's name.
     name: Option<String>,
     /// The text of the answer so far.
     pub answer: String,
@@ -118,8 +119,8 @@ impl<'a> Parts<'a> {
         self.kind
     }
 
-    /// Ends the current part, because no token follows. Returns the text that was held back, and the kind of that text.
-    /// Held-back text that is a beginning of the channel name `thought` is dropped.
+    /// Ends the current part after the last token. Returns the text that was held back, and the kind of that text. If
+    /// the held-back text is a beginning of the channel name `thought`, the text is dropped.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
@@ -127,7 +128,8 @@ impl<'a> Parts<'a> {
         self.end_part(|name| THOUGHT.starts_with(name))
     }
 
-    /// Ends the current part. `is_name` tells whether the held-back text is the channel's name, which is dropped.
+    /// Ends the current part, and returns the text that was held back. If a channel's first line was held back,
+    /// `is_name` tells whether this line is the channel's name. A name is dropped.
     fn end_part(
         &mut self,
         is_name: impl Fn(&str) -> bool,

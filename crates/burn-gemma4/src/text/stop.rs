@@ -10,7 +10,8 @@ pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The end of the text so far. This end is long enough to contain every incomplete stop string.
+    /// The last part of the text so far. This part is long enough to contain every stop string that has begun and is
+    /// not yet complete.
     end: String,
 }
 
@@ -38,8 +39,8 @@ impl<'a> StopStrings<'a> {
         }
         let held = self.stream.held()?;
         let text = match held.contains(char::REPLACEMENT_CHARACTER) {
-            // The stream holds back an incomplete character at the end of the text. Search without its bytes, because the
-            // next tokens may complete the character.
+            // The stream holds back an incomplete character at the end of the text. Search without the bytes of this
+            // character, because the next tokens may complete the character.
             true => self.end.clone(),
             false => self.end.clone() + &held,
         };

@@ -23,15 +23,16 @@ use burn::{
 use std::collections::BTreeMap;
 
 impl Gemma4Model {
-    /// Computes a loss of the hidden states, and the gradients of all parameters, as [`Tensor::backward`] does. The backward
-    /// recomputes each layer, so only one layer's activations are in memory. The cost is one more forward.
+    /// Computes a loss of the hidden states and the gradients of all parameters. The gradients equal those of
+    /// [`Tensor::backward`]. The backward recomputes each layer, so only one layer's activations are in memory. The
+    /// recomputation costs one more forward.
     ///
-    /// `loss` receives the hidden states of [`hidden`](Self::hidden), or of [`hidden_packed`](Self::hidden_packed) with a
-    /// packing.
+    /// The closure `loss` receives the hidden states. They come from [`hidden_packed`](Self::hidden_packed) if a
+    /// packing is given, and otherwise from [`hidden`](Self::hidden).
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
-    /// - argument of `loss`: `[batch, asked positions, hidden]`
+    /// - argument of `loss`: `[batch, requested positions, hidden]`
     /// - returned loss: `[1]`
     ///
     /// ```
@@ -54,7 +55,7 @@ impl Gemma4Model {
     /// # Errors
     /// Returns an error in these cases:
     ///
-    /// - The shape of the tokens differs from the packing's.
+    /// - The shape of the tokens differs from the shape of the packing.
     /// - A packing comes with any [`Logits`] other than [`Logits::All`].
     /// - `asked` requests no position.
     /// - The model has [quantized weights](crate::model::layer::Weight), and trains parameters outside a LoRA adapter.
@@ -157,7 +158,8 @@ impl Gemma4Model {
         Ok((loss.detach(), sum))
     }
 
-    /// True if a parameter of the embeddings is trained, including the per-layer embeddings.
+    /// True if a parameter of the token embeddings or of the per-layer embeddings is trained. The projection and the
+    /// norm of the per-layer embeddings count as well.
     fn trains_embeddings(&self) -> bool {
         let mut trained = HasTrainable(false);
         self.embed_tokens.visit(&mut trained);
@@ -169,7 +171,7 @@ impl Gemma4Model {
     }
 }
 
-/// A visitor whose flag becomes true when it finds a trainable parameter in a module.
+/// A visitor that sets its flag to true when it finds a trainable parameter.
 struct HasTrainable(bool);
 
 impl ModuleVisitor for HasTrainable {
@@ -184,9 +186,9 @@ struct Pass<'a> {
     model: &'a Gemma4Model,
     strategy: GradientCheckpointingStrategy,
     batch: usize,
-    /// The number of positions in the text.
+    /// The number of positions in each sequence.
     count: usize,
-    /// The number of positions at the end of the text for which hidden states are requested.
+    /// The number of positions at the end of each sequence for which hidden states are requested.
     asked: usize,
     /// The rotary tables of all positions.
     rotations: Rotations,
@@ -201,7 +203,8 @@ struct Kept {
     streams: Vec<Tensor<2>>,
     /// The per-layer embeddings, `[rows, layers · columns]`.
     embeddings: Option<Tensor<2>>,
-    /// The keys and values that some later layers read, because these layers compute no keys and values of their own.
+    /// The keys and values that several layers share. The first of these layers computes the keys and values, and the
+    /// later layers read them.
     shared: SharedKeyValues,
 }
 
@@ -233,9 +236,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns for how many positions at the end of the text a layer computes its output. A layer with its own keys and
-    /// values computes at all positions. A layer that shares an earlier layer's keys and values computes only at the
-    /// requested positions.
+    /// Returns the number of positions, at the end of each sequence, for which a layer computes its output. A layer
+    /// with its own keys and values computes all positions. A layer that shares an earlier layer's keys and values
+    /// computes only the requested positions.
     fn computed(&self, layer: usize) -> usize {
         match self.model.config().is_shared(layer) {
             true => self.asked,
@@ -243,7 +246,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the per-layer embedding of one layer, at the positions at which the layer computes.
+    /// Returns the per-layer embedding of one layer, for the positions that the layer computes.
     fn embedding(&self, kept: &Kept, layer: usize) -> Option<Tensor<2>> {
         let embeddings = kept.embeddings.clone()?;
         let count = self.model.config().hidden_size_per_layer_input;
@@ -258,7 +261,7 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// Returns a loss of zero. [`attach`] connects already computed gradients to this loss.
+    /// Returns a loss of zero. [`attach`] then lets the backward of this loss start from already computed gradients.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
@@ -332,8 +335,8 @@ impl<'a> Pass<'a> {
 
     /// Computes the gradients with respect to a layer's inputs: the residual stream and the per-layer embedding.
     ///
-    /// Adds the gradients of the layer's parameters to `sum`. Adds the gradients of shared keys and values to `of_shared`,
-    /// under the index of the layer that computed them.
+    /// Adds the gradients of the layer's parameters to `sum`. Adds the gradients of shared keys and values to
+    /// `of_shared`, under the index of the layer that computed these keys and values.
     fn backward(
         &self,
         objective: Objective,
@@ -396,7 +399,8 @@ impl<'a> Pass<'a> {
         last_positions(rows, self.batch, positions)
     }
 
-    /// Extends a gradient that has rows only for the last positions. The earlier positions get rows of zeros.
+    /// Extends a gradient that has rows only for the last `positions` positions of each sequence. The earlier positions
+    /// get rows of zeros.
     fn padded(&self, gradient: Tensor<2>, positions: usize) -> Tensor<2> {
         let [rows, columns] = gradient.dims();
         let known = rows / self.batch;

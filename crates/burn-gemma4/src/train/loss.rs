@@ -1,12 +1,12 @@
-//! The cross entropy at the head, computed in chunks of positions. This module also computes the loss of each position, for
-//! evaluation.
+//! The cross entropy at the head, computed in chunks of positions. This module also computes the loss of each position,
+//! for evaluation.
 //!
 //! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions take 8.6 GB in f32, and their gradients another
-//! 8.6 GB. The forward therefore computes the logits in chunks. The forward drops the logits of a chunk once the
-//! chunk's loss and gradients are computed.
+//! 8.6 GB. The forward therefore computes the logits in chunks of positions. As soon as a chunk's loss and gradients
+//! are computed, the forward drops the chunk's logits.
 //!
-//! The gradients are complete before the backward begins. The backward only scales the gradients. The method follows Wijmans
-//! et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
+//! The gradients are complete before the backward begins. The backward only scales the gradients. The method follows
+//! Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
 //!
 //! In shapes, `rows` counts positions and `columns` is the hidden size.
 
@@ -20,8 +20,8 @@ use burn::tensor::{DType, Int, Tensor};
 impl Gemma4Model {
     /// Computes the mean cross entropy between `targets` and the logits of the hidden states `hidden`, in f32.
     ///
-    /// The logits of all positions are never in memory at once. Negative targets do not count: they mark padding, ends of
-    /// documents or a prompt. The loss is 0 if no target counts.
+    /// The logits of all positions are never in memory at once. Negative targets do not count: they mark padding, ends
+    /// of documents or a prompt. The loss is 0 if no target counts.
     ///
     /// # Shapes
     /// - `hidden`: `[batch, positions, hidden]`
@@ -46,9 +46,9 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if the shape of the targets does not match the hidden states. Returns an error if a tracked model
-    /// with [quantized weights](crate::model::layer::Weight) trains parameters outside a LoRA adapter. Targets beyond the
-    /// vocabulary are not detected.
+    /// Returns an error if the shape of the targets does not match the hidden states. Returns an error if autodiff
+    /// tracks the model, the model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA
+    /// adapter are trained. Targets beyond the vocabulary are not detected.
     pub fn loss(
         &self,
         hidden: Tensor<3>,
@@ -132,8 +132,9 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
 /// overwrites the logits. Without fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of positions per chunk of logits in f16. Each position adds at most its hidden state to a row of the
-/// head's gradient. The sum over 256 positions stays below f16's maximum, 65,504, if all hidden states are below 255.
+/// The maximum number of positions per chunk of logits in f16. To a row of the head's gradient, each position adds at
+/// most its hidden state. The sum over 256 positions stays below f16's maximum, 65,504, if all hidden states are below
+/// 255.
 const ROWS_IN_F16: usize = 256;
 
 /// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. `hidden`
@@ -187,8 +188,8 @@ fn in_chunks(
             of_hidden.push(columns(gradient.clone(), texts.head));
         }
         if tracked_head.is_some() {
-            // The head's gradient is the sum of the gradients of all chunks of positions. Add them in f32, to keep precision
-            // over many chunks.
+            // The head's gradient is the sum of the gradients of all chunks of positions. Compute this sum in f32, to
+            // keep precision over many chunks.
             let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
             of_head = Some(match of_head {
                 Some(sum) => sum + part,

@@ -24,8 +24,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 pub struct Packing {
     /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// The number of documents in each row. If a row has padding, this number is also the index of the padding in the
-    /// row's list of lengths.
+    /// The number of documents in each row. If a row has padding, this number is also the index of the padding's length
+    /// in the row's list of lengths.
     padding: Vec<usize>,
     positions: usize,
 }
@@ -82,7 +82,7 @@ impl Packing {
         Tensor::from_data(TensorData::new(predicts, self.shape()), device)
     }
 
-    /// Refuses tokens whose shape differs from the packing's.
+    /// Returns an error if the shape of the tokens differs from the shape of the packing.
     pub(crate) fn check(&self, tokens: &Tensor<2, Int>) -> Result<(), Gemma4Error> {
         let (found, expected) = (tokens.dims(), self.shape());
         match found == expected {
@@ -127,7 +127,7 @@ impl Gemma4Model {
     /// - logits: `[batch, positions, vocabulary]`
     ///
     /// # Errors
-    /// Returns an error if the shape of the tokens differs from the packing's. Passes on the errors of
+    /// Returns an error if the shape of the tokens differs from the shape of the packing. Passes on the errors of
     /// [`forward`](Self::forward).
     pub fn forward_packed(
         &self,
@@ -145,7 +145,7 @@ impl Gemma4Model {
     /// - states: `[batch, positions, hidden]`
     ///
     /// # Errors
-    /// Returns an error if the shape of the tokens differs from the packing's. Passes on the errors of
+    /// Returns an error if the shape of the tokens differs from the shape of the packing. Passes on the errors of
     /// [`forward`](Self::forward).
     pub fn hidden_packed(
         &self,

@@ -8,7 +8,8 @@ use std::arch::x86_64::*;
 const MAGIC: f32 = 8_388_608.0;
 /// The truth table of `(a & b) | c`, for a ternary logic instruction.
 const AND_OR: i32 = 0xea;
-/// The truth table of `(a & b) | (!a & c)`, which selects `b` where a bit of the mask `a` is set, and `c` elsewhere.
+/// The truth table of `(a & b) | (!a & c)`, for a ternary logic instruction. Where a bit of the mask `a` is set, the
+/// result has the bit of `b`. Elsewhere, the result has the bit of `c`.
 const SELECT: i32 = 0xca;
 
 #[derive(Clone, Copy)]
@@ -18,10 +19,11 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     type Floats = __m512;
     type Words = __m512i;
-    /// The float `code - zero` for each of the 16 codes. The permutation that looks up a code reads only the low 4 bits
-    /// of an index, so the code needs no mask.
+    /// A lookup table: the float `code - zero` for each four-bit code. The permutation that looks up a code reads only
+    /// the low 4 bits of an index, so the higher bits of a word need not be masked.
     type FourBits = __m512;
-    /// The float `code - zero` for each of the 32 codes: first for the codes below 16, then for the other codes.
+    /// A lookup table: the float `code - zero` for every five-bit code. The first vector is for codes 0 to 15, and the
+    /// second vector is for codes 16 to 31.
     type FiveBits = (__m512, __m512);
 
     #[inline(always)]
@@ -215,7 +217,7 @@ unsafe fn table(first: f32) -> __m512 {
     }
 }
 
-/// Masks the codes, converts them to floats, and subtracts `zero`.
+/// Masks the codes out of the words, converts the codes to floats, and subtracts `zero`.
 #[inline(always)]
 unsafe fn float(codes: __m512i, mask: i32, zero: f32) -> __m512 {
     unsafe {

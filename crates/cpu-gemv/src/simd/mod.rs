@@ -39,9 +39,9 @@ pub(crate) trait Simd: Copy {
     fn prefetch(address: *const u8);
     unsafe fn splat(number: f32) -> Self::Floats;
     unsafe fn load(numbers: *const f32) -> Self::Floats;
-    /// Loads the first `count` lanes, where `count` is a power of two. The other lanes are unspecified. A CPU forwards
-    /// recently stored elements to a load without delay only if a single store wrote all of them. A load of unneeded
-    /// lanes could therefore be slower.
+    /// Loads the first `count` lanes of a vector, where `count` is a power of two. The other lanes are unspecified. A
+    /// CPU forwards recently stored elements to a load without delay only if a single store wrote all loaded elements.
+    /// Loading all lanes could therefore be slower.
     #[inline(always)]
     unsafe fn load_first(numbers: *const f32, _count: usize) -> Self::Floats {
         unsafe { Self::load(numbers) }
@@ -81,16 +81,16 @@ pub(crate) trait Simd: Copy {
     /// Returns `code - zero` for the 4-bit code that begins at bit `4 · index` of each word.
     unsafe fn code_of_4(words: Self::Words, index: usize, table: Self::FourBits) -> Self::Floats;
     unsafe fn five_bits(zero: f32) -> Self::FiveBits;
-    /// Returns `code - zero` for a 5-bit code. Its lower 4 bits begin at bit `4 · index` of `words`, and its bit 4 is
-    /// at bit `index + 4` of `top`.
+    /// Returns `code - zero` for a 5-bit code. The code's lower 4 bits begin at bit `4 · index` of `words`, and the
+    /// code's bit 4 is at bit `index + 4` of `top`.
     unsafe fn code_of_5(
         words: Self::Words,
         top: Self::Words,
         index: usize,
         table: Self::FiveBits,
     ) -> Self::Floats;
-    /// Returns `code - zero` for a 6-bit code. Its lower 4 bits begin at bit `4 · index` of `words`, and its bits 4 and
-    /// 5 begin at bit `2 · index + 4` of `top`.
+    /// Returns `code - zero` for a 6-bit code. The code's lower 4 bits begin at bit `4 · index` of `words`, and the
+    /// code's bits 4 and 5 begin at bit `2 · index + 4` of `top`.
     unsafe fn code_of_6(
         words: Self::Words,
         top: Self::Words,
@@ -116,8 +116,8 @@ pub(crate) trait ShiftedCodes: Simd {
         }
     }
 
-    /// Returns `code - zero`. The lower 4 bits of the code begin at bit `4 · index` of `words`. The upper `bits` bits
-    /// begin at bit `bits · index + 4` of `top`.
+    /// Returns `code - zero` for a code with `bits` upper bits. The code's lower 4 bits begin at bit `4 · index` of
+    /// `words`, and the code's upper bits begin at bit `bits · index + 4` of `top`.
     #[inline(always)]
     unsafe fn code_with_top(
         words: Self::Words,

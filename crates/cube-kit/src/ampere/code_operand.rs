@@ -1,15 +1,15 @@
-//! Matrix products of a warp on tensor cores, with 8-bit codes as the right operand in shared memory. The left operand is bf16,
-//! and the codes are converted to bf16 in registers.
+//! Matrix products of a warp on tensor cores, with 8-bit codes as the right operand in shared memory. The left operand
+//! is bf16, and the codes are converted to bf16 in registers.
 //!
-//! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
-//! four int8 codes. Nine convert four e4m3 codes.
+//! Budget: a code takes one byte of shared memory, which is read once. Seven instructions convert four int8 codes, and
+//! nine instructions convert four e4m3 codes. None of these instructions runs on the tensor cores.
 //!
 //! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements, each of which holds two neighboring codes of a
 //! row. The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right
 //! operand of another `mma.sync`. The columns are therefore in an unusual order, but no data has to move between lanes:
 //!
-//! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The left operand must hold
-//!   its columns in the same order: see [`order_columns()`].
+//! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The columns of the left
+//!   operand must be in the order in which lanes hold the codes: see [`order_columns()`].
 //! - For sums (summed over rows), a lane has two neighboring columns of two rows. The result's even columns are in one
 //!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` holds the element in row
 //!   `l / 4 + 8 (i / 2 % 2)` and column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
@@ -38,8 +38,8 @@ pub enum Codes {
 }
 
 impl Codes {
-    /// Returns PTX that declares the registers of [`numbers`](Self::numbers) and sets its constants. Each constant is a
-    /// pair of bf16 numbers.
+    /// Returns PTX that declares the registers that the PTX of [`numbers`](Self::numbers) uses. The returned PTX also
+    /// sets the constants among these registers. Each constant is a pair of bf16 numbers.
     const fn constants(self) -> &'static str {
         match self {
             // `base` is 128: an OR with a code's 7 low bits adds these bits to 128. `shift` is −128: an OR with a
@@ -48,7 +48,7 @@ impl Codes {
                 ".reg .b32 base, shift, one, low, high, next;\n\
                  mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n"
             }
-            // `factor` is 2¹²⁰, and `zero2` is −0.
+            // `factor` is 2¹²⁰. `zero2` is −0: a product plus −0 is the unchanged product.
             Self::E4m3 => {
                 ".reg .b32 factor, zero2, low, high;\n\
                  mov.b32 factor, 0x7B807B80;\nmov.b32 zero2, 0x80008000;\n"
@@ -80,8 +80,8 @@ fn e4m3_numbers(register: &str, even: &str, odd: &str) -> String {
 
 /// Returns PTX that converts int8 codes to bf16.
 ///
-/// Each result is the sum of two bf16 numbers, without rounding. The first is 128 plus the code's 7 low bits. The second is
-/// −256 if the code's sign bit is set, and −128 otherwise.
+/// Each result is the sum of two bf16 numbers, without rounding. The first number is 128 plus the code's 7 low bits.
+/// The second number is −256 if the code's sign bit is set, and −128 otherwise.
 fn int8_numbers(register: &str, even: &str, odd: &str) -> String {
     let half = |from: &str, to: &str| {
         format!(
@@ -199,8 +199,8 @@ fn order_text() -> String {
 /// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold codes. The
 /// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
-/// Each of four lanes has four neighboring columns. After the reordering, the first and third columns of all lanes
-/// precede the second and fourth columns of all lanes.
+/// Four lanes share the 16 columns, and each of these lanes has four neighboring columns. After the reordering, the
+/// first and third columns of all lanes precede the second and fourth columns of all lanes.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
@@ -214,8 +214,8 @@ pub fn order_columns(first: u32) {
     );
 }
 
-/// Returns the scores of the warp's rows with keys in `codes`. The operands must be in shared memory, with the left operand's
-/// columns in the order of [`order_columns()`].
+/// Returns the scores of the warp's rows. The keys are stored as codes of the format `codes`. The operands must be in
+/// shared memory, with the left operand's columns in the order of [`order_columns()`].
 #[cube]
 pub fn word_scores<NS: Size>(
     left: u32,

@@ -40,15 +40,15 @@ pub fn commit_copies() {
     gpu_asm!("cp.async.commit_group;");
 }
 
-/// Waits until at most `pending` of this thread's latest groups of copies are incomplete. Other threads see the copied data
-/// only after a sync.
+/// Waits until at most the latest `pending` of this thread's groups of copies are incomplete. Other threads see the
+/// copied data only after a sync.
 #[cube]
 pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
-/// Returns the address of the 16-byte piece `piece` of row `row`. Swizzled subtiles of `rows` rows and 64 columns start at
-/// `start`.
+/// Returns the address of the 16-byte piece with the index `piece` in row `row`. The rows are stored in swizzled
+/// subtiles of `rows` rows and 64 columns. The first subtile starts at `start`.
 #[cube]
 pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {
     let subtile = start + (piece / 8u32) * comptime!((rows * ROW_BYTES) as u32);

@@ -45,8 +45,8 @@ fn load_text(count: usize) -> String {
         .collect()
 }
 
-/// Stores `count` registers of a vector, starting at register `first`, at the lane's [`exchange_address()`]. `count` is
-/// a multiple of 4.
+/// Stores `count` registers of a register vector, starting at register `first`, at the lane's [`exchange_address()`].
+/// `count` is a multiple of 4.
 #[cube]
 pub fn store_registers<N: Size>(
     address: u32,
@@ -62,8 +62,8 @@ pub fn store_registers<N: Size>(
     );
 }
 
-/// Loads `count` registers, a multiple of 4, that another warp has stored. There must be a barrier between the store and the
-/// load.
+/// Loads `count` registers that another warp has stored. `count` is a multiple of 4. There must be a barrier between
+/// the store and the load.
 #[cube]
 pub fn load_registers<N: Size>(address: u32, #[comptime] count: usize) -> Vector<f32, N> {
     let text = comptime!(load_text(count));

@@ -1,25 +1,25 @@
-//! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from
-//! global memory straight into registers, without shared memory and without `ldmatrix`.
+//! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from global
+//! memory straight into registers, without shared memory and without `ldmatrix`.
 //!
-//! The left operand of `mma.sync` has 16 rows. For at most 8 rows ([`add_pairs()`]), the lower 8 rows of the operand
-//! are zeros. For at most 16 rows, see [`add_pairs_of_two_rows()`]. The right operand has 8 rows.
+//! The left operand of `mma.sync` has 16 rows. [`add_pairs()`] multiplies at most 8 rows, so rows 8 to 15 of the left
+//! operand are zeros. [`add_pairs_of_two_rows()`] multiplies at most 16 rows. The right operand has 8 rows.
 //!
 //! Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of the result, the lane holds elements
 //! `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
-//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may hold any columns, if it
-//! holds the same columns of both operands. Each lane gets adjacent columns, which one load reads.
+//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may hold any columns,
+//! if it holds the same columns of both operands. Each lane gets adjacent columns, which one load reads.
 
 use crate::nvidia::Half;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The number of rows of the right operand of `mma.sync`. In [`add_pairs()`], the left operand has the same number of
-/// rows that are not zeros.
+/// The number of rows of the right operand of `mma.sync`. [`add_pairs()`] also uses only the first 8 rows of the left
+/// operand, and the other rows of the left operand are zeros.
 pub const PRODUCT_ROWS: usize = 8;
 
-/// The number of inner columns per step. Each lane loads one [`PIECE`](super::cp_async::PIECE) of 16 bytes, which feeds two
-/// `mma.sync`.
+/// The number of inner columns per step. In each step, a lane loads one [`PIECE`](super::cp_async::PIECE) of 16 bytes
+/// per operand. The loaded pieces are the operands of two `mma.sync`.
 pub const PIECE_COLUMNS: usize = 32;
 
 /// Starts a load of `words` words at `offset` bytes after a global address, without keeping the data in the L1 cache. The
@@ -88,8 +88,8 @@ fn piece_text(offset: usize) -> String {
     )
 }
 
-/// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand. Only the
-/// first two elements of the result have a meaning, because the left operand's lower rows are zeros.
+/// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand.
+/// Only the first two elements of the lane's result have a meaning, because rows 8 to 15 of the left operand are zeros.
 #[cube]
 pub fn add_pairs(
     sums: Vector<f32, Const<4>>,
@@ -127,7 +127,7 @@ fn product_text(half: Half) -> String {
 
 /// Multiplies 16 inner columns of 16 rows and adds the result to `sums`. Lane `l` passes two pairs of columns of rows
 /// `l / 4` (`upper`) and `l / 4 + 8` (`lower`) of the left operand, and of row `l / 4` of the right operand. The first
-/// two elements of its result are in row `l / 4`, and the last two in row `l / 4 + 8`.
+/// two elements of the lane's result are in row `l / 4`, and the last two elements are in row `l / 4 + 8`.
 #[cube]
 pub fn add_pairs_of_two_rows(
     sums: Vector<f32, Const<4>>,

@@ -46,26 +46,27 @@ pub struct Sums {
     pub depth: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. Such a row may
-    /// contain NaN, whose product with a zero of the left operand would be NaN.
+    /// True if the multiplication replaces some rows of the right operand by zeros. The argument `used` has a bit for
+    /// each row, and a row is replaced if its bit is 0. Such a row may contain NaN, and the product of NaN and a zero
+    /// of the left operand would be NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
 }
 
-/// The multiplication `sum += left · right` with both operands in shared memory. If several warps compute the same rows of
-/// the result, each warp computes some groups of 16 columns.
+/// The multiplication `sum += left · right` with both operands in shared memory. Several warps may compute the same
+/// rows of the result. In this case, the warps divide the columns among them, in groups of 16 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
     pub fragments: usize,
     /// The number of groups of 16 result columns that each warp computes.
     pub steps: usize,
-    /// The index, among the warp's groups of 16 result columns, of the first group to which the multiplication adds its
-    /// product.
+    /// The first group of result columns to which the multiplication adds its product. The number is an index among the
+    /// warp's groups of 16 result columns.
     pub first_step: usize,
-    /// The number of the warp's groups of 16 result columns to which the multiplication adds its product. The right
-    /// operand contains only the columns of these groups of all warps.
+    /// The number of groups of 16 result columns to which the multiplication adds its product, for each warp. The right
+    /// operand contains only the columns of these groups, for all warps.
     pub added_steps: usize,
     /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
     pub groups: usize,
@@ -77,8 +78,9 @@ pub struct SharedSums {
     pub left_rows: usize,
     /// The number of rows in each 64-column subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if zeros replace each row of the right operand whose bit in the argument `used` is 0. Such a row may
-    /// contain NaN, whose product with a zero of the left operand would be NaN.
+    /// True if the multiplication replaces some rows of the right operand by zeros. The argument `used` has a bit for
+    /// each row, and a row is replaced if its bit is 0. Such a row may contain NaN, and the product of NaN and a zero
+    /// of the left operand would be NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -138,11 +140,11 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns PTX that loads four 8 × 8 matrices into the registers `{name}0` to `{name}3`. The matrices cover 16 rows and 16
-/// columns. `within` is the index of these 16 columns among the four groups of 16 columns of a subtile.
+/// Returns PTX that loads four 8 × 8 matrices into the registers `{name}0` to `{name}3`. The matrices cover 16 rows and
+/// 16 columns. A subtile has four groups of 16 columns, and `within` is the index of the loaded group.
 ///
-/// The register `{address}{within}` holds the lane's swizzled address for these columns. The PTX adds `offset` bytes to this
-/// address.
+/// The register `{address}{within}` holds the lane's swizzled address for these columns. The PTX adds `offset` bytes to
+/// this address.
 pub(super) fn load(
     name: &str,
     address: &str,
@@ -166,7 +168,7 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
 
 /// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the
 /// register `used`, bits `4 step` and `4 step + 1` are the mask bits of two neighboring rows. Bits `4 step + 2` and
-/// `4 step + 3` are those of the rows 8 below.
+/// `4 step + 3` are the mask bits of the two rows that are 8 rows further down.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -187,8 +189,8 @@ fn masked() -> String {
         .collect()
 }
 
-/// Returns the PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then
-/// the lane's addresses of the left and right operand.
+/// Returns the PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds` is
+/// true, and then the lane's addresses of the left and right operand.
 fn scores_text(product: &Scores, adds: bool) -> String {
     let count = product.registers();
     let left = if adds { 2 * count } else { count };
@@ -232,8 +234,8 @@ fn scores_text(product: &Scores, adds: bool) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the
-/// lane's address of the right operand, and the bits `used` if the product is masked.
+/// Returns the PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers,
+/// the lane's address of the right operand, and the mask bits `used` if the product is masked.
 fn sums_text(product: &Sums) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -334,7 +336,7 @@ fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
 /// Returns the lane's `ldmatrix` address for the warp's left operand. The 64-column subtiles start at `start`, and the
 /// operand's first row is row `row` of each subtile.
 ///
-/// [`Sums`] uses this function for its right operand, with `row` 0.
+/// For the right operand of [`Sums`], call this function with `row` 0.
 #[cube]
 pub fn left_address(start: u32, row: u32) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -408,7 +410,7 @@ pub fn scores<NS: Size>(left: u32, right: u32, #[comptime] product: Scores) -> V
     s
 }
 
-/// Adds to the scores the dot products over additional columns of Q and K. The operands must be in shared memory.
+/// Adds the dot products over additional columns of Q and K to the scores. Q and K must be in shared memory.
 #[cube]
 pub fn add_scores<NS: Size>(
     scores: Vector<f32, NS>,
@@ -430,8 +432,10 @@ pub fn add_scores<NS: Size>(
 
 /// Multiplies two operands in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` of 16 columns of the left operand, lane `l` holds the mask bits of four columns in bits `4 s` to
-/// `4 s + 3` of `used`. The columns are `c`, `c + 1`, `c + 8` and `c + 9`, where `c = 16 s + 2 (l % 4)`.
+/// The mask bits in `used` follow the columns of the left operand. A column's bit is the mask bit of the right
+/// operand's row that the column multiplies. For each step `s` of 16 columns, lane `l` holds the bits of four columns
+/// in bits `4 s` to `4 s + 3` of `used`. The columns are `c`, `c + 1`, `c + 8` and `c + 9`, where
+/// `c = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_shared_product<NO: Size>(
     sums: Vector<f32, NO>,

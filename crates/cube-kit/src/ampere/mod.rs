@@ -1,8 +1,9 @@
 //! Tensor cores and asynchronous copies of NVIDIA GPUs of sm_80 (Ampere) or later: `mma.sync`, `ldmatrix` and
 //! `cp.async`.
 //!
-//! Operands lie in shared memory as subtiles of 64 columns, with the 128-byte swizzle of [`hopper`](crate::hopper): the
-//! row's index permutes the eight 16-byte pieces of a row. The swizzle avoids bank conflicts of `cp.async` and `ldmatrix`.
+//! Operands lie in shared memory as subtiles of 64 columns, with the 128-byte swizzle of [`hopper`](crate::hopper).
+//! This swizzle permutes the eight 16-byte pieces of each row, and the permutation depends on the row's index. The
+//! swizzle avoids bank conflicts of `cp.async` and `ldmatrix`.
 
 #![allow(
     missing_docs,

@@ -1,7 +1,7 @@
 //! Clusters of cubes, which can write to each other's shared memory (distributed shared memory).
 //!
-//! A cluster barrier has two halves. A thread arrives, continues, and waits later. Every thread of the cluster must alternate
-//! between both halves.
+//! A cluster barrier has two halves: arriving and waiting. A thread arrives, continues, and waits later. Every thread
+//! of the cluster must call the two halves alternately.
 
 use crate::nvidia::ptx::{plain, value_of};
 use cubecl::prelude::*;
@@ -19,7 +19,8 @@ pub fn cluster_wait() {
     plain(comptime!("barrier.cluster.wait.acquire;\n".to_string()));
 }
 
-/// Returns the cluster-wide address of the shared memory of cube `rank` that corresponds to `address` in this cube.
+/// Returns the cluster-wide address of a location in the shared memory of cube `rank`. This location has the same
+/// offset as `address` has in the shared memory of this cube.
 #[cube]
 pub fn remote_address(address: u32, rank: u32) -> u32 {
     let remote: u32;

@@ -214,7 +214,7 @@ pub fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column:
     );
 }
 
-/// Waits until this thread's TMA stores have read shared memory.
+/// Waits until this thread's TMA stores have finished reading shared memory.
 #[cube]
 pub fn tma_store_wait() {
     plain(comptime!("cp.async.bulk.wait_group.read 0;\n".to_string()));

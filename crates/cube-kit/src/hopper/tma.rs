@@ -15,7 +15,8 @@ use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 pub use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// True if all indices of the dimension lead to the same elements: its size is 1, or it is broadcast (stride 0).
+/// True if all indices of the dimension lead to the same elements. This is the case if the dimension's size is 1, or if
+/// the dimension is broadcast (stride 0).
 pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
@@ -33,8 +34,8 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Treat the dimension as one of size 1, with a stride that TMA accepts. TMA checks this stride although it
-            // never uses it.
+            // Treat the dimension as one of size 1, with a stride that TMA accepts. TMA checks this stride, although
+            // TMA never uses the stride.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -141,7 +142,7 @@ pub fn load_columns(
 }
 
 /// Waits until the cube's TMA stores have read shared memory. A cube must call this function before it ends, because
-/// its shared memory is then freed.
+/// the end of the cube frees the shared memory.
 #[cube]
 pub fn await_stores() {
     let thread = UNIT_POS % comptime!(WARPGROUP as u32);
@@ -150,8 +151,8 @@ pub fn await_stores() {
     }
 }
 
-/// Writes a warpgroup's 64 output rows, times `factors`, from its accumulator fragments to `target` in shared memory,
-/// and from there to the tensor. Neighboring subtiles in shared memory are `subtile_bytes` apart.
+/// Multiplies a warpgroup's 64 output rows by `factors`. Writes the rows from the accumulator fragments to `target` in
+/// shared memory, and from there to the tensor. Neighboring subtiles in shared memory are `subtile_bytes` apart.
 ///
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own
 /// last TMA store may still read that data.

@@ -128,8 +128,8 @@ fn output_text(product: &Product) -> String {
 /// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. The PTX then signals at a barrier that
 /// a ring buffer stage is free.
 ///
-/// Outputs: a vector of `fragment` registers. Only its first `used` registers are written. Inputs: a vector of the same
-/// size, the barrier's address, and the elected flag (nonzero in threads that arrive at the barrier).
+/// Outputs: a vector of `fragment` registers, of which only the first `used` registers are written. Inputs: a vector of
+/// the same size, the barrier's address, and the elected flag (nonzero in threads that arrive at the barrier).
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -181,7 +181,7 @@ pub fn multiply_output<NO: Size, NP: Size>(
 pub const SUBTILE_STEPS: usize = 4;
 
 /// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: a vector of `fragment`
-/// registers, whose first `used` registers are written. Inputs: a vector of the same size.
+/// registers, of which only the first `used` registers are written. Inputs: a vector of the same size.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     format!(
         "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
@@ -261,8 +261,8 @@ pub fn take_fragment<NF: Size>(
     taken
 }
 
-/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. The argument keeps the registers of
-/// `p` alive until the wait.
+/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. Passing `p` keeps its registers
+/// alive until the wait.
 #[cube]
 pub fn take_sums<NF: Size, NP: Size>(
     fragment: Vector<f32, NF>,

@@ -1,5 +1,5 @@
-//! Barriers in shared memory (mbarriers) with the instructions of sm_80 (Ampere). A warp arrives at a barrier, continues,
-//! and waits later if needed. For Hopper's instructions see [`ptx`](crate::hopper::ptx).
+//! Barriers in shared memory (mbarriers) with the instructions of sm_80 (Ampere). A warp can arrive at a barrier,
+//! continue its work, and wait at the barrier later. For Hopper's instructions see [`ptx`](crate::hopper::ptx).
 
 use crate::nvidia::ptx::{value_of, with_one};
 use cubecl::prelude::*;
@@ -13,8 +13,8 @@ pub fn barrier_init(address: u32, #[comptime] arrivals: usize) {
     );
 }
 
-/// Makes this thread arrive at the barrier at `address` as soon as all copies that it has started are complete. Other
-/// threads that wait at the barrier then see the copied data.
+/// Makes this thread arrive at the barrier at `address` as soon as all copies that the thread has started are complete.
+/// Other threads that wait at the barrier then see the copied data.
 #[cube]
 pub fn arrive_with_copies(address: u32) {
     gpu_asm!(

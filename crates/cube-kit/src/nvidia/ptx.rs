@@ -69,8 +69,8 @@ pub fn fmin_nan(a: f32, b: f32) -> f32 {
     y
 }
 
-/// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that are computed from the result
-/// are also uniform. If the lanes differ, the result is the bitwise or of their numbers.
+/// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that the kernel computes from
+/// this number are then uniform as well. If the lanes differ, the result is the bitwise or of their numbers.
 #[cube]
 pub fn uniform(x: u32) -> u32 {
     let y: u32;
@@ -208,8 +208,9 @@ pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     both
 }
 
-/// Returns a word with the smaller of the low elements of `a` and `b`, and the smaller of their high elements. Each
-/// word holds two half-precision elements. If only one of two elements is NaN, the smaller one is the other element.
+/// Compares the low elements of `a` and `b`, and compares their high elements. Each word holds two half-precision
+/// elements. Returns a word with the two smaller elements. If only one of two compared elements is NaN, the other
+/// element counts as the smaller one.
 #[cube]
 pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());

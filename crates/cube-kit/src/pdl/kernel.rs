@@ -108,8 +108,9 @@ fn tell<T: CubePrimitive>(_tensor: &Tensor<T>) {}
 
 /// Loads the vector at `index` of a tensor that no launch writes.
 ///
-/// If `now`, the load is issued before all later instructions of the kernel, and the vector must have [`LOAD_BYTES`] bytes.
-/// Otherwise the compiler may delay the load until the first use of the vector, after the wait for the previous launch.
+/// If `now` is true, the load is issued before all later instructions of the kernel, and the vector must have
+/// [`LOAD_BYTES`] bytes. Otherwise the compiler may delay the load until the first use of the vector, after the wait
+/// for the previous launch.
 #[cube]
 pub fn load_now<E: Float, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -148,8 +149,8 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
     tensor[index]
 }
 
-/// Loads the element of 2 or 4 bytes at `index` of a slice that no launch writes. If `now`, the load is issued before all
-/// later instructions, as in [`load_now()`].
+/// Loads the element of 2 or 4 bytes at `index` of a slice that no launch writes. If `now` is true, the load is issued
+/// before all later instructions, as in [`load_now()`].
 #[cube]
 pub fn load_element_now<T: CubePrimitive>(
     elements: &[T],

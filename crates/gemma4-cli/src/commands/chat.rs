@@ -116,7 +116,7 @@ fn talk(
             }
             message => {
                 if !is_interactive && !is_first {
-                    // Ignore the result: if the output is closed, the condition of the loop ends the loop.
+                    // Ignore the result: if the output is closed, the loop's condition is false and the loop ends.
                     let _ = output.write("\n");
                 }
                 is_first = false;
@@ -184,7 +184,8 @@ impl Conversation<'_> {
         self.session.reset();
     }
 
-    /// Writes the conversation to the file of `--cache`. Afterwards the program ends if it received a signal during the write.
+    /// Writes the conversation to the file of `--cache`. If the program received a signal during the write, the program
+    /// then ends.
     fn keep(&mut self, interrupt: &Interrupt) -> Result<(), Error> {
         if let Some(cache) = &mut self.cache {
             cache.write(&self.session, &self.messages)?;

@@ -299,8 +299,8 @@ fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
         all.clone().count(),
         all.filter(|example| example.tokens.len() > length).count(),
     );
-    // Divide whole documents between training and validation. The examples of one conversation overlap, so they must not be
-    // divided.
+    // Divide whole documents between training and validation. The examples of one conversation overlap, so examples of
+    // one conversation must not be in both sets.
     let fitting = documents.into_iter().map(|document| {
         let examples = document.examples.into_iter();
         let examples = examples.filter_map(|example| example.within(length));

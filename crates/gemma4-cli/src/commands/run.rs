@@ -133,7 +133,8 @@ fn run(cli: &Run) -> Result<(), Error> {
     } else {
         output.stream(&interrupt, |on_token| generate(on_token))?
     };
-    // The session is written to the file of `--cache`, together with the conversation that this file already contains.
+    // Write the session to the file of `--cache`. If the file already contains a conversation, the file keeps the
+    // conversation.
     let mut kept = Ok(());
     if let Some(cache) = &mut cache {
         cache.write(&session, &messages)?;

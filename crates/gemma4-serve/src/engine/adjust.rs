@@ -11,8 +11,8 @@ pub(super) struct Adjustments {
     frequency: f32,
     /// The number of occurrences of each token in the answer, if a penalty needs the counts.
     counts: HashMap<u32, u32>,
-    /// Lists of forbidden tokens, each paired with a number of tokens. The tokens in the list are forbidden until the
-    /// answer has this number of tokens.
+    /// Pairs of a number of tokens and a list of forbidden tokens. The tokens in a list are forbidden until the answer
+    /// has at least the paired number of tokens.
     early: Vec<(usize, Vec<u32>)>,
     tokens: usize,
 }

@@ -118,7 +118,8 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Adds the next token, which `result` gives directly or as logits. Returns true if the answer has ended.
+    /// Adds the next token. `result` holds either this token, or the logits from which this function chooses the token.
+    /// Returns true if the answer has ended.
     pub fn take(&mut self, result: RowResult) -> Result<bool, RequestError> {
         let (token, logprobs) = match result {
             RowResult::Token(token) => {
@@ -239,7 +240,8 @@ impl<'a> Answer<'a> {
         match kind {
             TextKind::Answer => {
                 let (mut text, found) = self.stop.push(&text);
-                // A stop string does not span a thought or a tool call, so the held-back text before them can be sent.
+                // A stop string does not span a thought or a tool call. The text that is held back before a thought or
+                // tool call can therefore be sent.
                 if found.is_none() && self.kind() != TextKind::Answer {
                     text += &self.stop.finish();
                 }
@@ -254,8 +256,7 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Sends the remaining text and then the end of the answer. The remaining text was delayed because it could begin a stop
-    /// string.
+    /// Sends the text that is still held back because it could begin a stop string. Then sends the end of the answer.
     fn end(&mut self, reason: EndReason) -> Result<bool, RequestError> {
         let (kind, text, call) = match &mut self.splitter {
             Splitter::Plain(stream) => (TextKind::Answer, stream.finish()?, None),

@@ -229,8 +229,9 @@ impl Engine {
         self.shared.is_draining()
     }
 
-    /// Waits until the engine's thread ends, and returns the error for a request whose events ended before its answer
-    /// was complete. The wait is necessary because the events end before the thread has reported why it failed.
+    /// Waits until the engine's thread ends. Then returns the error for a request whose events ended before the
+    /// request's answer was complete. The wait is necessary because the events end before the thread reports why the
+    /// thread failed.
     pub async fn stopped(&self) -> RequestError {
         self.shared.ended().await;
         self.failure().unwrap_or_else(draining)

@@ -19,7 +19,8 @@ pub struct Metrics {
     pub reserved_tokens: IntGauge,
     /// The size of the KV cache on the device, in bytes.
     pub cache_bytes: IntGauge,
-    /// The numbers of finished, failed, cancelled and refused requests. Each finished answer counts as one request.
+    /// The numbers of finished, failed, cancelled and refused requests. A finished request with several answers counts
+    /// once per answer.
     pub requests: IntCounterVec,
     /// The size of the keys and values of earlier prompts on the device, in bytes.
     pub prefix_cache_bytes: IntGauge,

@@ -112,8 +112,8 @@ pub enum EndReason {
 /// The numbers of tokens in an answer and its prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerUsage {
-    /// The number of prompt tokens whose keys and values came from an earlier prompt. Only the first answer to a prompt counts
-    /// them, so that the sum over all answers counts each prompt once.
+    /// The number of prompt tokens whose keys and values came from an earlier prompt. If a prompt has several answers,
+    /// only the first answer counts these tokens. The sum over all answers then counts each prompt once.
     pub cached_tokens: usize,
     /// The number of generated tokens, including the stop token.
     pub tokens: usize,

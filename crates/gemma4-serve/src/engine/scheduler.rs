@@ -100,8 +100,8 @@ impl<'a> Scheduler<'a> {
             match message {
                 Ok(Message::Submit(job)) => self.queue.push_back(*job),
                 Ok(Message::Wake) => (),
-                // End the thread only if it is idle and draining. The inbox was read after `is_draining`, so no request
-                // from before the drain is left in it.
+                // End the thread only if it is idle and draining. The inbox was read after `is_draining`, so all
+                // requests from before the drain have left the inbox.
                 Err(TryRecvError::Empty) => return !(is_idle && is_draining),
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }
@@ -150,8 +150,8 @@ impl<'a> Scheduler<'a> {
                 return Ok(());
             };
             let before = prefilling.prefill.remaining();
-            // If the prompt exceeds this round's remaining budget but fits into one chunk, leave it for the next round.
-            // A prompt that is prefilled as a whole can replay a CUDA graph.
+            // A prompt may exceed this round's remaining budget but fit into one chunk. Leave this prompt for the next
+            // round, because a prompt that is prefilled as a whole can replay a CUDA graph.
             if (budget + 1..=self.chunk).contains(&before) && prefilling.prefill.replays() {
                 return Ok(());
             }
@@ -159,8 +159,8 @@ impl<'a> Scheduler<'a> {
                 Some(first) => vec![first.row_choice()],
                 None => return Ok(()),
             };
-            // All answers to a prompt share one row of logits. If the answers draw tokens, return the logits, because each
-            // answer has a separate seed.
+            // All answers to a prompt share one row of logits. If the answers draw tokens, the batch must return this
+            // row, because each answer draws with a separate seed.
             let choices = match (prefilling.answers.len(), &choices[0]) {
                 (1, _) | (_, RowChoice::Argmax) => choices,
                 _ => vec![RowChoice::Logits],

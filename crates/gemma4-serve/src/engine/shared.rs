@@ -97,8 +97,8 @@ impl Shared {
         self.metrics.queued.set((before - count) as i64);
     }
 
-    /// The largest number of tokens for which the KV cache may allocate memory, for `answers` answers of at most
-    /// `longest` tokens.
+    /// Returns the largest number of tokens for which the KV cache may allocate memory. The KV cache holds `answers`
+    /// answers of at most `longest` tokens each.
     pub fn slots(answers: usize, longest: usize) -> usize {
         Batch::largest_slots(answers, longest)
     }

@@ -44,7 +44,7 @@ impl StopText {
         (std::mem::replace(&mut self.pending, rest), None)
     }
 
-    /// Returns the text that is still delayed. The caller calls this function after the last `push`.
+    /// Returns the text that is still held back. The caller calls this function after the last `push`.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.pending)
     }
@@ -54,8 +54,8 @@ impl StopText {
 mod tests {
     use super::*;
 
-    /// Splits `text` in three at every pair of positions. Returns the text before the stop string, and the stop string,
-    /// which must be equal for all splits.
+    /// Searches `text` once for every way to split it into three pieces. Returns the text before the stop string, and
+    /// the stop string. Both must be equal for all ways to split.
     fn all_splits(strings: &[&str], text: &str) -> (String, Option<String>) {
         let strings: Vec<String> = strings.iter().map(|string| string.to_string()).collect();
         let splits: Vec<usize> = (0..=text.len())

@@ -26,7 +26,8 @@ pub struct ServerOptions {
     pub body_timeout: Duration,
     /// The interval between the heartbeats of a stream. Heartbeats keep the connection open while no token arrives.
     pub heartbeat: Duration,
-    /// The time that running requests get after a shutdown has begun. After this time, the server cancels them.
+    /// The time that running requests get after a shutdown has begun. After this time, the server cancels the requests
+    /// that are still running.
     pub drain_timeout: Duration,
 }
 

@@ -1,4 +1,5 @@
-//! Reads the bodies of requests: checks the size, the time limit and the JSON. Errors name the field.
+//! Reads the bodies of requests: checks the size, the time limit and the JSON. Error messages name the request field
+//! that caused the error.
 
 use super::app::ServerOptions;
 use crate::error::{ErrorKind, RequestError};
@@ -55,8 +56,8 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
         let reason = error.into_inner();
-        // `path` ends with a dot or a question mark if the error is not in a field. If the body ends early, the field
-        // that was read last is not at fault.
+        // `path` ends with a dot or a question mark if the error is not in a named field. If the body ends early, do
+        // not name the field that was read last, because this field is not at fault.
         match path.trim_end_matches(['.', '?']) {
             field if !field.is_empty() && !reason.is_eof() => RequestError::field(field, reason),
             _ => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),

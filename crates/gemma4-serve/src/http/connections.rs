@@ -17,7 +17,7 @@ pub(super) struct Connections {
     service: TowerToHyperService<Router>,
     tasks: JoinSet<()>,
     open: GracefulShutdown,
-    /// The task that waits until the connections that were opened before the shutdown are closed.
+    /// The task that ends when all connections from before the shutdown are closed. `None` until the shutdown begins.
     closing: Option<JoinHandle<()>>,
 }
 
@@ -36,7 +36,7 @@ impl Connections {
         }
     }
 
-    /// Accepts connections, and serves each on a task of its own.
+    /// Accepts connections, and serves each connection on a separate task.
     pub async fn accept(&mut self, listener: &mut LimitedListener) -> Infallible {
         loop {
             let (stream, _) = listener.accept().await;
@@ -56,7 +56,8 @@ impl Connections {
         }
     }
 
-    /// Closes idle connections, and closes the others after the answer in progress. Later connections serve one request each.
+    /// Closes idle connections at once. Closes every other connection after its answer in progress. A connection that
+    /// is accepted later serves one request.
     pub fn close_after_answers(&mut self) {
         self.http.keep_alive(false);
         let before = std::mem::replace(&mut self.open, GracefulShutdown::new());

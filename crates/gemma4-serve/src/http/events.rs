@@ -21,7 +21,8 @@ impl Events {
         }
     }
 
-    /// Waits for the next event. If the events end before the answer is complete, returns a failure.
+    /// Waits for the next event. If the channel of events ends before the answer is complete, returns an event with the
+    /// error.
     pub async fn next(&mut self) -> Event {
         let event = match self.receiver.recv().await {
             Some(event) => event,

@@ -4,13 +4,14 @@ use crate::engine::AnswerOptions;
 use crate::error::RequestError;
 use serde_json::{Map, Value};
 
-/// The largest number of stop strings in a request, and the largest length of a stop string in bytes.
+/// The limits of a request's stop strings: their number is at most `MAX_STOP_STRINGS`, and each has at most
+/// `MAX_STOP_LENGTH` bytes.
 const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_LENGTH: usize = 1024;
 /// The largest number of most likely tokens that a request can ask for at each position of an answer.
 pub(crate) const MAX_TOP_LOGPROBS: usize = 20;
 
-/// The options that a request sets. `None` keeps the checkpoint's option.
+/// The options that a request sets. If a field is `None`, the checkpoint's option stays in effect.
 #[derive(Debug, Default)]
 pub(crate) struct Overrides {
     /// A pair of the request field's name, which differs between the APIs, and the field's value.

@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The target of the log records of requests. The text of each record is a JSON object.
+/// The `log` target of the request log. The text of each log record is a JSON object that describes one request.
 pub const LOG_TARGET: &str = "gemma4_serve::requests";
 
-/// The entry of one request. Clones share the entry, which is logged when the last clone is dropped.
+/// The log entry of one request. All clones refer to one entry, which is logged when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestLog(Arc<Entry>);
 
@@ -32,10 +32,10 @@ struct Entry {
     state: Mutex<Progress>,
 }
 
-/// The part of an entry that changes while the request is answered.
+/// The part of a log entry that changes while the server answers the request.
 #[derive(Debug, Default)]
 struct Progress {
-    /// The status of the response, or `None` as long as the client waits for the response.
+    /// The HTTP status of the response, or `None` until the response begins.
     status: Option<u16>,
     error: Option<String>,
     prompt_tokens: usize,
@@ -43,7 +43,7 @@ struct Progress {
     cached_tokens: usize,
     output_tokens: usize,
     first_token: Option<Duration>,
-    /// The number of answers that have not ended.
+    /// The number of this request's answers that have not ended.
     open: usize,
 }
 
@@ -64,8 +64,8 @@ impl RequestLog {
         format!("{prefix}{}", self.0.id)
     }
 
-    /// Records a submitted prompt: the number of its tokens, and the number of answers that the engine generates for
-    /// it.
+    /// Records that a prompt was submitted to the engine. `prompt_tokens` is the length of the prompt. `answers` is the
+    /// number of answers that the engine generates for the prompt.
     pub fn submitted(&self, prompt_tokens: usize, answers: usize) {
         self.change(|state| {
             state.prompt_tokens += prompt_tokens;
@@ -88,7 +88,7 @@ impl RequestLog {
         });
     }
 
-    /// Records a failure after the beginning of the response.
+    /// Records a failure that occurred after the response had begun.
     pub fn failed(&self, message: &str) {
         self.change(|state| state.error = Some(message.to_owned()));
     }

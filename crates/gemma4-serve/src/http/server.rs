@@ -48,7 +48,7 @@ impl Server {
         Self::with_template(gemma, engine, options, None)
     }
 
-    /// Starts the engine for a model. `template` replaces the checkpoint's chat template if it is not `None`.
+    /// Starts the engine for a model. If `template` is not `None`, `template` replaces the checkpoint's chat template.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::start`].
@@ -117,8 +117,8 @@ impl Server {
             },
         };
         drop(listener);
-        // The last part of an answer, or the error, may still be on its way to the client, so open connections get some
-        // time.
+        // The last bytes of an answer, or of the error, may still be on their way to a client. Open connections
+        // therefore get some time to receive these bytes.
         let moment = match ended {
             Ok(()) => deadline,
             Err(_) => Instant::now() + LAST_MOMENT,
@@ -129,7 +129,8 @@ impl Server {
     }
 }
 
-/// The time after a failure of the engine in which open connections can still receive the reason.
+/// After the engine has failed, open connections are cut after this time. Until then, clients can still receive the
+/// reason of the failure.
 const LAST_MOMENT: Duration = Duration::from_millis(200);
 
 #[cfg(all(test, feature = "flex"))]

@@ -36,7 +36,7 @@ impl Message {
         }
     }
 
-    /// Creates an event with a name that is computed at run time.
+    /// Creates an event whose name is computed at run time.
     pub fn owned_name(name: String, data: &Value) -> Self {
         Self {
             name: Some(name.into()),
@@ -73,7 +73,8 @@ pub(crate) trait StreamWriter: Send + 'static {
     fn end(&mut self) -> Vec<Message>;
     /// True if all answers of the request have ended.
     fn has_ended(&self) -> bool;
-    /// Returns the server-sent event that serves as a heartbeat. `None` means an empty comment line.
+    /// Returns the server-sent event that serves as a heartbeat. If the method returns `None`, the server sends an
+    /// empty comment line instead.
     fn heartbeat(&self) -> Option<Message> {
         None
     }

@@ -65,7 +65,7 @@ impl ChatMessage {
 pub struct Tool {
     /// The name of the tool.
     pub name: String,
-    /// The description of the tool, which the prompt contains.
+    /// The description of the tool. The prompt contains this description.
     pub description: Option<String>,
     /// The JSON schema of the arguments.
     pub parameters: Option<Value>,

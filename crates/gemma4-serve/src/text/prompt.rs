@@ -47,25 +47,26 @@ impl TextModel {
         Self { template, ..self }
     }
 
-    /// Returns the id of a token that ends a text.
+    /// Returns the id of a token that ends a text: the checkpoint's first stop token, or otherwise `<eos>`.
     pub fn end_token(&self) -> u32 {
         let stop = self.plain.stop_tokens.first().copied();
         stop.or_else(|| self.tokenizer.id("<eos>")).unwrap_or(0)
     }
 
-    /// Returns the ids of the tokens that begin and end a thought, or `None` if the vocabulary lacks them.
+    /// Returns the ids of the tokens that begin and end a thought, or `None` if the vocabulary lacks either token.
     pub fn thought_tokens(&self) -> Option<[u32; 2]> {
         let tokenizer = &self.tokenizer;
         Some([tokenizer.id("<|channel>")?, tokenizer.id("<channel|>")?])
     }
 
-    /// Returns the largest number of tokens of an answer for a request without a limit. `left` is the number of tokens
-    /// that fit into the context after the prompt.
+    /// Returns the largest number of tokens of an answer if the request does not set this number. `left` is the number
+    /// of tokens that fit into the context after the prompt.
     pub fn default_max_tokens(&self, left: usize) -> usize {
         self.max_tokens.unwrap_or(MAX_TOKENS).min(left).max(1)
     }
 
-    /// Returns the checkpoint's default options of an answer, for a conversation or for a text to continue.
+    /// Returns the checkpoint's default options of an answer. If `is_chat` is true, the model answers a conversation.
+    /// Otherwise, the model continues a text.
     pub fn options(&self, is_chat: bool) -> AnswerOptions {
         let options = match is_chat {
             true => &self.chat,
@@ -151,8 +152,9 @@ impl TextModel {
         Ok(marking.encode(&prompt)?)
     }
 
-    /// Refuses a prompt of at least `fewest` tokens if the context has no place for the prompt and one further token.
-    /// The check precedes encoding, because the tokenizer may need seconds for a prompt that is many times too long.
+    /// Refuses a prompt if the context has no place for the prompt and one further token. `fewest` is a lower bound of
+    /// the prompt's number of tokens. The check precedes encoding, because the tokenizer may need seconds for a prompt
+    /// that is many times too long.
     fn check_length(&self, fewest: usize) -> Result<(), RequestError> {
         match fewest < self.context {
             true => Ok(()),

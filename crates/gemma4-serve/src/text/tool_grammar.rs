@@ -7,11 +7,11 @@ use burn_gemma4::Tokenizer;
 /// The special tokens that begin a tool call, end a tool call, and quote a string.
 const MARKS: [&str; 3] = ["<|tool_call>", "<tool_call|>", "<|\"|>"];
 
-/// Returns the grammar of an answer that makes one call of a tool in `tools`, or several calls if `is_parallel` is
-/// true. Returns `None` if the vocabulary lacks a special token of tool calls.
+/// Returns the grammar of an answer that calls one of the tools in `tools`. The answer makes one call, or one or more
+/// calls if `is_parallel` is true. Returns `None` if the vocabulary lacks a special token of tool calls.
 ///
-/// The grammar guarantees the name of a tool and the syntax of the arguments. The grammar does not enforce the arguments'
-/// JSON schema.
+/// The grammar guarantees that the tool's name is in `tools`, and that the syntax of the arguments is valid. The
+/// grammar does not enforce the JSON schema of the arguments.
 pub fn grammar(tokenizer: &Tokenizer, tools: &[&Tool], is_parallel: bool) -> Option<Grammar> {
     let [begin, end, quote] = MARKS.map(|mark| tokenizer.id(mark));
     let (begin, end, quote) = (begin?, end?, quote?);

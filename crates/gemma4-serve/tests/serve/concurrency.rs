@@ -1,5 +1,5 @@
-//! Tests concurrent requests. Each answer must equal the answer to the same request without other requests, and the
-//! answers of cancelled requests must leave the batch.
+//! Tests concurrent requests. Each answer must equal the answer that the server gives if it processes only this
+//! request. If a request is cancelled, the engine must stop generating its answers.
 
 use crate::harness::{Harness, gemma, user, with_model};
 use axum::body::Body;

@@ -181,8 +181,8 @@ async fn prompt_that_is_many_times_too_long_is_refused_without_encoding() {
         let bound = "the context has 8192 tokens, but the prompt has at least 485";
         assert!(message.contains(bound), "{message}");
     }
-    // The lower bound must not refuse a prompt that fits. Up to 8 spaces form one token of this model, so these spaces
-    // fit.
+    // The lower bound must not refuse a prompt that fits. In this model's tokenizer, up to 8 spaces form one token, so
+    // these spaces are about 8,100 tokens.
     let spaces = " ".repeat(8 * 8100);
     let body = json!({"prompt": spaces, "max_tokens": 1, "temperature": 0});
     harness.complete(body).await.ok();

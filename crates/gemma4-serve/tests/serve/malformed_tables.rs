@@ -20,7 +20,7 @@ enum Type {
 use Type::{Bool, Count, Integer, List, Number, Object, Text, Texts};
 
 impl Type {
-    /// Returns values that are not of this type.
+    /// Returns JSON values that do not have this type.
     fn wrong(self) -> Vec<Value> {
         let all = [
             json!("x"),
@@ -195,8 +195,8 @@ impl Api {
         body.to_string()
     }
 
-    /// Returns pairs of a malformed request body and a list of texts. The error message for the body must contain one
-    /// of the texts.
+    /// Returns malformed request bodies. Each body comes with a list of texts. The error message for the body must
+    /// contain at least one text of its list.
     pub fn malformed(&self) -> Vec<(Vec<u8>, Vec<String>)> {
         let mut all = Vec::new();
         let mut add = |body: String, names: &[&str]| {

@@ -77,7 +77,8 @@ async fn seeds_repeat_answers_and_differ_between_choices() {
     let first = texts(&harness.chat(body.clone()).await.ok());
     assert_eq!(first, texts(&harness.chat(body).await.ok()));
     assert!(first[0] != first[1] && first[1] != first[2], "{first:?}");
-    // The first answer uses the seed of the request, so it equals a direct generation with this seed.
+    // The first answer uses the seed of the request. The first answer therefore equals the text that a direct call of
+    // the model generates with this seed.
     let expected = generated("A test", |options| {
         options.max_tokens = 12;
         options.sampling = Sampling {
@@ -167,7 +168,8 @@ async fn logit_bias_and_penalties_change_the_answer() {
     body["logit_bias"] = json!({token.to_string(): 100});
     let text = |answer: Value| answer["choices"][0]["message"]["content"].clone();
     assert_eq!(text(harness.chat(body.clone()).await.ok()), "aaaaa");
-    // With a smaller bias, the frequency and presence penalties outweigh the bias after some repetitions of the token.
+    // The bias of 8 is much smaller than the bias of 100 above. After some repetitions of the token, the frequency and
+    // presence penalties therefore outweigh the bias.
     body["logit_bias"] = json!({token.to_string(): 8});
     body["max_tokens"] = json!(30);
     let before = text(harness.chat(body.clone()).await.ok()).to_string();

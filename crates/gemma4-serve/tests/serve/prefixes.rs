@@ -1,5 +1,5 @@
-//! Tests the prefix cache: the second of two equal requests reuses all prompt tokens but the last. Each API must report
-//! the reused tokens in its own usage fields.
+//! Tests the prefix cache. If a request is sent twice, the second answer reuses the keys and values of all prompt
+//! tokens except the last. Each API must report the number of reused tokens in its own usage fields.
 
 use crate::harness::{Harness, user, with_model};
 use gemma4_serve::ServerOptions;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 const TEXT: &str =
     "Name a few rivers of Europe that flow into the North Sea, and say how long they are.";
 
-/// Sends a request twice. Returns the usage of both answers. The texts must be equal.
+/// Sends a request twice, and checks that both answers have the same text. Returns the `usage` object of each answer.
 async fn usages(harness: &Harness, path: &str, body: Value) -> [Value; 2] {
     let mut answers = Vec::new();
     for _ in 0..2 {

@@ -1,5 +1,5 @@
-//! Tests many random requests at once. Each answer must equal the answer to the same request without other requests,
-//! even while other clients disconnect. Afterwards, the engine must hold no requests and no KV cache.
+//! Tests many random requests at once. Each answer must equal the answer that the server gives if it processes only
+//! this request, even while other clients disconnect. Afterwards, the engine must hold no requests and no KV cache.
 
 use crate::harness::Harness;
 use crate::socket::{Listening, Response, exchange, post, receive};
@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// The number of requests. A run with 1,000 takes some minutes.
+/// The number of requests. A run with 1,000 requests takes some minutes.
 const REQUESTS: usize = 250;
 /// The number of clients that send requests at the same time.
 const CLIENTS: usize = 20;
@@ -31,15 +31,15 @@ const WORDS: [&str; 12] = [
     "tensor",
 ];
 
-/// A request, and the point at which its client disconnects, if it disconnects early.
+/// A request. If its client disconnects early, the case also describes when the client disconnects.
 #[derive(Clone, Debug)]
 struct Case {
     path: &'static str,
     body: Value,
     /// The milliseconds that the client waits before it sends the request.
     delay: u64,
-    /// For a client that disconnects early: the number of response bytes after which it disconnects, and the longest
-    /// wait for further bytes in milliseconds.
+    /// `None` for a client that reads the whole response. Any other client disconnects after the given number of
+    /// response bytes. This client also disconnects if no byte arrives for the given number of milliseconds.
     leaves: Option<(usize, u64)>,
 }
 
@@ -53,8 +53,8 @@ fn text(rng: &mut StdRng) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Sets fields of `body`. Each entry of `fields` has a field's name, the probability with which the field is set, and
-/// its value.
+/// Sets fields of `body` at random. Each entry of `fields` holds a field's name, the probability that the field is set,
+/// and the value of the field.
 fn set(rng: &mut StdRng, body: &mut Value, fields: &[(&str, f64, Value)]) {
     for (name, probability, value) in fields {
         if rng.random_bool(*probability) {
@@ -179,8 +179,9 @@ fn case(rng: &mut StdRng) -> Case {
     }
 }
 
-/// Returns the parts of a response that do not differ between two runs: the data of a stream, or the body. The events
-/// of several answers to one prompt may interleave in any order, so a stream is grouped by the index of the answer.
+/// Returns the parts of a response that are the same in every run: the data of a stream, or the body. If a prompt has
+/// several answers, their events may interleave in any order. The events of a stream are therefore grouped by the index
+/// of the answer.
 fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>> {
     let mut values = match case.body["stream"] == true {
         true => response.data(),
@@ -198,8 +199,8 @@ fn stable(case: &Case, response: &Response) -> BTreeMap<Option<u64>, Vec<Value>>
     parts
 }
 
-/// Removes ids and times from a response. Also removes the numbers of cached tokens, because the second of two equal
-/// requests reuses keys and values of the first.
+/// Removes ids and times from a response. Also removes the numbers of cached tokens. If a request is sent twice, the
+/// second answer reuses cached keys and values of the first, so these numbers differ.
 fn remove_unstable(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -275,8 +276,8 @@ fn send_together(address: SocketAddr, cases: &[Case]) -> Vec<Response> {
     })
 }
 
-/// Sends the same requests again, one after the other, and compares the new responses with `responses`. Returns the
-/// number of complete answers, and the number of answers that ended early because the client disconnected.
+/// Sends the requests of `cases` again, one after the other, and compares the new responses with `responses`. Returns
+/// the number of complete answers, and the number of answers that ended early because the client disconnected.
 fn check_alone(address: SocketAddr, cases: &[Case], responses: &[Response]) -> (usize, usize) {
     let (mut whole, mut cut) = (0, 0);
     for (index, (case, found)) in cases.iter().zip(responses).enumerate() {

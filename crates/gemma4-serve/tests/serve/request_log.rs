@@ -46,7 +46,7 @@ fn id(answer: &Answer) -> String {
     id.expect("an id").to_str().expect("ASCII").to_owned()
 }
 
-/// Waits until the log has an entry with this request id, and checks that there is only one.
+/// Waits until the log has an entry with this request id. Checks that no second entry has this id.
 async fn entry(id: &str) -> Value {
     for _ in 0..1000 {
         let lines = LINES.lock().expect("the lines").clone();

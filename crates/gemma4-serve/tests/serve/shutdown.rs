@@ -11,7 +11,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 use tokio::task::spawn_blocking;
 
-/// Waits until an answer is in the batch.
+/// Waits until the engine generates at least one answer.
 async fn wait_running(server: &Listening) {
     while server.engine.metrics().running.get() == 0 {
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -112,7 +112,7 @@ async fn drain_ends_at_its_timeout_and_closes_idle_connections_at_once() {
     let elapsed = started.elapsed();
     assert!(elapsed >= Duration::from_secs(2), "{elapsed:?}");
     assert!(elapsed < Duration::from_secs(10), "{elapsed:?}");
-    // The connection is cut, and its answer leaves the batch.
+    // The server has cut the connection, so the engine must stop generating the connection's answer.
     assert_eq!(stream.await.expect("the client ends").body, "");
     while engine.metrics().running.get() > 0 {
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -168,7 +168,8 @@ async fn silent_connections_are_closed_after_the_header_timeout() {
     for sent in [
         "",
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n",
-        // After an answer, the next request on the connection has the same time limit.
+        // After the answer to this complete request, the client sends no further request. The time limit of the headers
+        // also applies to such a wait.
         "GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
     ] {
         let closed = spawn_blocking(move || {

@@ -43,7 +43,7 @@ impl Listening {
     }
 }
 
-/// A response, as far as it has arrived.
+/// The part of a response that has arrived so far.
 #[derive(Clone, Debug)]
 pub struct Response {
     pub status: u16,
@@ -91,7 +91,8 @@ pub fn exchange(address: SocketAddr, request: &[u8]) -> Response {
     receive(address, request, usize::MAX, Duration::from_secs(120))
 }
 
-/// Sends a request, and closes the connection after `most` bytes of the response or after `patience` without a byte.
+/// Sends a request and reads the response. Closes the connection after `most` bytes, or when no byte arrives for the
+/// time `patience`.
 pub fn receive(address: SocketAddr, request: &[u8], most: usize, patience: Duration) -> Response {
     let mut stream = TcpStream::connect(address).expect("a connection");
     stream
@@ -128,7 +129,7 @@ fn parse(bytes: &[u8]) -> Response {
     }
 }
 
-/// Joins the chunks of a body. An incomplete chunk is kept as far as it has arrived.
+/// Joins the chunks of a body in chunked encoding. If the last chunk is incomplete, its received bytes are kept.
 fn unchunked(mut bytes: &[u8]) -> Vec<u8> {
     let mut body = Vec::new();
     while let Some(end) = bytes.windows(2).position(|part| part == b"\r\n") {

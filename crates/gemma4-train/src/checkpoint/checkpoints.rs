@@ -35,9 +35,9 @@ fn named(record: &str, part: usize) -> String {
     }
 }
 
-/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner
-/// identifies a record by the number of its epoch, which is the interval between two checkpoints. The folders are named
-/// by steps instead, because a stopped run ends its epoch early.
+/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. An epoch of Burn's
+/// learner consists of the steps between two checkpoints. The learner identifies a record by the number of its epoch.
+/// The folders are named by steps instead, because a stopped run ends its epoch early.
 pub struct Records {
     folder: PathBuf,
     name: &'static str,
@@ -49,8 +49,9 @@ pub struct Records {
 }
 
 impl Records {
-    /// Returns the readers and writers of the model's, the optimizer's and the schedule's record. The first process writes
-    /// the records. If the optimizer is sharded, each process writes its own shard of the optimizer's record.
+    /// Returns three readers and writers, for the records of the model, the optimizer and the schedule. The first
+    /// process writes the records. If the optimizer is sharded, each process writes its own shard of the optimizer's
+    /// record.
     ///
     /// # Errors
     /// Returns an error if the folder cannot be created, or if incomplete checkpoints cannot be removed.
@@ -94,7 +95,7 @@ impl Records {
         self.part.0 < self.part.1
     }
 
-    /// Returns the path of the file that this process writes or restores for a step.
+    /// Returns the path of this process's file of the record, in the checkpoint after `step` steps.
     fn of_step(&self, step: usize) -> PathBuf {
         let part = if self.is_written() { self.part.0 } else { 0 };
         path(&self.folder, &named(self.name, part), step)
@@ -188,8 +189,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the epoch's checkpoint and from all earlier checkpoints. A resumed run may still have
-    /// checkpoints that it wrote before it was resumed.
+    /// Deletes this record from the checkpoint of the epoch `epoch` and from all earlier checkpoints. Burn asks only
+    /// for this one epoch. A resumed run may also have older checkpoints, which it wrote before it was resumed.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());

@@ -11,7 +11,8 @@ use std::{env, fs, path::Path};
 
 /// The name of the file with the settings of the run.
 const SETTINGS: &str = "settings.json";
-/// The settings that may change when a run is extended to more steps: the number of steps, and the steps between checkpoints.
+/// The settings that may change when a run is extended: the number of steps, and the number of steps between two
+/// checkpoints.
 const LONGER: [&str; 2] = ["steps", "checkpoint-every"];
 /// The name of the setting with the hash of the data. If the hash changes, the run prints a note and resumes.
 const DATA: &str = "data";
@@ -37,8 +38,8 @@ pub fn find_checkpoint(
 ) -> Result<Option<usize>, Error> {
     let folder = history.join(checkpoints::FOLDER);
     let last = checkpoints::last(&folder, optimizer_parts)?;
-    // `is_begun` is true even if the checkpoint has another number of optimizer shards than this run. A new run would
-    // overwrite that checkpoint, so the new run must be refused.
+    // `is_begun` is true if a checkpoint exists, even if its number of optimizer shards differs from this run's number.
+    // A new run would overwrite this checkpoint, so the new run must be refused.
     let is_begun = checkpoints::last(&folder, 1)?.is_some();
     let has_result = RESULTS.iter().any(|result| out.join(result).exists());
     let name = out.display();
@@ -114,7 +115,8 @@ fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
 }
 
 /// Checks that a run can resume, and returns true if the run is extended to more steps. The settings must equal those
-/// with which the run began. The checkpoint must be intact, and Burn's default device must open.
+/// with which the run began. There are exceptions for [`LONGER`] in an extended run, for [`DATA`], and for a run that
+/// lacks [`BASE`]. The checkpoint must be intact, and Burn's default device must open.
 ///
 /// # Errors
 /// The error names the setting, the file or the device.

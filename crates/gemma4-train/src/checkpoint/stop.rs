@@ -13,8 +13,8 @@ pub struct Stop {
     is_asked: Arc<AtomicBool>,
     /// The number of the first step that is not run.
     end: Arc<AtomicUsize>,
-    /// True if the run has several processes. The processes agree on the last step while they sum gradients. So a stop
-    /// request in one process does not set `end`.
+    /// True if the run has several processes. A stop request in one process then does not set `end` by itself. Instead,
+    /// the processes agree on the last step while they sum gradients.
     is_told: bool,
 }
 
@@ -38,7 +38,7 @@ impl Stop {
         }
     }
 
-    /// Requests the stop. Returns `false` if a stop had been requested before.
+    /// Requests that the run stops. Returns `false` if the stop had been requested before.
     pub fn ask(&self) -> bool {
         !self.is_asked.swap(true, Ordering::SeqCst)
     }
@@ -58,7 +58,7 @@ impl Stop {
         step >= self.end()
     }
 
-    /// Makes the run end before `step`, unless another device has already set an end.
+    /// Makes the run end before `step`. If another device has set an end before, that end stays.
     pub fn end_before(&self, step: usize) {
         let _ = self
             .end

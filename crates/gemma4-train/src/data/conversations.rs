@@ -62,8 +62,8 @@ impl Ignored {
     }
 }
 
-/// Parses one line, a JSON object. `ignored` counts the fields with the value `null`. If the line has the field `text`,
-/// `ignored` also counts all other fields.
+/// Parses one line, a JSON object. Fields with the value `null` are counted in `ignored`. If the line has the field
+/// `text`, all of its other fields are counted in `ignored` too.
 pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "expected one of \"messages\" and \"text\"";
     // The error message names only the column, because the line number is always 1: the parser gets each line separately.
@@ -214,14 +214,14 @@ fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
 struct Turn {
     /// The rendered text before the turn.
     before: String,
-    /// The opening of the turn, which is context. The opening is the turn's header, such as `<|turn>model`, and the text
-    /// that a generation prompt adds after it.
+    /// The opening of the turn, which is context. The opening is the turn's header, such as `<|turn>model`, and any
+    /// text that a generation prompt adds after the header.
     opening: String,
-    /// The text of the turn after the opening, as pieces with one flag each. The flag is true for the model's own text,
-    /// which is trained on, and false for a tool's response, which is context.
+    /// The text of the turn after the opening, split into pieces. Each piece has a flag. The flag is true for text of
+    /// the model, which is trained on. The flag is false for a tool's response, which is context.
     answer: Vec<(String, bool)>,
-    /// True if the turn begins with `opening`, and the rendering of the whole conversation begins with `before` and
-    /// this turn.
+    /// True if two conditions hold. The turn begins with `opening`. The rendering of the whole conversation begins with
+    /// `before`, followed by this turn.
     stays: bool,
 }
 
@@ -305,9 +305,10 @@ impl Conversation {
             .collect()
     }
 
-    /// Splits the conversation into examples. If the text before each turn of the model is the same as in generation,
-    /// the whole conversation is a single example. Otherwise each turn becomes its own example. This happens if a
-    /// template drops the beginning of an earlier answer, such as an empty thought.
+    /// Splits the conversation into examples. A template may render the text before a turn of the model differently in
+    /// training than in generation. For example, a template may drop an empty thought from an earlier answer. If this
+    /// text differs for any turn, each turn becomes its own example. Otherwise, the whole conversation is a single
+    /// example.
     fn pieces(
         &self,
         template: &ChatTemplate,
@@ -382,9 +383,9 @@ impl Conversation {
         })
     }
 
-    /// Splits an answer into pieces, so that tools' responses are context. Special tokens mark the beginning and end of a
-    /// response. If an answer lacks these tokens, the message is also rendered without `tool_responses`. The text that is
-    /// then missing is the response.
+    /// Splits an answer into pieces, so that tools' responses are context. If special tokens mark the beginning and end
+    /// of a response, the split is at these tokens. Otherwise, the message is rendered once more without
+    /// `tool_responses`. The response is the text that this second rendering lacks.
     fn without_responses(
         &self,
         template: &ChatTemplate,
@@ -414,8 +415,8 @@ impl Conversation {
         }
     }
 
-    /// Refuses messages that the template does not render completely, and fields of [`MEANT`] that it does not render.
-    /// Any other field that is not rendered is counted in `ignored`.
+    /// Refuses a message if the template does not render it completely. Also refuses a line with a field of [`MEANT`]
+    /// that the template does not render. Any other field that is not rendered is counted in `ignored`.
     fn refuse_unrendered(
         &self,
         template: &ChatTemplate,
@@ -500,8 +501,8 @@ fn responses(answer: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// Returns the byte range of `whole` whose removal gives `without`, or `None` if there is none. Among several such
-/// ranges, a range that starts at a `<` is preferred.
+/// Returns the byte range of `whole` whose removal gives `without`, or `None` if no range does. If several ranges do, a
+/// range that starts at a `<` is preferred.
 fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     let count = whole.len().checked_sub(without.len())?;
     let alike = |(a, b): &(char, char)| a == b;
@@ -522,7 +523,8 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     Some(start..start + count)
 }
 
-/// Splits a text into pieces. The ranges in `read` become context, and the remaining text becomes text to train on.
+/// Splits a text into pieces. The text in the ranges `read` becomes context. The remaining text becomes text to train
+/// on.
 fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     let mut pieces = Vec::new();
     let mut done = 0;

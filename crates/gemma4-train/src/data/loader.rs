@@ -29,9 +29,9 @@ use std::{
 pub struct Step {
     /// The number of the step, counted from 0.
     pub number: usize,
-    /// The batches of this device. The gradients of all batches are summed.
+    /// The batches of this device. The device sums the gradients of all of these batches.
     pub batches: Vec<Batch>,
-    /// The number of targets that the loss counts in the whole step, on all devices.
+    /// The number of targets that the loss counts in all batches of the step, on all devices.
     pub targets: usize,
 }
 
@@ -102,7 +102,8 @@ pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
     device: Device,
-    /// The index of this device's part of each step's batches, and the number of parts.
+    /// The batches of each step are divided into equal parts, one per device. The pair holds the index of this device's
+    /// part, and the number of parts.
     part: (usize, usize),
     /// The number of the next interval between checkpoints.
     interval: AtomicUsize,
@@ -110,7 +111,8 @@ pub struct TrainingLoader {
 }
 
 impl TrainingLoader {
-    /// Returns a loader of the schedule's remaining steps. The loader loads this process's part of each step's batches.
+    /// Returns a loader of the schedule's remaining steps. If several processes train, the loader loads only this
+    /// process's part of each step's batches.
     pub fn new(data: Arc<Data>, schedule: Schedule, stop: Stop, device: &Device) -> Self {
         Self {
             data,
@@ -199,7 +201,7 @@ impl DataLoader<Step> for TrainingLoader {
     }
 }
 
-/// The rows that a step uses.
+/// The rows that one device uses in a step.
 struct Chosen {
     /// The indices of this device's rows, as one list per batch.
     batches: Vec<Vec<usize>>,

@@ -36,8 +36,9 @@ impl Example {
     }
 }
 
-/// Cuts documents into rows of `positions` tokens. All rows except the last are full. A document that does not fit continues
-/// in the next row. Every token except the first of a document is a target exactly once.
+/// Cuts documents into rows of `positions` tokens. All rows except the last are full. If a document does not fit into a
+/// row, its remaining tokens continue in the next row. Every token except the first of a document is a target exactly
+/// once.
 pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> Vec<Row> {
     let mut rows = Vec::new();
     let mut row = Row::empty();

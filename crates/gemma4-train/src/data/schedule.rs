@@ -17,7 +17,8 @@ pub struct Schedule {
     pub accumulation: usize,
     /// The number of devices, including those of other processes.
     pub devices: usize,
-    /// The index of this process's part of each step's batches, and the number of parts.
+    /// The batches of each step are divided into equal parts, one per process. The pair holds the index of this
+    /// process's part, and the number of parts.
     pub part: (usize, usize),
     /// The seed of the row order.
     pub seed: u64,

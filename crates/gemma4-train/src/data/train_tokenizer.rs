@@ -30,8 +30,8 @@ const SPECIAL: [&str; 17] = [
     "<|tool_response>",
     "<tool_response|>",
 ];
-/// The largest number of characters that each get a token. The most frequent characters are chosen first. All other
-/// characters are encoded as the tokens of their UTF-8 bytes.
+/// The largest number of distinct characters that get a token of their own. The most frequent characters are chosen
+/// first. Every other character is encoded as the tokens of its UTF-8 bytes.
 const ALPHABET: usize = 512;
 /// The smallest number of occurrences at which a sequence of characters may become a token.
 const MIN_FREQUENCY: u64 = 2;
@@ -63,8 +63,9 @@ pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<St
     Ok(serde_json::to_string(&json)?)
 }
 
-/// Splits a text into pieces, within which byte pair encoding merges tokens. A piece is a word or a run of signs, with
-/// the space before it. A single digit, a run of spaces and a run of line breaks are pieces, too.
+/// Splits a text into pieces. Byte pair encoding later merges tokens only within a piece. A word with the space before
+/// it is a piece, and so is a run of punctuation characters with the space before it. A single digit, a run of spaces
+/// and a run of line breaks are pieces, too.
 fn words(text: &str) -> Vec<String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
@@ -87,8 +88,8 @@ fn words(text: &str) -> Vec<String> {
         let this = kind(character);
         let joins = match (last, this) {
             (Some(Kind::Spaces), Kind::Letters | Kind::Signs) => {
-                // The last of several spaces is split off, because a word or a run of signs includes the space before
-                // it.
+                // The last of several spaces is split off, because a word or a run of punctuation characters includes
+                // the space before it.
                 match words.last_mut() {
                     Some(spaces) if spaces.ends_with('▁') => {
                         if spaces.chars().count() > 1 {

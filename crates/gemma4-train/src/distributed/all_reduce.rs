@@ -74,8 +74,8 @@ impl fmt::Debug for Workers {
 }
 
 impl AllReduce {
-    /// Returns the model with which a step computes gradients. If this process has several workers, Burn's own averaging of
-    /// gradients excludes the parameters of this model.
+    /// Returns the model that computes the gradients of a step. If this process has several workers, the parameters of
+    /// the returned model are excluded from Burn's own averaging of gradients.
     pub fn unmarked(&self, model: &Gemma4Model) -> Gemma4Model {
         match self {
             Self::Workers(_) => model.clone().map(&mut Unmarked),
@@ -91,7 +91,8 @@ impl AllReduce {
         }
     }
 
-    /// Returns the loss, `[1]`, and the gradients, each summed over all participants. `step` is the number of the step.
+    /// Returns the sum of the loss, `[1]`, and the sums of the gradients over all participants. `step` is the number of
+    /// the step.
     pub fn sum(
         &self,
         step: usize,

@@ -11,8 +11,9 @@ use std::iter::Peekable;
 /// has another dtype.
 pub const BUCKET: usize = 1 << 25;
 
-/// Returns `losses`, `[count]`, and the gradients, each summed over all participants. `sum` is called once per bucket. A
-/// bucket is full when it has at least `size` elements, or when the next gradient has another dtype.
+/// Returns the sums of `losses`, `[count]`, and of the gradients over all participants. The function `sum` sums one
+/// bucket over all participants, and is called once per bucket. A bucket is full when it has at least `size` elements,
+/// or when the next gradient has another dtype.
 pub fn sum_in_buckets(
     losses: Tensor<1>,
     mut gradients: GradientsParams,

@@ -10,8 +10,8 @@ pub trait ControlPlane: Send + Sync {
     /// Returns an error if a process is gone.
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Error>;
 
-    /// Ends the other processes, and reports `message`, the error of this process. MPI also ends this process, with the
-    /// exit code `code`.
+    /// Reports `message`, the error of this process, and ends all other processes. With MPI, this call also ends this
+    /// process with the exit code `code`.
     fn fail(&self, message: &str, code: i32);
 
     /// Tells the other processes that this process ends without an error.

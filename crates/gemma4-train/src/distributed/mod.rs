@@ -56,7 +56,7 @@ const LAST: Duration = Duration::from_secs(10);
 /// The collective, which sums tensors over all processes of a group. [`ProcessGroup::connect`] sets it.
 type SharedCollective = Arc<OnceLock<Box<dyn Collective>>>;
 
-/// True if this process is already ending because of an error. Later errors are not reported.
+/// True if this process is already ending because of an error. Any error after the first is not reported.
 type EndingFlag = Arc<AtomicBool>;
 
 /// The group of all processes of a run, from the view of one process.
@@ -163,8 +163,8 @@ impl ProcessGroup {
         outcome
     }
 
-    /// Marks this process as ending with its own error. Does not return if this process has already received another
-    /// process's error, because the thread that received this error ends the process.
+    /// Marks this process as ending with its own error. If this process has already received another process's error,
+    /// this call does not return. The thread that received the error ends the process instead.
     fn end_with_own_error(&self) {
         if self.ending.swap(true, Ordering::SeqCst) {
             loop {
@@ -206,7 +206,7 @@ impl ProcessGroup {
     /// Checks that all processes have the same `settings`.
     ///
     /// # Errors
-    /// The error names a setting that differs from that of the first process.
+    /// The error names a setting whose value differs between this run's first process and another process.
     pub fn check_same_settings(&self, settings: &Value) -> Result<(), Error> {
         let all = self.control.all_gather(&serde_json::to_vec(settings)?)?;
         let parsed: Result<Vec<Value>, _> =

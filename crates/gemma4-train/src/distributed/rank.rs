@@ -34,8 +34,8 @@ enum Kind {
     Slurm,
 }
 
-/// The supported launchers. The first launcher whose `size` variable is set has started this process, except in the case
-/// that [`launcher`] describes.
+/// The supported launchers, in the order in which they are tried. In general, the first launcher whose `size` variable
+/// is set has started this process. [`launcher`] describes the exception.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "torchrun",
@@ -58,7 +58,8 @@ const LAUNCHERS: [Launcher; 4] = [
         local_rank: "MPI_LOCALRANKID",
         kind: Kind::Mpi,
     },
-    // Use the variables of a Slurm step for srun. `SLURM_NTASKS` is also set for a batch script, which is a single process.
+    // The size variable of srun is `SLURM_STEP_NUM_TASKS`, which only the processes of a Slurm step have.
+    // `SLURM_NTASKS` would not do, because it is also set for a batch script, which is a single process.
     Launcher {
         name: "srun",
         rank: "SLURM_PROCID",
@@ -84,9 +85,9 @@ pub const SINGLE_PROCESS: Rank = Rank {
     size: 1,
 };
 
-/// Returns the launcher that started this process, or `None`. Under srun, Slurm's plugin for PMI2 also sets MPICH's
-/// variables for rank and size. The plugin does not set MPICH's local rank, so a Slurm process without this variable counts
-/// as started by srun.
+/// Returns the launcher that started this process, or `None`. MPICH's variables for rank and size do not prove that
+/// MPICH's mpiexec started the process. Under srun, Slurm's plugin for PMI2 sets these variables too, but not MPICH's
+/// local rank. So if a process of a Slurm step lacks MPICH's local rank, it counts as started by srun.
 fn launcher(variable: &impl Fn(&str) -> Option<String>) -> Option<&'static Launcher> {
     let is_set = |name: &str| variable(name).is_some();
     let is_of_slurm = |launcher: &Launcher| {
@@ -174,7 +175,7 @@ impl Rank {
     /// Returns the index of this process's device, out of `visible` devices.
     ///
     /// # Errors
-    /// Returns an error if several devices are visible, but fewer than the machine has processes.
+    /// Returns an error if several devices are visible, but the machine has more processes than visible devices.
     pub fn device(self, visible: usize) -> Result<usize, Error> {
         match (self.local, visible) {
             // If only one device is visible, the launcher shows each process just its own device, which has the index 0.
@@ -243,8 +244,8 @@ mod tests {
         assert_eq!(found.kind, Kind::Slurm);
         let rank = rank_of(slurm).expect("a rank");
         assert_eq!((rank.global, rank.local), (3, 1));
-        // MPICH's mpiexec starts its processes by srun, so these processes also have Slurm's variables. The process still
-        // counts as started by MPI.
+        // MPICH's mpiexec starts its processes by srun, so these processes also have Slurm's variables. Such a process
+        // still counts as started by MPI.
         let mpich = &[
             ("PMI_RANK", "3"),
             ("PMI_SIZE", "4"),

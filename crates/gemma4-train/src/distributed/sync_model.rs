@@ -39,8 +39,8 @@ impl ProcessGroup {
         Ok(self.broadcast_from(model, device, |_| is_first))
     }
 
-    /// Returns the model on `device` with the updated parameters of all processes. Each process has updated only its own
-    /// shard of the parameters, and broadcasts this shard.
+    /// Returns the model on `device` with the newest value of every parameter. Each process has updated only its own
+    /// shard of the parameters, and broadcasts this shard to the other processes.
     pub fn gather_updated<M: Module>(&self, model: M, device: &Device) -> M {
         let owners = Owners::of(&model, self.rank.size);
         self.broadcast_from(model, device, |id| owners.has(self.rank.global, id))

@@ -1,7 +1,9 @@
-//! The factor that multiplies all gradients of a step. It clips the gradients and divides them by the loss scale.
+//! The factor by which all gradients of a step are multiplied. The multiplication clips the gradients and divides them
+//! by the loss scale.
 //!
-//! A separate multiplication would cost one kernel launch per parameter, so the optimizer multiplies when it reads a
-//! gradient. The factor is a thread-local variable, because Burn's `Optimizer::step` has no argument for the factor.
+//! A separate multiplication would cost one kernel launch per parameter. Instead, the optimizer multiplies each
+//! gradient when it reads the gradient. The factor is a thread-local variable, because Burn's `Optimizer::step` has no
+//! argument for the factor.
 
 use burn::tensor::{DType, Device, Tensor};
 use std::cell::RefCell;

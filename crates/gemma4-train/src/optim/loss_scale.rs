@@ -19,7 +19,7 @@ const BOUNDS: [f32; 2] = [1.0, 16_777_216.0];
 /// The loss scale of a run. The scale is stored as a parameter that is not trained, so that checkpoints contain the scale.
 #[derive(Module, Debug)]
 pub struct LossScale {
-    /// The scale, and the number of steps since the scale last changed, `[2]` in f32.
+    /// A tensor `[2]` in f32. Element 0 is the scale. Element 1 is the number of steps since the scale last changed.
     state: Param<Tensor<1>>,
 }
 

@@ -119,7 +119,7 @@ impl ModuleMapper for Cast {
     }
 }
 
-/// The memory that training needs, in bytes and by purpose.
+/// The number of trained parameters, and the memory in bytes that training needs for each purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     /// The number of trained parameters.
@@ -166,7 +166,8 @@ impl Memory {
 }
 
 impl Memory {
-    /// Returns the memory per process if the optimizer's state is sharded into `parts` parts of about the same size.
+    /// Returns the memory per process if the optimizer's state is divided into `parts` shards of about equal size. The
+    /// master weights are a part of this state.
     pub fn in_parts(self, parts: usize) -> Self {
         Self {
             masters: self.masters.div_ceil(parts),

@@ -30,9 +30,9 @@ pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
     }
 }
 
-/// Calls `made`, and returns the result, which is allocated in CubeCL's persistent memory. The result must live as long
-/// as the training. Outside of the persistent memory, hundreds of small long-lived tensors would slow down the search
-/// for free memory (`docs/adapters.md` has the times).
+/// Calls `made` with `tensor`, and returns the result. The result is allocated in CubeCL's persistent memory, so it
+/// must live as long as the training. Outside of the persistent memory, hundreds of small long-lived tensors would slow
+/// down the search for free memory. `docs/adapters.md` has the times.
 fn kept<const D: usize>(
     tensor: Tensor<D>,
     made: impl Fn(Tensor<D>) -> Tensor<D> + Send,
@@ -41,7 +41,8 @@ fn kept<const D: usize>(
     device.memory_persistent_allocations(tensor, made)
 }
 
-/// AdamW in f32 for weights of any dtype. Weight decay does not apply to vectors, which are norms and scales.
+/// AdamW in f32 for weights of any dtype. Weight decay does not apply to one-dimensional parameters, which are norms
+/// and scales.
 #[derive(Clone)]
 pub struct AdamWInF32(pub AdamW);
 

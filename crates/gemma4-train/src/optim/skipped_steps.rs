@@ -4,8 +4,9 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. Each device has a clone with its own count in device memory, and every clone
-/// counts all skipped steps of the run. The clones also share one copy of the latest count, from which the host reads.
+/// The count of skipped steps of a run. Each device has its own clone of this value. Every clone counts all skipped
+/// steps of the run, and keeps its count in the memory of its device. All clones also share one copy of the latest
+/// count, which the host reads.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

@@ -38,14 +38,14 @@ impl Clock {
         &self.times
     }
 
-    /// Returns true if the access of `actor` at `time` happened before the owner's next access.
+    /// Returns true if the access that `actor` made at `time` happened before the next access of the clock's owner.
     pub fn knows(&self, actor: usize, time: u32) -> bool {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1. If another warp has joined this clock into its own, the other warp's later
-    /// accesses come after the owner's accesses up to the old time. The owner's accesses at the new time are not
-    /// ordered with the other warp's accesses.
+    /// Advances the owner's time by 1. Suppose that another warp has joined this clock into its own clock. The owner's
+    /// accesses up to the old time then happened before the other warp's later accesses. The owner's accesses at the
+    /// new time are not ordered with the other warp's accesses.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

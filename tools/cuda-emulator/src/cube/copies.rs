@@ -124,9 +124,9 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Completes pending mbarrier arrivals of one warp at one mbarrier: the oldest arrival of each lane. These arrivals
-    /// wait for `cp.async` copies, so all copies of these lanes are completed first. Returns false if no warp has a
-    /// pending arrival.
+    /// Completes pending mbarrier arrivals of one warp at one mbarrier: the oldest arrival of each lane. Each of these
+    /// arrivals waits for the lane's `cp.async` copies, so the function first completes all copies of the lane. Returns
+    /// false if no warp has a pending arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps
             .iter_mut()

@@ -11,8 +11,8 @@ pub enum Next {
     GoOn,
     /// The warp waits at a barrier.
     Wait,
-    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction
-    /// was a sleep, or it polled an incomplete mbarrier phase.
+    /// The lanes continue only after other lanes and warps have run. The executed instruction was either a sleep, or a
+    /// poll of an mbarrier phase that is not yet complete.
     AskLater,
 }
 

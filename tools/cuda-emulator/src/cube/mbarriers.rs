@@ -14,7 +14,7 @@ pub struct Mbarrier {
     bytes: i64,
     /// The number of completed phases.
     phase: u64,
-    /// The joined vector clocks of all warps and TMA loads that have arrived so far, in all phases.
+    /// The elementwise maximum of the vector clocks of all warps and TMA loads that have arrived so far, in all phases.
     times: Vec<u32>,
     /// The value of `times` at the end of the last completed phase.
     complete: Vec<u32>,

@@ -88,7 +88,8 @@ impl Warp {
         }
     }
 
-    /// Returns each lane's address in the shared memory space. Generic addresses are converted.
+    /// Returns each lane's address in the shared memory space. The function converts generic addresses to addresses of
+    /// that space.
     pub fn shared_addresses(&self, address: Address) -> DoubleRow {
         self.addresses(address)
             .map(|address| match Space::of_generic(address) {
@@ -327,8 +328,8 @@ impl Cube<'_> {
 /// Returns the memory space that the first lane in `mask` accesses, and the mask of all lanes that access the same
 /// space. Makes the addresses of these lanes relative to that space.
 fn in_one_space(addresses: &mut DoubleRow, named: Space, mask: u32) -> (Space, u32) {
-    // The address of a kernel argument is an offset, from which its memory space cannot be seen. So the instruction
-    // must name the parameter space, unless `cvta` has converted the offset to a generic address.
+    // The address of a kernel argument is an offset. The offset does not show that it belongs to the parameter space.
+    // So the instruction must name the parameter space, unless `cvta` has converted the offset to a generic address.
     if !matches!(named, Space::Generic | Space::Parameter) {
         return (named, mask);
     }

@@ -34,8 +34,8 @@ use tensor::Arrival;
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::Function;
 
-/// The maximum number of data races that are reported for a thread block. A host thread that runs several thread blocks
-/// also reports at most this number for all of its blocks together.
+/// The maximum number of data races that are reported for a thread block. If a host thread runs several thread blocks,
+/// this is also the maximum for all of these blocks together.
 const RACES_TOLD: usize = 20;
 
 /// A range of global memory that kernels may access.

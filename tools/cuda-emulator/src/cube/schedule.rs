@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of successive rounds in which warps may poll barriers without progress. In a round, each ready warp runs
-/// once. After one more round without progress, the emulator reports a deadlock.
+/// A round runs each ready warp once. In a round without progress, all warps only poll barriers. The emulator allows
+/// this number of successive rounds without progress. After one more such round, it reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions that one host thread executes in a launch, for all thread blocks that it
@@ -152,7 +152,7 @@ impl Cube<'_> {
         }
     }
 
-    /// Executes one instruction. The reports of races and faults name the instruction.
+    /// Executes one instruction. If a race or a fault occurs, its report names the instruction.
     fn step(
         &mut self,
         warp: &mut Warp,

@@ -22,7 +22,7 @@ struct Word {
     coming: u16,
     /// The number of pending `wgmma` instructions and copies that read this word.
     leaving: u16,
-    /// The actor that started the last pending asynchronous read of this word.
+    /// The actor that most recently started an asynchronous read of this word, among the reads that are pending.
     reader: u16,
     /// True if the last write was atomic. Atomic operations of other actors may then follow in any order without a
     /// race.
@@ -50,11 +50,12 @@ pub struct Race {
 pub struct SharedMemory {
     bytes: Vec<u8>,
     words: Vec<Word>,
-    /// For each actor and each word, the time of the actor's last read since the last write to the word. The shape is
-    /// `[actor, word]`.
+    /// The times of reads, indexed as `[actor, word]`. An entry is the time at which the actor last read the word,
+    /// counting only reads since the last write to the word.
     reads: Vec<u32>,
     actors: usize,
-    /// For each actor, the time up to which its writes are visible to the async proxy (TMA copies and `wgmma`).
+    /// One time for each actor. Writes of the actor up to this time are visible to the async proxy (TMA copies and
+    /// `wgmma`).
     fenced: Vec<u32>,
     touched: Vec<bool>,
     pub races: Vec<Race>,
@@ -140,8 +141,7 @@ impl SharedMemory {
         let (owner, now) = (clock.owner(), clock.now());
         let own = owner * self.words.len();
         let reads = &self.reads[own..][words.clone()];
-        // If this warp has already read all of these words at its current time and no write followed, the check is
-        // skipped.
+        // If this warp has read all of these words at its current time, with no write since then, the check is skipped.
         if reads.iter().all(|read| *read == now) {
             return;
         }
@@ -232,8 +232,8 @@ impl SharedMemory {
         }
     }
 
-    /// Records that a warp starts an asynchronous copy to these bytes. Until the copy is completed, it may write the
-    /// bytes at any time.
+    /// Records that a warp starts an asynchronous copy to these bytes. Until the copy is completed, the copy may write
+    /// the bytes at any time.
     pub fn copy_starts(&mut self, clock: &Clock, at: usize, bytes: usize) {
         self.writing(clock, at, bytes);
         self.bytes[at..at + bytes].fill(POISON);

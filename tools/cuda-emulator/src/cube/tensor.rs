@@ -24,8 +24,8 @@ pub const DIMENSIONS: usize = 5;
 pub struct TensorMap {
     pub rank: usize,
     pub element: usize,
-    /// The number of swizzled address bits, `n`, from 0 to 3. The lowest `n` bits of the row number are XORed into the
-    /// number of each 16-byte piece in its row.
+    /// The number of swizzled address bits, `n`, from 0 to 3. The swizzle exchanges the 16-byte pieces of a row: the
+    /// number of each piece is XORed with the lowest `n` bits of the row's number.
     pub swizzle: u32,
     pub start: u64,
     pub sizes: [u64; DIMENSIONS],
@@ -86,8 +86,8 @@ impl TensorMap {
         Some(map)
     }
 
-    /// Splits the box whose first element is at the coordinates `place` into 16-byte pieces. A piece has an offset in
-    /// the box, a global address, and a number of bytes that are inside the tensor.
+    /// Splits a box into 16-byte pieces. `place` holds the coordinates of the first element of the box. A piece has an
+    /// offset in the box, a global address, and the number of its bytes that are inside the tensor.
     fn pieces(&self, place: &[i64]) -> Result<Vec<Piece>, Fault> {
         if place.len() != self.rank {
             return Err(Fault::Argument(format!(

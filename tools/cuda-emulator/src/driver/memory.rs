@@ -10,8 +10,8 @@ use crate::card::Settings;
 /// The alignment of allocations in bytes.
 const ALIGNMENT: usize = 512;
 
-/// The size in bytes from which allocations are not filled with NaN. Filling a large allocation would touch every page,
-/// so the operating system would have to provide all of its memory.
+/// Allocations of at least this size in bytes are not filled with NaN. Filling a large allocation would touch every
+/// page, so the operating system would have to provide physical memory for the whole allocation.
 const POISONED: usize = 64 << 20;
 
 fn layout(bytes: usize) -> Option<Layout> {

@@ -13,7 +13,7 @@ use crate::fault::Fault;
 use crate::numbers::{half_to_single, single_bits};
 use crate::ptx::Type;
 
-/// The number of rows of a warp's left matrix and of its accumulators.
+/// The number of rows of the left matrix that a warp multiplies. The accumulators have the same number of rows.
 const ROWS: usize = 16;
 /// The inner dimension (k) of a warp's matrix multiplication.
 const DEPTH: usize = 16;

@@ -22,7 +22,7 @@ const TILE_ROWS: usize = 8;
 /// The number of halves per row of a tile.
 const TILE_COLUMNS: usize = 64;
 
-/// A pending `wgmma`, with the offsets of the 16-byte pieces that it reads from shared memory.
+/// A pending `wgmma`. It has the offsets of the 16-byte pieces that the instruction reads from shared memory.
 pub struct Product {
     reads: Vec<usize>,
 }

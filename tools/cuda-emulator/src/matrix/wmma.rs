@@ -1,7 +1,7 @@
 //! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. PTX does not specify
-//! the layout of a fragment, so this module chooses one. The tile's elements fill the lanes of the first register in
-//! row-major order, then the lanes of the second register, and so on. If a fragment has more registers than its tile
-//! fills, the tile is repeated.
+//! the layout of a fragment, so this module chooses one. In row-major order, the elements of the tile fill the lanes of
+//! the first register, then the lanes of the second register, and so on. If the registers have space for more elements
+//! than the tile has, the tile is repeated.
 
 use super::check_all;
 use crate::cube::{Cube, LANES, Warp, WordRow};

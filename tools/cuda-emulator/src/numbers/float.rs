@@ -19,8 +19,8 @@ pub fn single_bits(x: f32) -> u32 {
 /// Returns 2ˣ with an error of at most one unit in the last place. Subnormal results are 0.
 #[inline(always)]
 pub fn exponential(x: f32) -> f32 {
-    // Clamping x to −127 to 129 changes no result, because 2ˣ is 0 or infinite beyond these bounds. With NaN, both
-    // comparisons are false, so `x` stays NaN.
+    // Clamping x to the range from −127 to 129 changes no result, because 2ˣ is 0 or infinite outside of this range.
+    // With NaN, both comparisons are false, so `x` stays NaN.
     let x = if x > 129.0 { 129.0 } else { x };
     let x = if x < -127.0 { -127.0 } else { x };
     // Adding 1.5 · 2²³ rounds `x` to an integer. The lowest bits of the sum then hold this integer.

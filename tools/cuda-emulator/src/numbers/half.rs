@@ -103,8 +103,8 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// Rounds `x` to a half in the direction `rounding`. The result is the nearest half. If that half lies on the wrong
-/// side of `x`, the result is the next half in the direction `rounding`.
+/// Rounds `x` to a half in the direction `rounding`. The function first finds the nearest half. If the nearest half
+/// lies on the wrong side of `x`, the function returns the next half in the direction `rounding`.
 fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
     let near = double_to_half(number, x, Rounding::Nearest);
     let value = f64::from(half_to_single(number, near));

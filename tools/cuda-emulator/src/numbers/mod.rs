@@ -66,7 +66,7 @@ pub enum ArithmeticOperation {
     DotBytes,
     /// Rounds an f32 to a mantissa of 10 bits, ties away from 0 (tf32).
     Reduce,
-    /// This operation and the following ones test the class of a float, such as infinite or subnormal (`testp`).
+    /// Tests whether a float is finite. This operation and the following ones test the class of a float (`testp`).
     IsFinite,
     IsInfinite,
     IsNumber,
@@ -93,8 +93,9 @@ pub struct Flags {
     pub keep_nan: bool,
     /// True if a negative result is replaced by 0.
     pub relu: bool,
-    /// For a shift: true if the shift uses only the low bits of the shift amount. For the search of the highest bit:
-    /// true if the result counts down from the operand's highest bit.
+    /// The meaning depends on the operation. For a shift, true means that the shift uses only the low bits of the shift
+    /// amount. For the search of the highest set bit, true means that the result is the distance of that bit from the
+    /// operand's top bit.
     pub wrap: bool,
     pub rounding: Rounding,
 }

@@ -86,8 +86,8 @@ pub fn parse(name: &str, cursor: &mut Cursor, globals: &Globals) -> Result<Funct
     }
     cursor.through('{');
     body.read_statements(cursor)?;
-    // Dynamic shared memory starts after the static shared memory, with the alignment that the dynamic variable
-    // requires.
+    // Dynamic shared memory starts after the static shared memory, at an address that is aligned as the dynamic
+    // variable requires.
     for variable in globals.shared.iter().filter(|shared| shared.bytes == 0) {
         body.shared = body.shared.next_multiple_of(variable.alignment);
         body.declare_shared(variable);

@@ -128,8 +128,8 @@ pub struct Compare {
     pub from: [Register; 2],
     pub to: u32,
     /// The predicate that receives the second result, which is the negated comparison. `None` if the instruction has no
-    /// second result. If `combined` is given, its logical operation combines each of the two results with the condition
-    /// of the guard.
+    /// second result. `combined` may hold a logical operation and a condition. The operation then combines each of the
+    /// two results with this condition.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }
@@ -178,8 +178,8 @@ pub enum ShuffleMode {
 pub struct Shuffle {
     pub mode: ShuffleMode,
     pub to: u32,
-    /// The predicate that tells whether the source lane lies in the segment of the reading lane. `None` if the program
-    /// ignores this result.
+    /// The predicate that tells whether the source lane lies in the same segment as the lane that reads from it. `None`
+    /// if the program ignores this result.
     pub found: Option<u32>,
     pub value: u32,
     pub lane: u32,
@@ -205,8 +205,8 @@ pub struct Vote {
 
 #[derive(Debug)]
 pub struct Match {
-    /// True if the instruction tests whether all lanes have the same value. False if each lane gets the mask of the
-    /// lanes that have the same value as this lane.
+    /// True if the instruction tests whether the values of all lanes are equal. False if the instruction gives each
+    /// lane a mask of the lanes whose value equals its own.
     pub all: bool,
     pub to: u32,
     pub agree: Option<u32>,
@@ -250,7 +250,7 @@ pub enum Element {
     Single,
 }
 
-/// A tile in the registers of a warp, with an opaque layout.
+/// A tile in the registers of a warp. PTX does not specify which element of the tile lies in which register.
 #[derive(Debug)]
 pub struct Fragment {
     pub element: Element,
@@ -319,7 +319,7 @@ pub struct MbarrierArrive {
     pub to: Option<Register>,
     pub address: Address,
     pub arrivals: u32,
-    /// The register with the number of bytes that the current phase additionally waits for, or `None` if the
+    /// The register that holds a number of bytes, for which the current phase then waits in addition. `None` if the
     /// instruction announces no bytes.
     pub bytes: Option<u32>,
 }
@@ -395,8 +395,9 @@ pub enum Operation {
         truth: u32,
         to: u32,
     },
-    /// Compares two words half by half, as 16-bit floats of type `number`. If a comparison is true, all bits of this
-    /// half of the result are set. Otherwise, they are cleared.
+    /// Compares the two halves of one word with the two halves of another word, as 16-bit floats of type `number`.
+    /// Where a comparison is true, all bits of that half of the result are set. Where it is false, the bits are
+    /// cleared.
     SetHalves {
         comparison: Comparison,
         number: Type,
@@ -427,8 +428,8 @@ pub enum Operation {
     Load(Box<Access>),
     Store(Box<Access>),
     Atomic(Box<Atomic>),
-    /// Converts an address of a memory space to a generic address by adding `offset`. With a negative `offset`,
-    /// converts a generic address to an address of a memory space.
+    /// Converts an address of a memory space to a generic address by adding `offset`. If `offset` is negative, the
+    /// operation instead converts a generic address to an address of a memory space.
     ShiftAddress {
         to: u32,
         from: u32,

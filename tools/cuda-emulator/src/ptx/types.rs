@@ -128,8 +128,8 @@ pub enum Space {
 /// addresses of the emulator's own process, and therefore of global memory, are below the first window.
 const WINDOW: u64 = 1 << 60;
 
-/// The address at which shared memory starts. This address is above 0, so that address 0 is invalid in shared memory as
-/// well.
+/// The address at which shared memory starts. Addresses below it are invalid, so the null address 0 is invalid in
+/// shared memory as well.
 pub const SHARED_START: u64 = 1024;
 
 impl Space {

@@ -3,11 +3,11 @@
 //! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the LSE and no
 //! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients
 //! of a query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of
-//! the LSE, `o` the output, `do` its gradient, and `Δ = rowsum(do ∘ o) − dlse`.
+//! the LSE, `o` the output, `do` the output's gradient, and `Δ = rowsum(do ∘ o) − dlse`.
 //!
-//! Schedule: the kernel divides the queries that read one bias element into groups. Each unit adds up the score gradients of
-//! one group. Budget: no shared memory and a few registers. Bound: memory, because the kernel reads up to four f32 values
-//! per query.
+//! Schedule: the kernel divides the queries that read one bias element into groups. Each unit adds up the score
+//! gradients of one group. Budget: no shared memory and a few registers. Bound: memory, because the kernel reads up to
+//! four f32 values per query.
 
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};

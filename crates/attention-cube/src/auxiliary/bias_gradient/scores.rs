@@ -1,13 +1,14 @@
-//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS (the gradient of the scores) over all
-//! dimensions along which the bias is broadcast.
+//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS (the gradient of the scores) over
+//! all dimensions along which the bias is broadcast.
 //!
-//! Algorithm: a cube recomputes all score tiles that read its bias tile, and sums dS in registers. A bias that is broadcast
-//! along queries has too few tiles to occupy the device. Several cubes (splits) therefore divide the score tiles of a bias
-//! tile, and `sum_parts` adds the partial sums in a fixed order. A bias that is broadcast along keys needs no scores: see
-//! `constant_bias_gradient`.
+//! Algorithm: a cube computes the gradient of one bias tile. The cube recomputes all score tiles that read this bias
+//! tile, and sums dS in registers. A bias that is broadcast along queries has too few tiles to occupy the device.
+//! Several cubes (splits) therefore divide the score tiles of a bias tile, and `sum_parts` adds the partial sums in a
+//! fixed order. A bias that is broadcast along keys needs no scores: see `constant_bias_gradient`.
 //!
-//! Budget: the shared memory of the forward's operand tiles plus 16 bytes per unit, and `12 · rows_per_unit` registers per
-//! unit. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP per score tile of `rows` queries and `columns` keys.
+//! Budget: the shared memory of the forward's operand tiles plus 16 bytes per unit, and `12 · rows_per_unit` registers
+//! per unit. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP per score tile of `rows` queries and `columns`
+//! keys.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::kernel::row_lse_delta_of;

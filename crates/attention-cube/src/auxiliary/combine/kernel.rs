@@ -140,8 +140,8 @@ struct Joined<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// Combines the splits `first`, `first + sharing.units`, `first + 2 · sharing.units` and so on, below `end`. The result is
-/// one vector of an output row.
+/// Combines every `sharing.units`-th split, starting with split `first`. Splits at or past `end` are left out. The
+/// result is one vector of an output row.
 #[cube]
 fn joined<N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,

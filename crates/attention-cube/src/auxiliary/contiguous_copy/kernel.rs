@@ -1,7 +1,7 @@
 //! Copies rows of any width and strides into rows that start at multiples of 16 bytes, as TMA requires.
 //!
-//! Schedule: a unit writes one 16-byte vector, which it reads in the widest vectors that the source allows. Budget: no shared
-//! memory, and one vector in registers. Bound: memory.
+//! Schedule: a unit writes one 16-byte vector. The unit reads the elements of this vector in the widest loads that the
+//! source allows. Budget: no shared memory, and one vector in registers. Bound: memory.
 
 use crate::math::layout::{head_rows, row_offset};
 use cubecl::prelude::*;

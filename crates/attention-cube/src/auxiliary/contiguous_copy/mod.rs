@@ -33,10 +33,11 @@ pub(crate) fn aligned_inputs(
 }
 
 /// If `copied`, returns a copy of the tensor in rows that TMA can read. Otherwise returns the tensor without a copy,
-/// but with stride 0 in every leading dimension (all except the columns) of size 1.
+/// but with stride 0 in every leading dimension of size 1. The leading dimensions are all dimensions except the
+/// columns.
 ///
-/// `broadcast` is the number of leading dimensions in which TMA accepts a stride of 0. If the tensor has stride 0 in one of
-/// these dimensions, the copy has stride 0 in the same dimension.
+/// `broadcast` is the number of leading dimensions in which TMA accepts a stride of 0. If the tensor has stride 0 in
+/// one of these dimensions, the copy has stride 0 in the same dimension.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);
@@ -82,11 +83,11 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
     target
 }
 
-/// Sets the stride of every leading dimension (all except the columns) of size 1 to 0. Burn allows any stride in such a
-/// dimension.
+/// Sets the stride to 0 in every leading dimension of size 1. The leading dimensions are all dimensions except the
+/// columns. Burn allows any stride in a dimension of size 1.
 ///
-/// Kernels compute addresses with these strides even for rows past the tensor's end. TMA copies nothing from such an
-/// address, but requires that the address is a multiple of 16 bytes.
+/// Kernels compute addresses with these strides even for rows past the tensor's end. TMA copies nothing from an address
+/// past the end, but requires that this address is a multiple of 16 bytes.
 fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
     for dim in 0..3 {
         if tensor.meta.shape()[dim] == 1 {
@@ -154,7 +155,8 @@ mod tests {
         }
     }
 
-    /// Checks that a dimension of size 1 gets a stride that TMA accepts. Burn allows any stride in such a dimension.
+    /// Checks that a dimension of size 1 gets a stride that TMA accepts. Burn allows any stride in a dimension of size
+    /// 1.
     #[test]
     fn aligned_dimension_of_one_has_a_legal_stride() {
         let device = cube_device();
@@ -168,8 +170,8 @@ mod tests {
         }
     }
 
-    /// Checks that repeated sequences and heads (stride 0) are copied only once. Repeated rows and columns are copied in
-    /// full, because TMA cannot read their stride of 0.
+    /// Checks that repeated sequences and heads (stride 0) are copied only once. Repeated rows and columns are copied
+    /// in full, because TMA cannot read rows or columns with stride 0.
     #[test]
     fn aligned_broadcast_input_is_copied_once() {
         let expanded = |tensor| CubeBackend::float_expand(tensor, Shape::new([2, 3, 5, 6]));

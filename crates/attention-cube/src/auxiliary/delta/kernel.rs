@@ -1,22 +1,23 @@
 //! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward pass. Here `o` is
-//! the output, `do` its gradient, and `dlse` the gradient of the LSE.
+//! the output, `do` the output's gradient, and `dlse` the gradient of the LSE.
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
 //! [`MULTIPLE`].
 //!
-//! The *reference score* of a query is the score that the softmax subtracted before `exp`. The reference score is about the
-//! row maximum. A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a head are:
+//! The *reference score* of a query is the score that the softmax subtracted before `exp`. The reference score is about
+//! the row maximum. A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a
+//! head are:
 //!
 //! - row 0: the LSE, or only the reference score with [`LogsumexpForm::Apart`]. With [`LogsumexpForm::Marked`], a far
 //!   query has a mark instead.
 //! - row 1: Δ
 //! - row 2: the logarithm of the softmax sum relative to the reference score, for each query whose LSE is not in row 0
 //! - row 3: the reference scores of far queries, with [`LogsumexpForm::Marked`]
-//! - row 4: one flag per [`ROWS`] queries, with [`LogsumexpForm::Marked`]. A flag is 1 if row 0 holds a mark for one of the
-//!   queries.
+//! - row 4: one flag per [`ROWS`] queries, with [`LogsumexpForm::Marked`]. A flag is 1 if row 0 holds a mark for one of
+//!   the queries.
 //!
-//! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of these rows is 0. A
-//! kernel that streams blocks of queries looks for marks only if a flag of its queries is 1.
+//! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of these rows is
+//! 0. A kernel that streams blocks of queries looks for marks only if a flag of its queries is 1.
 //!
 //! Schedule: eight units share a row of the attention output, and all rows of a cube are rows of one head. Budget: 1 KB
 //! of shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its gradient once.
@@ -33,7 +34,7 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// The number of queries (rows of the attention output) per cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
-/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. In this row, +∞
+/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. An element of +∞
 /// marks a query without visible keys, and makes the query's probabilities 0.
 #[cube]
 pub(crate) fn is_blind(logsumexp: f32) -> bool {
@@ -95,13 +96,14 @@ pub(crate) struct LseDeltaSizes {
     pub value_dim: u32,
 }
 
-/// Writes LSE, delta and flags to `target`. Each cube handles [`ROWS`] queries of one head.
+/// Writes LSE, delta and the flags of far queries to `target` (see the module's documentation). Each cube handles
+/// [`ROWS`] queries of one head.
 ///
 /// # Shapes
 /// `output` and `output_gradient [batch, q_heads, q_len, value_dim]`, `logsumexp` and
-/// `logsumexp_gradient [2 · batch, q_heads, q_len]` in f32, `target [batch, q_heads, 5, padded q_len]` in f32. The first half
-/// of `logsumexp` holds the reference scores, the second half the logarithms of the softmax sums. The kernel reads only the
-/// first half of `logsumexp_gradient`.
+/// `logsumexp_gradient [2 · batch, q_heads, q_len]` in f32, `target [batch, q_heads, 5, padded q_len]` in f32. The
+/// first half of `logsumexp` holds the reference scores, the second half the logarithms of the softmax sums. The kernel
+/// reads only the first half of `logsumexp_gradient`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn row_lse_delta<E: Float, N: Size>(
     output: &Tensor<Vector<E, N>>,
@@ -221,7 +223,8 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
     }
 }
 
-/// Returns the LSE (as reference score and logarithm) and delta of a query. Returns zeros if `query` is not below `q_len`.
+/// Returns the delta of a query, and the LSE of the query as two numbers: the reference score that the softmax
+/// subtracted, and the logarithm of the softmax sum. Returns zeros if `query` is not below `q_len`.
 #[cube]
 pub(crate) fn row_lse_delta_of(
     rows: &Tensor<f32>,

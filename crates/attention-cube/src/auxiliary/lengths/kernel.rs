@@ -1,9 +1,10 @@
 //! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of
-//! every block of tokens (such as its smallest and largest segment id), and the block range of every tile.
+//! every block of tokens, such as the block's smallest and largest segment id. Also computes the block range of every
+//! tile.
 //!
 //! The block range of a query tile spans all key blocks that may be visible to the tile under segments and intervals.
-//! The block range of a key tile spans query blocks. With block ranges, attention kernels need not search for visible
-//! blocks.
+//! The block range of a key tile spans all query blocks that may see a key of the tile. With block ranges, attention
+//! kernels need not search for visible blocks.
 //!
 //! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile.
 //! Budget: a few registers. Copies use no shared memory. Bounds and block ranges use at most eight i32 values of shared
@@ -49,8 +50,8 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
 /// `0..=kv_len`. A record holds the segment id and the intervals of one query.
 ///
 /// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. Integers of a type narrower
-/// than i32 are converted before the clamp, because the type may not represent `kv_len`. Integers of wider types are
-/// clamped first, because their values may exceed i32.
+/// than i32 are converted before the clamp, because a narrower type may not represent `kv_len`. Integers of wider types
+/// are clamped first, because their values may exceed i32.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_intervals<I: Int>(
     source: &Tensor<I>,
@@ -82,14 +83,14 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes bounds of each query block from the key intervals of its queries. Every query has one interval, or every
-/// query has two. For the first intervals of the queries, and for the second, the kernel writes two ranges of key
-/// blocks. The first range holds the key blocks that may be visible through these intervals. The second range holds the
-/// key blocks that are fully visible. A query block has `block` queries, and a key block has `keys` keys. See
-/// [`INTERVAL_BOUNDS`].
+/// Computes bounds of each query block from the key intervals of the block's queries. Every query has one interval, or
+/// every query has two intervals. The kernel writes two ranges of key blocks for the first intervals of all queries. If
+/// there are second intervals, the kernel also writes two ranges for these. The first of two ranges holds the key
+/// blocks that may be visible through the intervals. The second range holds the key blocks that are fully visible. A
+/// query block has `block` queries, and a key block has `keys` keys. See [`INTERVAL_BOUNDS`].
 ///
-/// The records of the queries, which hold their intervals, start at index `records` of `packed`. The bounds of the
-/// query blocks start at index `bounds`. One cube handles one query block.
+/// The records of the queries start at index `records` of `packed`. The record of a query holds the query's intervals.
+/// The bounds of the query blocks start at index `bounds`. One cube handles one query block.
 ///
 /// If `spans`, the kernel also does the work of [`span_blocks`] for query blocks. The problem must then have no
 /// segments, because this kernel does not read segment ids.
@@ -160,8 +161,8 @@ pub(crate) fn bound_intervals(
             packed[at] = first;
             packed[at + 1] = end;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
-            // The last key block may be shorter than `keys`. It counts as fully visible if the intervals of all queries
-            // end at `kv_len`.
+            // The last key block may have fewer than `keys` keys. If the intervals of all queries end at `kv_len`, this
+            // key block counts as fully visible.
             packed[at + 3] = select(
                 smallest_end == kv_len,
                 (kv_len + keys - 1i32) / keys,
@@ -250,7 +251,7 @@ pub(crate) fn bound_segments(
     }
     let smallest = reduced(smallest, Reduction::Smallest, units);
     // Compute the largest id as the complement of the smallest complement, because the bitwise complement reverses the
-    // order of all i32. The negation of the smallest i32 would overflow.
+    // order of all i32. The negation would also reverse the order, but the negation of the smallest i32 overflows.
     let largest = !reduced(!largest, Reduction::Smallest, units);
     let bits = reduced(i32::reinterpret(bits), Reduction::BitwiseOr, units);
     if UNIT_POS == 0u32 {
@@ -261,13 +262,13 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range
-/// spans all blocks of the opposite side that may be visible under segments and intervals.
+/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range of
+/// a block spans all blocks of the opposite side that may be visible under segments and intervals.
 ///
 /// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
-/// `others`. A range is stored in elements 3 and 4 of the bounds of its block: the index of the first opposite block,
-/// and the index after the last. The kernel also sets the counter at index `counter` to 0. Persistent attention cubes
-/// claim tiles by incrementing this counter.
+/// `others`. The block range is stored in elements 3 and 4 of the block's bounds. Element 3 is the index of the first
+/// opposite block, and element 4 is the index after the last. The kernel also sets the counter at index `counter` to 0.
+/// Persistent attention cubes claim tiles by incrementing this counter.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

@@ -1,24 +1,25 @@
-//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer, so that kernels need only one
-//! binding: `[lengths | records of queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
+//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer, so that kernels need only
+//! one binding: `[lengths | records of queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
 //!
 //! A sequence has up to two lengths: its number of keys, and then its number of queries.
 //!
 //! The record of a query holds its segment id (if any), then the start key and the end key of each interval.
 //!
-//! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
-//! pair of a query block and a key block if the bounds show no common segment.
+//! The bounds of a block are the smallest and the largest segment id of the block, and a bit set of the block's ids
+//! modulo 32. Kernels skip a pair of a query block and a key block if the bounds show no common segment.
 //!
 //! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. The bounds of
 //! each block of the stationary side also hold one range of opposite blocks. The range covers all opposite blocks that
 //! may be visible under segments and intervals.
 //!
-//! If the problem has intervals, every query has one, or every query has two. For the first intervals of its queries,
-//! and for the second, the bounds of a query block hold two more ranges of key blocks. The first range covers each key
-//! block with a key in one of these intervals. The second range covers each key block whose keys all lie in each of
-//! these intervals.
+//! If the problem has intervals, every query has one interval, or every query has two. The bounds of a query block then
+//! hold two more ranges of key blocks for the first intervals of the block's queries. With second intervals, the bounds
+//! hold two further ranges for the second intervals. The first of two such ranges covers each key block with a key in
+//! at least one of the intervals. The second range covers each key block that lies entirely in every one of the
+//! intervals.
 //!
-//! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter, initially 0.
-//! Persistent cubes claim tiles by incrementing this counter.
+//! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter,
+//! initially 0. Persistent cubes claim tiles by incrementing this counter.
 
 mod kernel;
 
@@ -387,8 +388,9 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks for each query block, for the first and for the second interval of its queries: see
-/// `bound_intervals`. If `spans`, the function also does the work of [`span`] for query blocks.
+/// Writes the ranges of key blocks that belong to the intervals of each query block: two ranges for the first intervals
+/// of the block's queries, and two for the second intervals, if any. See `bound_intervals`. If `spans`, the function
+/// also does the work of [`span`] for query blocks.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -423,11 +425,11 @@ fn bound_records(
     }
 }
 
-/// Writes the range of opposite blocks for each block of `side` (queries or keys). Also sets the counter to 0 with
-/// which persistent cubes claim tiles.
+/// Writes the range of opposite blocks for each block of `side` (queries or keys). Also sets the counter `counter` to
+/// 0. Persistent cubes claim tiles by incrementing this counter.
 ///
 /// `(bounds, blocks)` holds the offset of the bounds of `side`, and the number of blocks of `side` per sequence.
-/// `(others, other_blocks)` holds the same numbers for the opposite side.
+/// `(others, other_blocks)` holds the offset and the number of blocks for the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,

@@ -1,10 +1,10 @@
-//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets
-//! a summary.
+//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also
+//! gets a summary.
 //!
-//! A thread loads the mask of its row for a key block as a few 32-bit words, instead of one byte per score. The summary
-//! says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to [`EVERYTHING`].
-//! Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, kernels do not test single
-//! keys.
+//! For each key block, a thread loads the mask bits of its row as a few 32-bit words, instead of one byte per score.
+//! The summary says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to
+//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, kernels do not
+//! test single keys.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -28,7 +28,8 @@ pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
 /// The offsets and strides of the packed rows and of the block summaries, which share one buffer of 32-bit words. The
-/// first three fields are the strides of the mask along sequences, heads and rows. A broadcast dimension has stride 0.
+/// first three fields are the strides of the packed rows along sequences, heads and rows, in words. A broadcast
+/// dimension has stride 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskOffsets {
@@ -43,8 +44,8 @@ pub(crate) struct MaskOffsets {
     pub block_tile: u32,
 }
 
-/// Packs the mask `[batch, heads, rows, kv_len]` into bits. A plane packs one piece of [`WORDS_PER_PLANE`] words, and a row
-/// has `pieces` pieces. The whole mask has `count` pieces.
+/// Packs the mask `[batch, heads, rows, kv_len]` into bits. A plane (warp) packs one piece of [`WORDS_PER_PLANE`]
+/// words, and a row has `pieces` pieces. The whole mask has `count` pieces.
 ///
 /// Each block of keys starts at a new word. Bits past the last key are 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -90,8 +91,8 @@ pub(crate) fn pack_mask_pdl<M: Numeric>(
     }
 }
 
-/// Returns the index of the plane (of 32 units) within the whole launch. The function does not compute it from the
-/// index of the unit, because that index may exceed a u32.
+/// Returns the index of the plane (of 32 units) within the whole launch. The function does not derive this index from
+/// the index of the unit within the launch, because the unit's index may exceed a u32.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -177,7 +178,8 @@ pub(crate) fn summary_of_block(
     }
 }
 
-/// Returns the 32-bit word with index `word` in the packed mask row of `query`, which must be below the number of queries.
+/// Returns the 32-bit word with index `word` in the packed mask row of `query`. The index `query` must be below the
+/// number of queries.
 #[cube]
 pub(crate) fn word_of(
     mask: &ComptimeOption<OwnedTensor<u32>>,
@@ -199,8 +201,8 @@ pub(crate) fn word_of(
     }
 }
 
-/// Returns a word with one bit for each of 32 keys, starting at `key`. A bit is set if its key lies in the range of
-/// keys `run`.
+/// Returns a word with one bit for each of 32 keys, starting at `key`. The bit of a key is set if the key lies in the
+/// range `run`.
 #[cube]
 pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
     bits_below(run.end - key) & !bits_below(run.first - key)

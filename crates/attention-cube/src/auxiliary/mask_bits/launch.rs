@@ -53,9 +53,9 @@ impl PackedMask {
     }
 }
 
-/// Packs the mask, if the problem has one. If `side` is queries, a row of the packed mask holds the bits of one query's
-/// keys. If `side` is keys, a row holds the bits of one key's queries. A summary covers `tile_rows` rows and
-/// `block_keys` consecutive elements of each of these rows.
+/// Packs the mask, if the problem has one. If `side` is queries, a row of the packed mask belongs to one query and
+/// holds one bit per key. If `side` is keys, a row belongs to one key and holds one bit per query. A summary covers
+/// `tile_rows` rows and `block_keys` consecutive elements of each of these rows.
 ///
 /// If `tile_rows` is `None`, the function computes no summaries.
 pub(crate) fn pack(
@@ -159,8 +159,8 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that the expansion of a mask with broadcast dimensions is packed with the shape from before the
-    /// expansion.
+    /// Checks that the expansion of a mask with broadcast dimensions is packed without repetition. The packed mask must
+    /// have the shape that the mask had before the expansion.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -28,8 +28,8 @@ pub(super) struct GatherSizes {
     pub cubes_of_head: u32,
 }
 
-/// Copies each row that a query of the sequence sees from the pages to the contiguous `target`. Causal mask, window and
-/// length decide which rows these are. All other rows of the target stay uninitialized.
+/// Copies rows from the pages to the contiguous `target`: each row that at least one query of the sequence sees. Causal
+/// mask, window and length decide which rows these are. All other rows of the target stay uninitialized.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gather_pages<E: Numeric, N: Size>(
     pages: &Tensor<Vector<E, N>>,
@@ -91,8 +91,8 @@ pub(super) struct AppendSizes {
     pub vectors: usize,
 }
 
-/// Writes the new rows of each sequence to their slots in the pages. Skips rows past the last page of the sequence, and rows
-/// whose page table entry is not the index of a page.
+/// Writes each sequence's new rows to the slots of these rows in the pages. Skips rows past the last page of the
+/// sequence. Also skips a row if the row's page table entry is not the index of a page.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn append_rows<E: Numeric, N: Size>(
     rows: &Tensor<Vector<E, N>>,

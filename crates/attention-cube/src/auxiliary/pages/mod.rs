@@ -15,9 +15,9 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per launch of `gather_pages`, except that a launch over more heads has one cube per
-/// head. The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes without
-/// rows cost little.
+/// The largest number of cubes per launch of `gather_pages`. Only a launch over more heads than this number has more
+/// cubes: one cube per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough
+/// that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.
@@ -59,8 +59,9 @@ pub(crate) fn gathered_where_seen(
     let client = pages.client.clone();
     let structure = Structure::of_key_lengths(lengths.is_some());
     let element = dtype_to_storage_type(pages.dtype);
-    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages,
-    // because the kernel clamps page table entries. The cube writes only rows below `length` of its head in `target`.
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing
+    // pages, because the kernel clamps page table entries. In `target`, the cube writes only rows of its own head, and
+    // only rows below `length`.
     unsafe {
         gather_pages::launch_unchecked(
             &client,
@@ -90,8 +91,8 @@ pub(crate) fn gathered_where_seen(
     target
 }
 
-/// Writes new rows to their slots in the pages. If another handle shares the pages, the function writes to a copy of
-/// them, and otherwise in place. See [`paged::append`](crate::paged::append).
+/// Writes new rows to their slots in the pages. If another handle shares the pages, the function copies the pages and
+/// writes to the copy. Otherwise the function writes in place. See [`paged::append`](crate::paged::append).
 pub(crate) fn appended(
     pages: CubeTensor,
     rows: CubeTensor,
@@ -119,8 +120,8 @@ pub(crate) fn appended(
     let counts = counts.map(|counts| contiguous_integers(counts, new));
     let client = pages.client.clone();
     let element = dtype_to_storage_type(rows.dtype);
-    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows`. The unit
-    // writes only an existing page, because the kernel skips all other page table entries.
+    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows`. The
+    // unit writes only to existing pages, because the kernel skips a page table entry that is not the index of a page.
     unsafe {
         append_rows::launch_unchecked(
             &client,

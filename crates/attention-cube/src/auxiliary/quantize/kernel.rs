@@ -28,9 +28,9 @@ const INFINITE: u32 = 0x7f80_0000;
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
 /// Without `positions`, row `i` goes to slot `i`. With `positions`, a cube handles one sequence position of one head.
-/// It reads the source row whose index is the position modulo `length`, the number of source rows per head. It writes
-/// the slot whose index is the position modulo the number of slots. The argument `not_a_number` is NaN, because some
-/// shading languages have no literal for NaN.
+/// The cube reads the source row whose index is the position modulo `length`, where `length` is the number of source
+/// rows per head. The cube writes the slot whose index is the position modulo the number of slots. The argument
+/// `not_a_number` is NaN, because some shading languages have no literal for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,
@@ -131,7 +131,8 @@ pub(super) struct RowSizes {
     pub all_words: usize,
 }
 
-/// Converts rows to words of e4m3 codes. Each unit writes one word. `words` is contiguous.
+/// Divides each row by the row's scale, and packs the quotients as words of four e4m3 codes. Each unit writes one word.
+/// `words` is contiguous.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize_e4m3<E: Float, N: Size>(
     rows: &Tensor<Vector<E, N>>,

@@ -120,8 +120,8 @@ pub fn write(
     }
 }
 
-/// Converts rows `[batch, kv_heads, kv_len, columns]` to words of e4m3 codes of `rows / scales`. `scales` is
-/// `[batch, kv_heads, kv_len]`. Kernels must support the dtype of the rows.
+/// Divides rows `[batch, kv_heads, kv_len, columns]` by `scales`, and packs the quotients as words of four e4m3 codes.
+/// `scales` is `[batch, kv_heads, kv_len]`. Kernels must support the dtype of the rows.
 pub(crate) fn e4m3_words(rows: CubeTensor, scales: CubeTensor) -> CubeTensor {
     let client = rows.client.clone();
     let shape = rows.meta.shape();
@@ -189,9 +189,9 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch of `dequantize`, except that a launch over more heads has one cube per head.
-/// The limit exceeds the number of cubes that a device runs at once. It is still small enough that cubes without rows
-/// cost little.
+/// The largest number of cubes per launch of `dequantize`. Only a launch over more heads than this number has more
+/// cubes: one cube per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough
+/// that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.
@@ -222,9 +222,9 @@ fn write_numbers(
         None => (SeqLensLaunch::new(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), None),
     };
     let structure = Structure::of_key_lengths(lengths.is_some());
-    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words and
-    // scales of rows below `length` in its head, and writes their elements to `target`. `target` has as many rows as
-    // `words`.
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words
+    // and scales of rows below `length` in its head, and writes the elements of these rows to `target`. `target` has as
+    // many rows as `words`.
     unsafe {
         dequantize::launch_unchecked(
             &client,

@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 /// vector of the sum.
 ///
 /// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. With `rows`,
-/// the kernel sets the gradient of a query that sees no key to 0. The reason is that the partial gradients of such a
-/// query may contain NaN, from keys that other queries of its tile see.
+/// the kernel sets the gradient of a query that sees no key to 0. The reason is that the partial gradients of a query
+/// without visible keys may contain NaN. The NaN comes from keys that other queries of the tile see.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,

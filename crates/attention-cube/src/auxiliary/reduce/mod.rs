@@ -10,8 +10,8 @@ use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Adds up the `parts` partial gradients of `input`. The first of them starts at element `first` of `gradients`. `rows`
-/// is the LSE/delta tensor, present only for the gradient of the queries.
+/// Adds up the `parts` partial gradients of `input`. The first partial gradient starts at element `first` of
+/// `gradients`. `rows` is the LSE/delta tensor, present only for the gradient of the queries.
 pub(crate) fn sum_parts(
     gradients: &CubeTensor,
     first: usize,

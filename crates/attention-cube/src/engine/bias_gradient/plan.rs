@@ -46,9 +46,9 @@ impl BiasTiles {
         }
     }
 
-    /// The fewest score tiles that one cube sums, if there are enough tiles. With tensor cores the minimum is 2,
-    /// because a cube copies one tile while it multiplies another. A minimum of 2 also halves the largest number of
-    /// partial sums, which a second kernel has to add.
+    /// The fewest score tiles that one cube sums, if there are enough tiles. With tensor cores, the minimum is 2,
+    /// because a cube copies the next tile while it multiplies the current tile. A minimum of 2 also halves the largest
+    /// number of partial sums. A second kernel has to add these partial sums.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -76,7 +76,8 @@ pub enum BiasSum {
         /// The number of partial sums per tile of the bias.
         parts: usize,
     },
-    /// The bias does not vary along the keys. The gradient is a sum over queries, which needs no scores.
+    /// The bias does not vary along the keys. Its gradient is a sum over queries, and the kernel computes this sum
+    /// without any score.
     Queries {
         /// The number of partial sums per bias element.
         parts: usize,
@@ -149,7 +150,7 @@ fn summed(problem: &AttentionProblem, rows: usize) -> usize {
 }
 
 /// Chooses how the gradient of a bias is summed over the bias's broadcast dimensions. The bias is
-/// `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension. `tiles` divide the scores.
+/// `[batch, heads, rows, columns]`, where size 1 marks a broadcast dimension. `tiles` divide the scores.
 fn sum(
     [batch, heads, rows, columns]: [usize; 4],
     problem: &AttentionProblem,

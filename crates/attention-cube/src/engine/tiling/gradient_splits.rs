@@ -1,8 +1,8 @@
-//! Plans how several cubes divide the work of one tile of a backward kernel. Without such splits, problems with few tiles
-//! would leave multiprocessors idle.
+//! Plans the splits of a backward kernel: several cubes divide the work of one tile, and each cube's share is a
+//! *split*. Without splits, problems with few tiles would leave multiprocessors idle.
 //!
-//! Each cube of a tile processes some of the streamed blocks, and writes its partial f32 gradient to a workspace. A second
-//! kernel adds the partial gradients in a fixed order, so results are bitwise equal in every run.
+//! Each cube of a tile processes some of the streamed blocks, and writes a partial f32 gradient to a workspace. A
+//! second kernel adds the partial gradients in a fixed order, so results are bitwise equal in every run.
 
 use super::backward_tiles::BackwardTiles;
 use crate::math::side::Side;
@@ -10,21 +10,25 @@ use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
 use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 
-/// The number of splits in each kernel of a backward. If the number is 1, one cube processes all blocks of its tile.
+/// The number of splits per tile in each kernel of a backward. If the number is 1, one cube processes all blocks of a
+/// tile.
 ///
-/// The splits of a tile of keys first divide the query heads of the tile's group. If there are more splits than heads,
-/// the splits of each head divide the head's blocks. The number of splits is then a multiple of the number of heads.
+/// A tile of keys streams the blocks of all query heads of its GQA group. The splits of this tile divide these heads.
+/// If there are more splits than heads, each head gets several splits, which divide the blocks of this head. The number
+/// of splits is then a multiple of the number of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientSplits {
-    /// The number of splits in the kernel that sums the queries' gradient.
+    /// The number of splits per tile in the kernel that computes dQ.
     pub query: usize,
-    /// The number of splits in the kernel that sums the keys' gradient.
+    /// The number of splits per tile in the kernel that computes dK.
     pub key: usize,
-    /// The number of splits in the kernel that sums only the values' gradient.
+    /// The number of splits per tile in the kernel that computes only dV. If the plan has no such kernel, the number is
+    /// 1.
     pub value: usize,
-    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace holds the partial
-    /// gradients of at most two tiles per cube that the device runs at once. For tiles of 128 × 256 elements on 132
-    /// multiprocessors with one cube each, a workspace takes at most 34 MB.
+    /// The size in bytes of the largest workspace that one of the kernels needs. The number of partial gradients in a
+    /// workspace is at most twice the number of cubes that the device runs at once. Each partial gradient is that of
+    /// one tile. For tiles of 128 × 256 elements on 132 multiprocessors with one cube each, a workspace takes at most
+    /// 34 MB.
     pub workspace: usize,
 }
 
@@ -32,11 +36,11 @@ pub struct GradientSplits {
 /// runs at once.
 pub(crate) const MOST_ROUNDS: usize = 2;
 
-/// The smallest number of blocks per split, if a tile is split at all.
+/// If a tile is split, the smallest number of blocks per split.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split adds, in units of the time that one block takes. Each split adds a write of a partial
-/// gradient in the first kernel and a read in the second kernel.
+/// The time that each split adds, in units of the time that one block takes. For each split, the gradient kernel writes
+/// one partial gradient, and the second kernel reads it.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {
@@ -82,15 +86,15 @@ fn gradient_bytes<T: BackwardTiles>(problem: &AttentionProblem, tiles: &T) -> us
     size_of::<f32>() * problem.batch * heads * length * width
 }
 
-/// Returns the number of splits for one kernel. The result is the smallest number whose estimated time is within 5 % of the
-/// shortest estimate.
+/// Returns the number of splits for one kernel. The function estimates the kernel's time for each number of splits. It
+/// returns the smallest number with an estimate at most 5 % above the shortest.
 fn splits<T: BackwardTiles>(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // With packed documents, a tile streams only a few blocks. The plan does not know the number of these blocks, so it
-    // does not split the tile.
+    // With segments (packed documents), a tile streams only the blocks of its own documents. The plan does not know how
+    // many blocks these are, so it does not split the tile.
     if problem.segments {
         return 1;
     }
@@ -114,8 +118,8 @@ fn splits<T: BackwardTiles>(
     best_splits(planes * length.div_ceil(tiles.rows()), heads, blocks, cubes)
 }
 
-/// Returns the number of splits per tile, for `tiles` tiles on a device that runs `cubes` cubes at once. Each tile streams
-/// `blocks` blocks for each of `heads` heads.
+/// Returns the number of splits per tile. There are `tiles` tiles, and the device runs `cubes` cubes at once. Each tile
+/// streams `heads` heads with `blocks` blocks each.
 fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize {
     let visits = heads * blocks;
     if tiles == 0 || tiles >= cubes || visits < 2 * LEAST_BLOCKS {
@@ -137,7 +141,8 @@ fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize
         })
         .collect();
     let best = times.iter().map(|(_, time)| *time).min().unwrap_or(visits);
-    // If splits save less than a third of the time, writing and reading the workspace costs more than the splits save.
+    // If splits save less than a third of the time, no tile is split. The time to write and read the workspace would
+    // exceed the saving.
     if 3 * best > 2 * visits {
         return 1;
     }
@@ -149,7 +154,8 @@ fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize
 mod tests {
     use super::*;
 
-    /// Checks that few tiles are split until they fill the device, and that tiles that already fill the device are not split.
+    /// Checks that tiles are split if there are too few tiles to fill the device. If the tiles already fill the device,
+    /// they must not be split.
     #[test]
     fn best_splits_few_tiles_fill_the_device() {
         for (tiles, heads, blocks, expected) in [
@@ -162,8 +168,8 @@ mod tests {
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),
-            // In the next cases, no tile is split. Splits would save too little time, a tile has too few blocks, or there is
-            // no tile or block at all.
+            // In the next cases, no tile is split. Either splits would save too little time, or a tile has too few
+            // blocks, or there is no tile or block at all.
             (128, 1, 26, 1),
             (1, 1, 15, 1),
             (0, 1, 820, 1),
@@ -174,7 +180,8 @@ mod tests {
         }
     }
 
-    /// Checks that every split has at least one block for any shape, and that the number of tiles times splits is bounded.
+    /// Checks for many shapes that every split has at least one block, and that the number of tiles times the number of
+    /// splits is bounded.
     #[test]
     fn best_splits_any_shape_divides_evenly_enough() {
         for tiles in 1..140 {

@@ -9,15 +9,15 @@ use cubecl::prelude::*;
 pub(crate) struct DropoutArguments {
     pub seed_low: u32,
     pub seed_high: u32,
-    /// The 16 bits of the [`Threshold`](super::Threshold), repeated in both halves of the word.
+    /// A word that holds the 16 bits of the [`Threshold`](super::Threshold) twice, once in each half.
     pub thresholds: u32,
-    /// A word whose bits are all 1 if dropout drops the probabilities of hits, and all 0 if dropout keeps them. A hit is a
-    /// score whose random bits are above the threshold.
+    /// A word that tells how dropout treats hits (scores whose random bits are above the threshold). If dropout drops
+    /// the probabilities of hits, all bits of the word are 1. If dropout keeps them, all bits are 0.
     pub drops_hits: u32,
-    /// The factor that multiplies kept probabilities.
+    /// The factor by which kernels multiply kept probabilities.
     pub kept: f32,
-    /// The factor `-1 / kept`, by which kernels multiply delta if they multiply the gradients by `kept` only at the
-    /// end. `kept` is the factor of kept probabilities.
+    /// The factor `-1 / kept`. Some kernels multiply the gradients by `kept` only at the end. Such a kernel multiplies
+    /// delta by this factor.
     #[cfg_attr(
         not(feature = "cuda"),
         allow(dead_code, reason = "only kernels for tensor cores read it")
@@ -60,8 +60,9 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
 }
 
 /// Draws the 64 random bits of the cell (eight scores of two queries and four keys) that contains the score of `query`
-/// and `key`. The first word is for the first query, and the second word for the second query. The low half of a word
-/// is for even keys, and the high half for odd keys. In each half, the high byte is for the earlier key.
+/// and `key`. The first word is for the first query, and the second word for the second query. The low half of each
+/// word is for the two even keys, and the high half for the two odd keys. In each half, the high byte is for the
+/// smaller of the two keys.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;
@@ -72,8 +73,9 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
 /// The mask that selects the high byte of each half of a word.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the 16 random bits of two scores, one score in each half of the result. The high byte of a half comes from `own`.
-/// The low byte is the exclusive or of the low bytes that `own` and `other` have in this half.
+/// Returns the random bits of two scores. Each half of the result holds the 16 random bits of one score. The high byte
+/// of a half comes from `own`. The low byte is the exclusive or of the low bytes that `own` and `other` have in this
+/// half.
 #[cube]
 pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
     own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)
@@ -85,20 +87,20 @@ pub(crate) fn exchanged_bytes(word: u32) -> u32 {
     (word & comptime!(OWN_BYTES)) >> 8u32 | (word & comptime!(!OWN_BYTES)) << 8u32
 }
 
-/// True if the 16 random bits `bits` are above `threshold`, both read as f16 numbers.
+/// True if `bits` (the 16 random bits of a score) is above `threshold`. Both are read as f16 numbers.
 #[cube]
 fn is_hit(bits: u32, threshold: u32) -> bool {
     bits & 0x7FFFu32 <= comptime!(INFINITY) && number(bits) > number(threshold)
 }
 
-/// Converts the bits of an f16 number to an integer. The integers compare like the f16 numbers.
+/// Converts the bits of an f16 number to an integer. The order of these integers is the order of the f16 numbers.
 #[cube]
 fn number(bits: u32) -> i32 {
     let magnitude = (bits & 0x7FFFu32) as i32;
     select(bits & 0x8000u32 == 0u32, magnitude, -magnitude)
 }
 
-/// Returns the factor that must multiply sums over kept probabilities, or 1 without dropout.
+/// Returns the factor by which kernels must multiply sums over kept probabilities. Without dropout, the factor is 1.
 #[cube]
 pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     #[comptime]
@@ -108,8 +110,8 @@ pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     }
 }
 
-/// Returns the factor of the probability of `query` and `key`. The factor is 0 if dropout drops the probability, and the
-/// field `kept` of `dropout` otherwise.
+/// Returns the factor by which dropout multiplies the probability of `query` and `key`. If dropout drops the
+/// probability, the factor is 0. Otherwise it is the field `kept` of `dropout`.
 #[cube]
 pub(crate) fn keep_factor(
     dropout: &ComptimeOption<DropoutArguments>,

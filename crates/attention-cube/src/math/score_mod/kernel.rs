@@ -4,11 +4,13 @@ use super::{MaskCode, ScoreCode, ScorePlace, ScorePlaceExpand, ScoreTable};
 use cubecl::prelude::*;
 use cubecl::unexpanded;
 
-/// The generated function that writes the code of [`ScoreMod::score`](super::ScoreMod::score) or of its derivative into a kernel.
+/// The function that `#[cube]` generates for [`ScoreMod::score`](super::ScoreMod::score) or for its derivative. The
+/// generated function writes the user's code into a kernel.
 pub(crate) type ExpandScore =
     fn(&Scope, NativeExpand<f32>, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<f32>;
 
-/// The generated function that writes the code of [`MaskMod::visible`](super::MaskMod::visible) into a kernel.
+/// The function that `#[cube]` generates for [`MaskMod::visible`](super::MaskMod::visible). The generated function
+/// writes the user's code into a kernel.
 pub(crate) type ExpandVisible =
     fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<bool>;
 
@@ -62,9 +64,9 @@ pub(crate) fn changed_score(
             &tables.score,
             comptime!(code.map(|code| code.expand_score)),
         );
-        // If the code ends in a product, the `fma` rounds this product. Otherwise the compiler could fuse the product
-        // with the later subtraction of the row maximum. The row maximum is a rounded score, so the probability would
-        // then contain the rounding error.
+        // If the user's code ends in a product, the `fma` rounds this product. Without the `fma`, the compiler could
+        // fuse the product with the later subtraction of the row maximum. The row maximum is a rounded score, so the
+        // probability would then contain the rounding error.
         fma(changed, 1.0f32, 0.0f32)
     } else {
         score

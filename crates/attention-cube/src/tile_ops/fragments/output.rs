@@ -29,8 +29,9 @@ pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence
 
 /// Computes [`accumulate`](super::super::product::accumulate) on fragments.
 ///
-/// The caller must sync the cube before the call. If the function copies `b` to shared memory, all units must have finished
-/// reading the previous operands there. If `b` is already in shared memory, the tile P must be visible to all units.
+/// The caller must sync the cube before the call. If the function copies `b` to shared memory, the copy overwrites the
+/// previous operands, so all units must have finished reading them. If `b` is already in shared memory, the tile P must
+/// be visible to all units.
 #[cube]
 pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &Shared<[Four<C>]>,
@@ -109,8 +110,8 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of the streamed operand B if the matching column of P is all zero, because such a row may contain
-/// NaN. The function syncs the cube at its end.
+/// Zeroes rows of the streamed operand B in shared memory. A row of B is zeroed if the matching column of P is all
+/// zero, because the row may contain NaN. The function syncs the cube at its end.
 #[cube]
 fn clear_unused<C: Float>(
     operands: &mut Shared<[Four<C>]>,
@@ -131,9 +132,9 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies `rows` columns of P by as many rows of B, and adds the product to fragments of O. The columns of P start
-/// at vector `tile_at`. In each row of fragments of O, a plane updates `count` of its own fragments, beginning with the
-/// one at index `first_fragment`.
+/// Multiplies `rows` columns of P by the matching rows of B, and adds the product to fragments of O. The columns of P
+/// start at vector `tile_at`. In each row of fragments of O, a plane updates `count` of its own fragments, beginning
+/// with its fragment number `first_fragment`, counted from 0.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -184,10 +185,11 @@ fn multiply_rows<C: Float>(
     }
 }
 
-/// If any row maximum has changed (`moved`), multiplies each row of O by the row's factor. O passes through shared memory.
+/// Multiplies each row of O by the row's factor. If no row maximum has changed, which `moved` tells, the function
+/// leaves O unchanged. Otherwise O passes through shared memory.
 ///
-/// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the fragments of
-/// O overwrite S in shared memory.
+/// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the
+/// fragments of O overwrite S in shared memory.
 #[cube]
 pub(in crate::tile_ops) fn rescale<C: Float>(
     output: &mut Sequence<SumFragment>,

@@ -41,15 +41,15 @@ pub(super) fn sync_own_plane(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Returns the first row of S that the unit reads, if every unit reads only scores of its own plane.
+/// Returns the first row of S that the unit reads. Every unit must read only scores of its own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     let [m, n, _] = comptime!(tiles.fragment_shape());
     plane_position(plane_index(tiles), tiles).row * m + lane(tiles) / comptime!(n / 4)
 }
 
-/// Returns the index, in a row of S, of the first vector of 4 scores that the unit reads. Every unit must read only
-/// scores of its own plane.
+/// Returns the position of the first vector of 4 scores that the unit reads in a row of S. The position is counted in
+/// vectors. Every unit must read only scores of its own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     let [_, n, _] = comptime!(tiles.fragment_shape());

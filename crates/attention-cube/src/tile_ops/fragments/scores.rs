@@ -1,8 +1,8 @@
 //! The first product `S = A Bᵀ` in fragments, and the distribution of S to the units.
 //!
-//! Budget: registers for a plane's fragments of S and for the operand fragments of one multiplication. S passes through
-//! shared memory once, because a unit cannot know which elements of a fragment it holds. If S divides evenly among the
-//! planes, each plane syncs by itself. Otherwise the cube syncs.
+//! Budget: a plane's fragments of S are in registers, together with the operand fragments of one multiplication. S
+//! passes through shared memory once, because a unit cannot know which elements of a fragment it holds. If S divides
+//! evenly among the planes, each plane syncs only its own units. Otherwise the whole cube syncs.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, multiply, plane_index, store_sum, zero_sums,
@@ -97,7 +97,7 @@ pub(in crate::tile_ops) fn multiply_transposed<
     }
 }
 
-/// Multiplies the columns of A and B that are in shared memory, and adds the product to the plane's fragments of S.
+/// Multiplies those columns of A and B that are in shared memory, and adds the product to the plane's fragments of S.
 #[cube]
 fn multiply_depth<C: Float>(
     operands: &Shared<[Four<C>]>,

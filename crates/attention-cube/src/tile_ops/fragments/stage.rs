@@ -5,7 +5,8 @@ use super::super::vec4::{Four, Vec4};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The alignment of fragments in shared memory, in bytes. CUDA's compiler requires the largest alignment of all compilers.
+/// The alignment of fragments in shared memory, in bytes. CUDA's compiler requires this alignment, and no other
+/// compiler requires a larger one.
 const ALIGNMENT: usize = 32;
 
 /// The shared memory of a cube for the two products, `S = A Bᵀ` and `O += P B`.
@@ -33,8 +34,8 @@ pub(in crate::tile_ops) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> S
     )
 }
 
-/// Describes where `count` rows of an operand of the first product lie in shared memory. The first row starts at vector
-/// `at`.
+/// Describes where an operand of the first product lies in shared memory. The operand has `count` rows, and its first
+/// row starts at vector `at`.
 pub(super) fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
     StagedRows {
         at,

@@ -1,4 +1,4 @@
-//! Writes a quantized checkpoint as a folder whose weights are in the packed format of compressed-tensors.
+//! Writes a quantized checkpoint as a folder. The folder's weights are in the packed format of compressed-tensors.
 
 use super::{Export, QuantizedCheckpoint};
 use crate::checkpoint::files::TensorFiles;
@@ -31,8 +31,9 @@ pub(super) const TABLES: [&str; 3] = [
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The tensors that stack the matrices of all experts. An entry holds the suffix of the tensor's name and the names of
-/// one expert's matrices, in the order of their rows in the tensor.
+/// The tensors that stack the matrices of all experts. An entry holds the suffix of such a tensor's name, and the names
+/// of the matrices that the tensor holds for each expert. The names are in the order of the matrices' rows in the
+/// tensor.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
@@ -68,8 +69,8 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position in a stacked tensor of all experts: the expert's index and a range of the expert's rows.
-    /// `None` if the source holds only this matrix.
+    /// The matrix's position in a tensor that stacks the matrices of all experts: the expert's index, and the matrix's
+    /// range of the expert's rows. `None` if the source holds only this matrix.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
@@ -111,8 +112,8 @@ impl Export<'_> {
         let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
-        // The rename gave the folder its final name. `keep` stops `partial` from deleting its temporary path, which no
-        // longer exists.
+        // The folder has been renamed from its temporary path to its final name. `keep` stops `partial` from deleting
+        // the temporary path, which no longer exists.
         let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }
@@ -198,8 +199,8 @@ impl Export<'_> {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
-            // Pack the matrix only if its row length is a multiple of the group size. No earlier code checks the row length
-            // of a matrix that no layer uses.
+            // Pack the matrix only if its row length is a multiple of the group size. No layer uses this matrix, so no
+            // earlier code has checked the row length.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
                 && rows * columns > 0
@@ -221,7 +222,7 @@ impl Export<'_> {
         matrices
     }
 
-    /// Returns the matrices of all experts in a stacked tensor.
+    /// Returns the matrices that a stacked tensor holds, for all experts.
     fn of_experts(&self, path: &str, name: &str, shape: &[usize]) -> Vec<Matrix<'_>> {
         let mut matrices = Vec::new();
         let found = OF_EXPERTS
@@ -259,7 +260,7 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // Quantize the rows twice: once to write the packed codes, and once to write the scales. The host then never
+        // Quantize each row twice: once to write the packed codes, and once to write the scales. The host then never
         // holds the codes and the scales of a matrix at the same time.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
@@ -322,7 +323,7 @@ impl Export<'_> {
         names.map(|name| (name, parts.next().expect("one part per name")))
     }
 
-    /// Returns the text of the source's `config.json`, with a description of the quantization added.
+    /// Returns the text of the source's `config.json`. The function adds a description of the quantization to the text.
     fn packed_config(&self, ignored: BTreeSet<String>) -> Result<String, Gemma4Error> {
         let malformed = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
         let mut json: Value = serde_json::from_str(self.json).map_err(malformed)?;

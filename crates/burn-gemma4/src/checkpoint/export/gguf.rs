@@ -1,4 +1,5 @@
-//! Writes a GGUF file of the text model, with the keys and tensors that llama.cpp's converter and quantizer write.
+//! Writes a GGUF file of the text model. The file has the keys and tensors that llama.cpp's converter and quantizer
+//! write.
 
 use super::{Export, QuantizedCheckpoint, tokenizer};
 use crate::checkpoint::gguf::types::Encoding;
@@ -22,8 +23,8 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// The name of the tensor that holds a divisor of the rotary angle for each channel pair. A divisor of 1e30 means no
-/// rotation.
+/// The name of the tensor that holds one number for each channel pair. The number divides the rotary angle of the
+/// channel pair. A divisor of 1e30 means no rotation.
 const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
 const STANDS_STILL: f32 = 1e30;
 /// The value of the metadata key `general.quantization_version`: the version of ggml's block formats.
@@ -32,7 +33,8 @@ const QUANTIZATION_VERSION: usize = 2;
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
         let values = self.values()?;
-        // Parse the generation defaults first, so that an error in them is reported before the long write.
+        // Parse the generation defaults first, so that an error in the defaults is reported before the long write
+        // begins.
         let defaults = existing(self.from, "generation_config.json")?;
         let defaults = defaults.map(GenerationDefaults::from_file).transpose()?;
         let (paths, mut tensors): (Vec<&str>, Vec<Planned>) = self.planned().into_iter().unzip();
@@ -151,7 +153,8 @@ impl Export<'_> {
         bytes
     }
 
-    /// Returns the divisors of the rotary angles, one per channel pair, or `None` if the model has no full-attention layers.
+    /// Returns the numbers that divide the rotary angles, one per channel pair. Returns `None` if the model has no
+    /// full-attention layers.
     fn divisors(&self) -> Option<Vec<f32>> {
         let config = self.config;
         let rope = &config.global_rope;
@@ -208,8 +211,8 @@ impl Export<'_> {
         Ok(values.0)
     }
 
-    /// Reads the configuration of the written file, and returns an error if it differs from the source's configuration.
-    /// GGUF's keys cannot express every configuration.
+    /// Returns an error if the configuration in the written file differs from the source's configuration. GGUF's keys
+    /// cannot express every configuration.
     fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
         let alike = |config: &Gemma4Config| Gemma4Config {
             // Ignore differences in fields that do not change the model's outputs.

@@ -1,4 +1,5 @@
-//! Quantizes a whole checkpoint from source files to new files, one matrix at a time, without a device.
+//! Quantizes a whole checkpoint: reads the source's files and writes new files, one matrix at a time. The module needs
+//! no device.
 
 mod folder;
 mod gguf;
@@ -34,19 +35,20 @@ use std::{
 pub struct QuantizedCheckpoint {
     /// The size of the weight file in bytes.
     pub bytes: u64,
-    /// The paths of parameters that stay unquantized, because their row length is not a multiple of the block size.
+    /// The paths of the parameters that stay unquantized because their row length is not a multiple of the block size.
     pub whole: Vec<String>,
     /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as vision and audio towers.
     pub left_out: Vec<String>,
 }
 
-/// Writes a quantized copy of the checkpoint in the folder `from` to `to`.
+/// Writes a quantized copy of a checkpoint to `to`. The original checkpoint is in the folder `from`.
 ///
-/// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
+/// If the name `to` ends in `.gguf`, in upper or lower case, the output is a GGUF file. Otherwise the output is a
+/// folder.
 ///
 /// In a GGUF file, all weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize are
-/// stored in blocks of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. A weight whose rows do
-/// not consist of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file
+/// stored in blocks of Q8_0 or Q4_0. Bit by bit, these blocks equal those of llama.cpp's quantizer. A weight whose rows
+/// do not consist of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file
 /// also has the tokenizer, the chat template and the sampling defaults. Only the text model of a multimodal checkpoint
 /// is written.
 ///
@@ -225,8 +227,8 @@ impl<'a> Export<'a> {
         self.report.borrow_mut().problem.get_or_insert(problem);
     }
 
-    /// Returns the recorded problem with a weight as an error, or `outcome` if no problem is recorded. The recorded
-    /// problem is more precise than the error of the file's writer.
+    /// Returns the recorded problem with a weight as an error. If no problem is recorded, returns `outcome`. A recorded
+    /// problem says more than the error of the file's writer in `outcome`.
     fn finish<T>(&self, outcome: Result<T, Gemma4Error>) -> Result<T, Gemma4Error> {
         match self.report.borrow_mut().problem.take() {
             None => outcome,

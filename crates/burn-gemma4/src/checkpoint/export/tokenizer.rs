@@ -1,5 +1,5 @@
 //! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF cannot express normalization and
-//! pre-tokenization, so a tokenizer whose rules differ from Gemma's is refused.
+//! pre-tokenization. The module therefore refuses a tokenizer that differs from Gemma's in one of these.
 
 use crate::checkpoint::gguf::tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type};
 use crate::checkpoint::gguf::writer::Written;
@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// Special tokens that are stored with the type `USER_DEFINED` instead of `CONTROL`. llama.cpp removes control tokens
-/// from an answer's text, but its answer parser needs these tokens.
+/// The special tokens that get the type `USER_DEFINED` instead of `CONTROL`. llama.cpp removes control tokens from the
+/// text of an answer, but llama.cpp's parser of answers needs these tokens.
 const VISIBLE: [&str; 7] = [
     "<|channel>",
     "<channel|>",
@@ -65,8 +65,8 @@ struct Model {
     merges: Vec<Merge>,
 }
 
-/// A merge rule, which joins the texts of two tokens. In the file, a rule is either a list of the two texts or one text
-/// with a space between them.
+/// A merge rule, which joins the texts of two tokens. In the file, a rule is either a list of the two texts, or one
+/// text that contains both with a space between them.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Merge {
@@ -145,8 +145,8 @@ impl Tokens {
         })
     }
 
-    /// Adds the ids of tokens with a role, such as `bos`. The ids come from the tokenizer's configuration or from the
-    /// model's configuration.
+    /// Adds the ids of tokens with a role, such as `bos`. The ids come from the configuration of the tokenizer or of
+    /// the model.
     fn with_names(mut self, from: &Path, config: &Gemma4Config) -> Result<Self, Gemma4Error> {
         let json = match existing(from, "tokenizer_config.json")? {
             Some(path) => {
@@ -169,8 +169,8 @@ impl Tokens {
                 "padding" => Some(config.pad_token as usize),
                 _ => None,
             };
-            // Take the ids of `bos` and `padding` from the model's configuration. The model expects a text to begin with
-            // the `bos` token of this configuration.
+            // Take the ids of `bos` and `padding` from the model's configuration, because the model expects that a text
+            // begins with this configuration's `bos` token.
             let id = match name {
                 "bos" | "padding" => by_config,
                 _ => by_text.or(by_config),
@@ -204,8 +204,8 @@ impl Tokens {
 }
 
 impl File {
-    /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's. GGUF files cannot
-    /// express the difference.
+    /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's. A GGUF file cannot
+    /// express such a difference.
     fn refuse_others(&self) -> Result<(), String> {
         let Model {
             unk_token,

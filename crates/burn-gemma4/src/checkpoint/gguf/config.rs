@@ -4,11 +4,11 @@ use super::{Gguf, metadata::Metadata};
 use crate::config::validate::{MOST_LAYERS, number_of_layers};
 use crate::config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 
-/// The only supported architecture. Its name is also the prefix of the model's keys in a file's metadata.
+/// The only supported architecture. In a file's metadata, the keys of the model begin with this name.
 const ARCHITECTURE: &str = "gemma4";
 /// The architecture of drafters, the small models that propose tokens in speculative decoding.
 const DRAFTER: &str = "gemma4-assistant";
-/// The smallest divisor of the rotary angles that means "no rotation". llama.cpp's converter writes 1e30.
+/// The smallest divisor of a rotary angle that counts as "no rotation". llama.cpp's converter writes 1e30.
 const STANDS_STILL: f32 = 1e20;
 /// The logit softcap that llama.cpp uses if a file has no key for the softcap.
 const SOFTCAP: f64 = 30.0;
@@ -35,7 +35,8 @@ impl Keys<'_> {
         required(&key, self.0.sizes(&key, layers)?)
     }
 
-    /// Returns a size that is the same in all layers. The file holds either one number or a list with one number per layer.
+    /// Returns a size that all layers share. The file holds this size either as one number or as a list with one number
+    /// per layer.
     fn size_of_layers(&self, name: &str, layers: usize) -> Result<usize, String> {
         required(&Self::key(name), same(name, self.sizes(name, layers)?)?)
     }
@@ -53,8 +54,8 @@ fn required<T>(key: &str, value: Option<T>) -> Result<T, String> {
     value.ok_or_else(|| format!("{key} is missing"))
 }
 
-/// Returns the value that all elements of `values` have, or `None` if `values` is empty. Returns an error if two elements
-/// differ.
+/// Returns the common value of all elements of `values`, or `None` if `values` is empty. Returns an error if two
+/// elements differ.
 fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<usize>, String> {
     let mut values = values.into_iter();
     let Some(first) = values.next() else {
@@ -69,7 +70,7 @@ fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<us
     }
 }
 
-/// Refuses files of another architecture, and files that are one part of a split checkpoint.
+/// Refuses files of an unsupported architecture, and files that hold only one part of a split checkpoint.
 pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
     match metadata.text("general.architecture")? {
         Some(ARCHITECTURE) => (),
@@ -93,7 +94,8 @@ pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
     }
 }
 
-/// Returns the model's configuration. GGUF has no keys for some properties, which are derived from the tensors.
+/// Returns the model's configuration. Some properties have no key in GGUF. The function derives these properties from
+/// the tensors.
 pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
     let metadata = gguf.metadata();
     let keys = Keys(metadata);
@@ -193,8 +195,8 @@ fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Vec<LayerType>, String>
         .collect())
 }
 
-/// Returns the hidden size of the feed-forward networks, and whether the size doubles in the layers that share an earlier
-/// layer's KV cache.
+/// Returns the hidden size of the feed-forward networks, and a flag. The flag is true if the layers that share an
+/// earlier layer's KV cache have twice this size.
 fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize, bool), String> {
     const KEY: &str = "feed_forward_length";
     let widths = keys.sizes(KEY, layers)?;
@@ -226,7 +228,8 @@ fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize,
     };
     match (of(LayerType::Sliding)?, of(LayerType::Full)?) {
         (Some(sliding), Some(full)) => Ok((sliding, full)),
-        // If the model lacks sliding layers or full layers, no layer uses the number of heads for the missing type.
+        // The model has only sliding layers or only full layers. No layer uses the number of heads for the missing
+        // type.
         (Some(heads), None) | (None, Some(heads)) => Ok((heads, heads)),
         (None, None) => Err(format!("{} is missing", Keys::key("block_count"))),
     }
@@ -253,7 +256,7 @@ fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     Ok((of("_swa")?, of("")?))
 }
 
-/// True if full layers have no V projection and compute V from the output of the K projection.
+/// True if full layers have no V projection. These layers compute V from the output of the K projection.
 fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
     let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
     full.is_some_and(|layer| {
@@ -273,8 +276,9 @@ fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, Stri
     }
 }
 
-/// Returns the rotary embedding of full layers. The file holds a divisor of the rotary angle for each channel pair. A
-/// channel pair with a huge divisor is not rotated. All rotated channel pairs must have the same divisor.
+/// Returns the rotary embedding of full layers. For each channel pair, the file holds a number that divides the pair's
+/// rotary angle. A channel pair with a huge divisor is not rotated. All rotated channel pairs must have the same
+/// divisor.
 fn global_rope(
     gguf: &Gguf,
     keys: &Keys<'_>,
@@ -311,8 +315,8 @@ fn global_rope(
         partial_rotary_factor: rotated as f64 / pairs.max(1) as f64,
         factor: f64::from(factor),
     };
-    // The rounded fraction `rotated pairs / all pairs` may be slightly too small, and would lose one rotated pair. In that
-    // case use the next larger f64.
+    // The fraction `rotated pairs / all pairs` is rounded, and may be slightly too small. The model would then rotate
+    // one pair fewer. In this case, use the next larger f64.
     Ok(RopeConfig {
         partial_rotary_factor: match rope.rotated_pairs(head_dim) == rotated {
             true => rope.partial_rotary_factor,

@@ -1,7 +1,8 @@
-//! The GGUF container. A file holds keys with values, then the positions of the tensors, and then the tensors' bytes.
+//! The GGUF container. A file holds metadata keys with values, then the positions of the tensors, and then the tensors'
+//! bytes.
 //!
-//! The parser does not trust a file. A wrong count cannot make the parser allocate much memory. The parser checks every
-//! position before it reads there.
+//! The parser does not trust a file. A wrong count in the file cannot make the parser allocate much memory. Before the
+//! parser reads at a position, the parser checks the position.
 
 use super::{
     metadata::{Kind, Value},
@@ -11,10 +12,11 @@ use std::{collections::BTreeMap, ops::Range};
 
 /// The magic bytes at the beginning of a file.
 pub(super) const MAGIC: &[u8] = b"GGUF";
-/// The supported versions of the format. No Gemma file has version 1, which stores lengths in 32 bits.
+/// The supported versions of the format. Version 1, which stores lengths in 32 bits, is not supported, because no Gemma
+/// file has this version.
 const VERSIONS: [u32; 2] = [2, 3];
-/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys, and far
-/// fewer tensors than the limit.
+/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys, and the
+/// number of their tensors is far below the limit.
 const MOST_KEYS: u64 = 1 << 12;
 const MOST_TENSORS: u64 = 1 << 16;
 /// The limit on the length of a key or of a tensor's name, in bytes.
@@ -38,7 +40,8 @@ pub(super) struct Tensor {
     /// The size of each dimension, from the slowest-varying to the fastest-varying one. The file stores the sizes in
     /// the reverse order.
     pub shape: Vec<usize>,
-    /// The range of the tensor's bytes in the file. The range is empty if the tensor type's block size is unknown.
+    /// The range of the tensor's bytes in the file. If this crate does not know the block size of the tensor's type,
+    /// the range is empty.
     pub place: Range<usize>,
 }
 
@@ -106,8 +109,8 @@ struct Info {
 }
 
 impl Info {
-    /// Checks the entry and returns the tensor. `len` is the file's size in bytes. `data` is the offset at which the
-    /// tensors begin.
+    /// Checks this entry and returns the tensor that it describes. `len` is the file's size in bytes. `data` is the
+    /// offset in the file at which the tensors' bytes begin.
     fn place(self, data: u64, alignment: u64, len: u64) -> Result<Tensor, String> {
         let name = &self.name;
         let kind = Type(self.kind);
@@ -164,7 +167,7 @@ impl Info {
     }
 }
 
-/// A reader of the file's bytes, with its current position.
+/// A reader of the file's bytes, with the position at which the reader reads next.
 struct Reader<'a> {
     file: &'a [u8],
     at: usize,

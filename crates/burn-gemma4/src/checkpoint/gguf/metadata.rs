@@ -1,8 +1,9 @@
-//! The values of a file's metadata keys, each read as the type that the caller expects.
+//! The values of a file's metadata keys. Each method reads a value as the type that the caller expects.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// The value of a metadata key. Numbers and booleans are decoded. Texts and lists are given by their byte ranges in the file.
+/// The value of a metadata key. Numbers and booleans are decoded. A text or a list is represented by the range of its
+/// bytes in the file.
 #[derive(Debug, PartialEq)]
 pub(super) enum Value {
     Unsigned(u64),
@@ -25,7 +26,7 @@ pub(super) enum Kind {
     List,
 }
 
-/// The types of metadata values. The index of a type is its id in files.
+/// The types of metadata values. A type's index in this array is the type's id in files.
 const KINDS: [Kind; 13] = {
     use Kind::{Boolean, F32, F64, List, Signed, Text, Unsigned};
     [
@@ -50,7 +51,8 @@ impl Kind {
         KINDS.get(id as usize).copied()
     }
 
-    /// Returns the size of a value in bytes. For a text or a list this is the size of the length field.
+    /// Returns the size of a value of this type in bytes. For a text or a list, the function returns the size of the
+    /// field that holds the length.
     pub fn bytes(self) -> u64 {
         match self {
             Self::Unsigned(bytes) | Self::Signed(bytes) => bytes,
@@ -60,7 +62,8 @@ impl Kind {
         }
     }
 
-    /// Decodes `bytes` as a number or a boolean. Returns `None` for other types, or if the bytes are not a valid boolean.
+    /// Decodes `bytes` as a number or a boolean of this type. Returns `None` for texts and lists, and if the bytes are
+    /// not a valid boolean.
     pub fn number(self, bytes: &[u8]) -> Option<Value> {
         let mut eight = [0; 8];
         eight[..bytes.len()].copy_from_slice(bytes);
@@ -124,8 +127,8 @@ impl<'a> Metadata<'a> {
         self.get(key, "a whole number of at least 0", Value::size)
     }
 
-    /// Returns a list of `count` non-negative integers. If the file has one integer instead of a list, the integer is
-    /// repeated.
+    /// Returns a list of `count` non-negative integers. If the file has one integer instead of a list, the function
+    /// repeats this integer.
     pub fn sizes(&self, key: &str, count: usize) -> Result<Option<Vec<usize>>, String> {
         let what = format!("a whole number of at least 0 or a list of {count}");
         self.get(key, &what, |value| match value.size() {
@@ -180,8 +183,8 @@ impl<'a> Metadata<'a> {
         std::str::from_utf8(self.file.get(place.clone())?).ok()
     }
 
-    /// Decodes a list of numbers or booleans, and applies `read` to each element. Returns `None` for any other value, or
-    /// if `read` returns `None`.
+    /// Decodes a list of numbers or booleans, and applies `read` to each element. Returns `None` if the value is not
+    /// such a list, or if `read` returns `None` for an element.
     fn values_of<T>(&self, list: &Value, read: fn(&Value) -> Option<T>) -> Option<Vec<T>> {
         match list {
             Value::List {

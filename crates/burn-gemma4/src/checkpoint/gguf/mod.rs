@@ -184,8 +184,8 @@ impl WeightSource for Gguf {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let is_ignored = |name: &str| {
-            // Do not report the rotary divisors, and K and V tensors that no layer uses, as unknown. The model has no
-            // parameters for these tensors.
+            // The model has no parameters for the rotary divisors, and none for K and V tensors that no layer uses. Do
+            // not report these tensors as unknown.
             name == "rope_freqs.weight"
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())

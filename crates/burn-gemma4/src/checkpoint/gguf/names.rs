@@ -1,6 +1,6 @@
 //! llama.cpp's names of the model's parameters.
 
-/// The two names of each parameter outside of the layers: its path, and llama.cpp's tensor name.
+/// The parameters outside of the layers. An entry holds a parameter's path and llama.cpp's name of the tensor.
 const OF_MODEL: [(&str, &str); 6] = [
     ("embed_tokens.weight", "token_embd.weight"),
     (
@@ -19,8 +19,8 @@ const OF_MODEL: [(&str, &str); 6] = [
     ("lm_head.weight", "output.weight"),
 ];
 
-/// The two names of each parameter of a layer: its path after the prefix `layers.{i}.`, and llama.cpp's tensor name
-/// after the prefix `blk.{i}.`.
+/// The parameters of a layer. An entry holds a parameter's path without the prefix `layers.{i}.`, and llama.cpp's name
+/// of the tensor without the prefix `blk.{i}.`.
 const OF_LAYER: [(&str, &str); 25] = [
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.q_norm.weight", "attn_q_norm.weight"),
@@ -61,13 +61,14 @@ const OF_LAYER: [(&str, &str); 25] = [
     ("layer_scalar", "layer_output_scale.weight"),
 ];
 
-/// The path of the stacked parameter that holds the gate and up projections of all experts.
+/// The path of the stacked parameter that holds the gate projections and up projections of all experts.
 const GATE_UP: &str = "experts.gate_up_proj";
-/// The names of the two tensors that may store [`GATE_UP`]: the gate's tensor and the up projection's tensor.
+/// The names of the two tensors that may store [`GATE_UP`]: the first holds the gate projections, the second the up
+/// projections.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
-/// Returns the names of the tensors that store the parameter at `path`. `has` says whether the file contains a tensor
-/// of a given name.
+/// Returns the names of the tensors that store the parameter at `path`. `has` returns true if the file contains a
+/// tensor of the given name.
 pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
     let layer = path
         .strip_prefix("layers.")
@@ -83,7 +84,7 @@ pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> 
     }
 }
 
-/// Returns llama.cpp's name for a parameter, or the parameter's own name if llama.cpp has none.
+/// Returns llama.cpp's name for the parameter at `path`. If llama.cpp has no such parameter, returns `path`.
 fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     match names.iter().find(|(ours, _)| *ours == path) {
         Some((_, theirs)) => theirs,
@@ -91,7 +92,8 @@ fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     }
 }
 
-/// Returns the layer's index for a tensor that is a K or V projection or a K norm, and `None` for any other tensor.
+/// Returns the index of the layer to which a tensor belongs, if the tensor is a K projection, a V projection or a K
+/// norm. Returns `None` for any other tensor.
 pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
     const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
     let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;

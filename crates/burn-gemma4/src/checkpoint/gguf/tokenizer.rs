@@ -22,8 +22,8 @@ pub(in crate::checkpoint) mod token_type {
     pub const BYTE: usize = 6;
 }
 
-/// The roles of special tokens. Each role has two names: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`,
-/// and the name of the variable in chat templates.
+/// The roles of special tokens. Each role has two names. The first is the `{name}` in the metadata key
+/// `tokenizer.ggml.{name}_token_id`. The second is the name of the variable in chat templates.
 pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("bos", "bos_token"),
     ("eos", "eos_token"),
@@ -31,8 +31,8 @@ pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("padding", "pad_token"),
     ("mask", "mask_token"),
 ];
-/// The roles of the tokens that end a text (`ENDS`), and the texts of further end tokens (`ENDS_BY_TEXT`), as in
-/// llama.cpp.
+/// The tokens that end a text, as in llama.cpp. `ENDS` lists tokens by their roles, and `ENDS_BY_TEXT` lists further
+/// tokens by their texts.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
 const ENDS_BY_TEXT: [&str; 3] = ["<eos>", "<turn|>", "<|tool_response>"];
 
@@ -180,7 +180,8 @@ fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
         .collect()
 }
 
-/// Splits a merge rule at the space between its two texts. The first text has at least one character, which may be a space.
+/// Splits a merge rule at the space between the rule's two texts. The first text has at least one character, and this
+/// character may be a space.
 fn pair(merge: &str) -> Result<(&str, &str), String> {
     let space = merge.match_indices(' ').find(|(at, _)| *at > 0);
     match space {

@@ -15,7 +15,8 @@ pub(in crate::checkpoint) enum Encoding {
     Blocks(BlockFormat),
 }
 
-/// All tensor types of ggml: the id, the name, and the encoding. The encoding is `None` if this crate cannot read the type.
+/// All tensor types of ggml, each with its id, its name and its encoding. If this crate cannot read a type, the
+/// encoding is `None`.
 const TYPES: [(u32, &str, Option<Encoding>); 35] = {
     use Encoding::{Blocks, Floats};
     [
@@ -75,7 +76,7 @@ impl fmt::Display for Type {
 }
 
 impl Encoding {
-    /// Returns ggml's id of the type with this encoding.
+    /// Returns the id of the ggml type that has this encoding.
     ///
     /// # Panics
     /// Panics if ggml has no type for the dtype.

@@ -10,7 +10,7 @@ const ALIGNMENT: usize = 32;
 /// The type id of a list.
 const LIST: u32 = 9;
 
-/// The value of a metadata key in the written file. The variants are the types that llama.cpp expects for its keys.
+/// The value of a metadata key in the written file. llama.cpp expects each key's value in one of these types.
 pub(in crate::checkpoint) enum Written {
     U32(u32),
     I32(i32),
@@ -92,8 +92,8 @@ fn text(file: &mut impl Write, text: &str) -> io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Writes a file with the keys `values` and the tensors `tensors`. For each tensor in order, `write` must write exactly
-/// the tensor's bytes.
+/// Writes a file with the metadata `values` and the tensors `tensors`. The function calls `write` once for each tensor,
+/// in order. Each call must write exactly the tensor's bytes.
 pub(in crate::checkpoint) fn write<W: Write>(
     file: W,
     values: &[(String, Written)],

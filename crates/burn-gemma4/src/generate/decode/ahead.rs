@@ -8,7 +8,8 @@ use crate::op::reading::Reading;
 /// In a sliding layer's ring buffer, the step overwrites the oldest key and value of each sequence. No later query
 /// attends to this key. The cache therefore stays valid if the decoder discards the step.
 pub(super) struct Ahead {
-    /// The input tokens of the step, one per sequence. `None` if the previous step could not choose a token.
+    /// The input tokens of the step, one per row of the batch. A row's token is `None` if the previous step could not
+    /// choose a token.
     tokens: Vec<Option<u32>>,
     /// The pending copy of the step's chosen tokens to the host. Dropping the [`Reading`] waits until the copy has finished.
     chosen: Reading,

@@ -15,23 +15,23 @@ use crate::op::gemv;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// While the decode step has a captured graph, the batch keeps its buffers if more than one in `LEAST_SHARE` buffer
-/// rows holds a sequence. With a limit of one in two, a new capture would be needed whenever the number of sequences
-/// passes a power of two.
+/// The batch shrinks its buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies while
+/// the decode step has a captured graph, because new buffers need a new capture. With a limit of one in two, a new
+/// capture would be needed whenever the number of sequences passes a power of two.
 #[cfg(feature = "cube")]
 const LEAST_SHARE: usize = 4;
 
 /// Sequences of different lengths that are decoded together. A sequence joins after its prefill, and leaves between two
 /// steps.
 ///
-/// The sequences have consecutive indices, in the order in which they joined. [`leave`](Self::leave) moves the last sequence
-/// to the free index, as [`Vec::swap_remove`] does.
+/// The sequences have consecutive indices, in the order in which they joined. [`leave`](Self::leave) gives the last
+/// sequence the index of the sequence that left, as [`Vec::swap_remove`] does.
 ///
-/// On CubeCL devices a batch of up to 8 sequences runs the decode kernels. With NVIDIA's tensor cores in f16 or bf16, the
-/// limit is 64 sequences. The kernels run as CUDA graphs if the device supports them. A captured graph stays valid until the
-/// buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than slots, or if more
-/// sequences join than the buffers have rows. They shrink if at most a quarter of the rows hold a sequence. See
-/// [`Decoder`](super::Decoder).
+/// On CubeCL devices a batch of up to 8 sequences runs the decode kernels. With NVIDIA's tensor cores in f16 or bf16,
+/// the limit is 64 sequences. The kernels run as CUDA graphs if the device supports them. A captured graph stays valid
+/// until the buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than a buffer
+/// row has slots, or if more sequences join than the buffers have rows. The buffers shrink if at most a quarter of the
+/// rows hold a sequence. See [`Decoder`](super::Decoder).
 pub struct Batch {
     model: Gemma4Model,
     cache: Cache,
@@ -44,8 +44,8 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
-    /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
-    /// ordered before a replay.
+    /// Makes the type `!Send`. A graph must be replayed on the thread that captured it, because only earlier work of
+    /// that thread is certain to run before the replay.
     _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -79,8 +79,9 @@ impl Batch {
         })
     }
 
-    /// Returns the largest number of slots in a full-attention layer's KV buffer for `sequences` sequences of up to `tokens`
-    /// tokens. A slot holds the key and value of one token. The ring buffers of sliding layers are smaller.
+    /// Returns the largest number of slots that a full-attention layer's KV buffer can have, summed over all buffer
+    /// rows. The batch has at most `sequences` sequences of up to `tokens` tokens. A slot holds the key and value of
+    /// one token. The ring buffers of sliding layers are smaller.
     pub fn largest_slots(sequences: usize, tokens: usize) -> usize {
         let rows = sequences.max(1).next_power_of_two();
         rows.saturating_mul(Cache::largest_slots(tokens))
@@ -224,8 +225,9 @@ impl Batch {
     }
 
     /// Runs the model like [`step`](Self::step), and returns the most probable next token of each sequence. If
-    /// `goes_on` is true, the device starts the next step, over these tokens, before the host receives them. That step
-    /// is discarded if a sequence joins or leaves before the next call, or if the next call has other tokens.
+    /// `goes_on` is true, the device starts the next step over the returned tokens before the host receives these
+    /// tokens. The batch discards that step if a sequence joins or leaves before the next call, or if the caller then
+    /// passes other tokens.
     ///
     /// # Errors
     /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
@@ -244,8 +246,8 @@ impl Batch {
         self.step(tokens)?.choose(&choices)
     }
 
-    /// Checks the sequences' tokens. If the next step needs more slots than the buffers have, removes the buffer rows
-    /// without a sequence. Otherwise these rows would get more slots too.
+    /// Checks the sequences' tokens. If the buffers need more slots for the next step, first removes the buffer rows
+    /// without a sequence. Otherwise the rows without a sequence would get more slots too.
     fn prepare(&mut self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
@@ -277,8 +279,8 @@ impl Batch {
     }
 
     /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences`. Returns true if the
-    /// number was larger before. Callers reduce the rows before the buffers get more slots, so that the buffers stay within
-    /// [`largest_slots`](Self::largest_slots).
+    /// number of rows has changed. Callers reduce the rows before the buffers get more slots, so that the buffers stay
+    /// within [`largest_slots`](Self::largest_slots).
     fn fit_capacity(&mut self, sequences: usize) -> bool {
         let capacity = sequences.next_power_of_two();
         if capacity >= self.capacity {
@@ -313,7 +315,8 @@ impl Batch {
         #[cfg(feature = "cube")]
         {
             /// Without the decode kernels, the number of sequences in a forward pass is rounded up to a multiple of
-            /// this number. Devices tune or compile kernels for each number of sequences.
+            /// this number. Rounding keeps the set of different numbers small, because devices tune or compile kernels
+            /// for each number of sequences.
             const ROWS: usize = 8;
             let most = gemv::most_rows(&self.model.device(), self.model.dtype());
             let rows = match self.model.is_accelerated() {

@@ -17,18 +17,19 @@ use crate::op::gemv;
 use crate::speculative::drafter::Drafter;
 use std::marker::PhantomData;
 
-/// A decoder, which generates the tokens that follow the tokens in a filled [`Cache`]. Each decode step runs the model over
-/// one more token of every sequence.
+/// A decoder, which generates the tokens that follow the tokens in a filled [`Cache`]. Each decode step runs the model
+/// over one more token of every sequence.
 ///
-/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. With NVIDIA's tensor cores in f16
-/// or bf16, the limit is 64 sequences. If the device supports CUDA graphs, the kernel launches are captured once and then
-/// replayed. The decode kernels need at most 512 experts, and parameters of one dtype: f32, f16 or bf16. All other models run
-/// through [`Gemma4Model::step`].
+/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. With NVIDIA's tensor cores in
+/// f16 or bf16, the limit is 64 sequences. If the device supports CUDA graphs, the kernel launches are captured once
+/// and then replayed. The decode kernels support models with at most 512 experts, whose parameters all have one dtype:
+/// f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
 ///
-/// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a capture
-/// affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture, another thread that
-/// synchronizes with the device or allocates on it gets an error. A program whose threads share a CUDA device should decode
-/// [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as fast as with graphs.
+/// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a
+/// capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. If another thread
+/// synchronizes with the device or allocates device memory during a capture, that thread gets an error. A program whose
+/// threads share a CUDA device should decode [`without_graph_capture`](Self::without_graph_capture). Decoding is then
+/// about a third as fast as with graphs.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -74,8 +75,8 @@ pub struct Decoder<'a> {
     pub(super) has_samplers: bool,
     #[cfg(feature = "cube")]
     pub(super) graph: Option<GraphCapture>,
-    /// Makes the type `!Send`. Replays must run on the thread that captured the graph, because only work of that thread is
-    /// ordered before a replay.
+    /// Makes the type `!Send`. A graph must be replayed on the thread that captured it, because only earlier work of
+    /// that thread is certain to run before the replay.
     pub(super) _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -118,16 +119,16 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, 1)
     }
 
-    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the
-    /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
+    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that
+    /// the device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
-    /// The function does not record the tokens in the host's samplers. If `goes_on` is true, the decoder queues the following
-    /// decode step before the host has received the tokens. The next call uses the queued step if the call passes
-    /// exactly the returned tokens. Otherwise the decoder discards the queued step. The device's samplers have then
-    /// already counted the returned tokens for the repetition penalty.
+    /// The function does not record the tokens in the host's samplers. If `goes_on` is true, the decoder queues the
+    /// following decode step before the host has received the tokens. If the next call passes exactly the returned
+    /// tokens, that call uses the queued step. Otherwise the decoder discards the queued step. The device's samplers
+    /// have then already counted the returned tokens for the repetition penalty.
     ///
-    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
-    /// must draw for the given samplers.
+    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the
+    /// host must draw for the given samplers.
     ///
     /// # Errors
     /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
@@ -149,12 +150,12 @@ impl<'a> Decoder<'a> {
         Ok(None)
     }
 
-    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after each of
-    /// these tokens.
+    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after
+    /// each of these tokens.
     ///
-    /// The pass runs on the decode kernels under two conditions. `tokens` has at most 8 tokens (64 with tensor cores),
-    /// and at most one token more than the cache can [forget](Cache::forgetting). If a caller rejects some of the
-    /// tokens, [`forget`](Self::forget) removes the rejected tokens.
+    /// The pass runs on the decode kernels only if `tokens` is short. The limit is 8 tokens (64 with tensor cores), or
+    /// one token more than the cache can [forget](Cache::forgetting), whichever is smaller. If a caller rejects some of
+    /// the tokens, [`forget`](Self::forget) removes the rejected tokens.
     ///
     /// # Errors
     /// Returns an error if the cache has several sequences, `tokens` is empty, or a token is outside the vocabulary.
@@ -185,9 +186,9 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes the keys of all
-    /// tokens before attention reads any key. In a ring buffer, each token after the first needs a spare slot. Otherwise its
-    /// key would overwrite a key that the first token attends to.
+    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes the keys
+    /// of all tokens before attention reads any key. In a ring buffer, each token after the first therefore needs a
+    /// spare slot. Without the spare slot, the token's key would overwrite a key that the first token attends to.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         let most = gemv::most_rows(&self.model.device(), self.model.dtype());
@@ -236,8 +237,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget_each(counts)
     }
 
-    /// Discards the queued decode step. Its input tokens would be wrong, because the caller is about to change the last token
-    /// in the cache.
+    /// Discards the queued decode step. The queued step's input tokens would be wrong, because the caller is about to
+    /// change the last token in the cache.
     fn discard_lookahead(&mut self) {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {

@@ -83,8 +83,8 @@ impl<'a> Decoder<'a> {
         self.guess_and_read_each(&[token], &streams, count)
     }
 
-    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token per sequence. The draft tokens are
-    /// ordered by drafting step. The rows of the [`Next`] are ordered by sequence.
+    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token per sequence. The returned draft
+    /// tokens are ordered by drafting step. The rows of the returned [`Next`] are ordered by sequence.
     pub(crate) fn guess_and_read_each(
         &mut self,
         tokens: &[u32],
@@ -94,8 +94,8 @@ impl<'a> Decoder<'a> {
         #[cfg(feature = "cube")]
         {
             let drafter = self.drafter()?;
-            // If an embedding table is in host memory, the host looks up the table rows of the draft tokens. The host must
-            // therefore receive the draft tokens.
+            // If an embedding table is in host memory, the host must look up the table rows of the draft tokens. The
+            // host therefore receives the draft tokens before the pass over them.
             let reads_guesses = self.has_drafter_kernels
                 && self.model.host_table.is_none()
                 && self.cache.has_begun()

@@ -140,11 +140,11 @@ impl GraphCapture {
     }
 
     /// Runs a decode step over one token of each sequence and returns the next token of each row. The result is `None`
-    /// for a row without a possible token. `tokens` are the input tokens of the first rows. The remaining rows have no
-    /// sequence.
+    /// for a row without a possible token. `tokens` are the input tokens of the first rows. The batch's remaining rows
+    /// have no sequence.
     ///
-    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens. No
-    /// step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
+    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens.
+    /// No step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
     pub fn follow(
         &mut self,
         model: &Gemma4Model,
@@ -174,8 +174,8 @@ impl GraphCapture {
         Ok(tokens)
     }
 
-    /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the tokens that the step
-    /// chooses, or `None` if the cache's buffers are full.
+    /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the pending copy of the
+    /// tokens that the queued step chooses, or `None` if the cache's buffers are full.
     fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
         if cache.len() + 1 > cache.room() {
             return None;

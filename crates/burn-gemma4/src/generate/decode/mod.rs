@@ -1,8 +1,8 @@
 //! Decoding: decode steps of one token per sequence, and forward passes over several draft tokens.
 //!
-//! Decoding *reads* a token when it runs the model over the token and appends the token's keys and values to the KV cache. A
-//! *column* of the cache is one token position of every sequence. A *drafting round* is a run of the drafter that proposes
-//! draft tokens.
+//! To *read* a token means to run the model over the token and to append the token's keys and values to the KV cache. A
+//! *column* of the cache is one token position of every sequence. A *drafting round* is a run of the drafter that
+//! proposes draft tokens.
 
 #[cfg(feature = "cube")]
 mod ahead;

@@ -140,7 +140,8 @@ impl Next<'_> {
             if samplers.len() == rows
                 && let Some(sampler) = DeviceSampler::new(samplers, vocabulary, dtype, &device)
             {
-                // Pass the position of each sequence's last token, because the kernel adds 1.
+                // The sampler adds 1 to each position to get the position of the new token. Pass the position of each
+                // sequence's last token.
                 let positions = samplers
                     .iter()
                     .map(|sampler| (sampler.position() as u32).wrapping_sub(1));

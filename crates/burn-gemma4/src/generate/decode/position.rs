@@ -36,8 +36,8 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The per-layer embeddings of the forward pass's tokens from the table in host memory, `[rows · layers · columns]`.
-    /// `None` if the table is on the device.
+    /// The per-layer embeddings of the forward pass's tokens, `[rows · layers · columns]`, which the host has read from
+    /// a table in host memory. `None` if the table is on the device.
     pub from_host: Option<Tensor<1>>,
     /// The sampler that draws the next tokens, or `None` if the forward pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
@@ -180,7 +180,7 @@ impl Position {
         self.ring.visible(queries, self.inputs.positions.clone())
     }
 
-    /// Returns rules that let every query see all written keys.
+    /// Returns rules by which each query sees all keys that have been written to the buffers.
     fn written(&self) -> Visible {
         Visible {
             lengths: Some(self.inputs.lengths.clone()),

@@ -49,13 +49,15 @@ pub struct Prefill {
     graphs: Option<CapturedPrompts>,
     /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
     reused: usize,
-    /// The position at which the prefill takes a checkpoint of the cache, because other prompts may continue from there.
+    /// The position at which the prefill takes a checkpoint of the cache, because other prompts may continue from this
+    /// position.
     boundary: Option<usize>,
-    /// The checkpoints within the tokens that are already in the cache, in ascending order of their positions.
+    /// The checkpoints at positions that the cache already holds, in ascending order of their positions.
     checkpoints: Vec<Arc<Checkpoint>>,
 }
 
-/// The state of a finished prefill from which other prompts can continue.
+/// A finished prefill, with which other prompts can share a prefix. Such a prompt continues from the prefill's cache or
+/// from one of its checkpoints.
 #[derive(Debug)]
 pub(super) struct Prefilled {
     pub tokens: Vec<u32>,
@@ -162,9 +164,10 @@ impl Prefill {
         self.cache.is_empty() && self.boundary.is_none() && self.has_graph()
     }
 
-    /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch kernels for a part of it.
-    /// Measurements have shown this on an H200 only (2026-11-29), so the function returns false on other devices. On slower
-    /// devices the computation takes most of the time, so the reuse of an earlier prompt saves time.
+    /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of
+    /// the prompt. Measurements have shown this on an H200 only (2026-11-29), so the function returns false on all
+    /// devices except Hopper cards. On slower devices the computation takes most of the time. There it saves time to
+    /// reuse the keys and values of an earlier prompt.
     pub(super) fn is_fastest_whole(&self) -> bool {
         crate::op::is_hopper(&self.model.device()) && self.has_graph()
     }

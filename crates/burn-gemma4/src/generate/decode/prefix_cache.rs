@@ -7,11 +7,13 @@ use burn::module::{ParamId, list_param_ids};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// The smallest number of tokens whose keys and values a prompt reuses. Fewer tokens would not be worth the copy.
+/// The smallest number of shared tokens for which a prompt reuses the keys and values of an earlier prompt. For fewer
+/// tokens the copy would not pay off.
 const LEAST: usize = 16;
 
-/// The smallest number of tokens between a reused prefix and a new checkpoint. A checkpoint costs one more prefill
-/// chunk and as much memory as all ring buffers. Saving fewer tokens in later prompts would not be worth this cost.
+/// The smallest number of tokens between the end of a reused prefix and a new checkpoint. A checkpoint costs one more
+/// prefill chunk and as much memory as all ring buffers. Later prompts save the prefill of the tokens before the
+/// checkpoint. For fewer tokens, this saving would not be worth the cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
 /// The largest number of checkpoints of a prompt.
@@ -20,12 +22,13 @@ const MOST_CHECKPOINTS: usize = 4;
 /// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy of such a
 /// cache. The model then runs only over the remaining tokens of the later prompt.
 ///
-/// Full-attention layers keep the keys and values of all tokens. Sliding layers keep one window in ring buffers. A prompt at
-/// least as long as the window can therefore be continued only at its end and at checkpoints. The first prompt that shares a
-/// prefix with an earlier one takes a checkpoint at the end of the shared prefix. Prompts after that continue from there.
+/// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only the last window of tokens, in
+/// ring buffers. If a prompt is at least as long as the window, other prompts can therefore continue only from its end
+/// and from its checkpoints. The first prompt that shares a prefix with an earlier one takes a checkpoint at the end of
+/// the shared prefix. Later prompts with this prefix continue from the checkpoint.
 ///
-/// On a Hopper card, a prompt that one CUDA graph can run neither continues from another prompt nor is kept, because the
-/// graph is faster.
+/// On a Hopper card, some prompts can run as one CUDA graph, which is faster than to reuse a prefix. These prompts do
+/// not continue from other prompts, and the cache does not keep them.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -63,18 +66,18 @@ pub struct PrefixCache {
     has_warned: bool,
 }
 
-/// A state of an earlier prompt from which another prompt can continue.
+/// The state after the first tokens of an earlier prompt. Another prompt can continue from this state.
 struct State {
     /// The index of the prompt.
     prompt: usize,
-    /// The number of tokens in the state.
+    /// The number of tokens that the earlier prompt has up to this state.
     column: usize,
 }
 
 impl PrefixCache {
-    /// Creates an empty cache for prompts of one model. The cache keeps at most `most_bytes` bytes of keys and values on the
-    /// device, and keeps nothing if this is 0. `chunk` is the largest number of tokens that the caller passes to
-    /// [`Prefill::advance`].
+    /// Creates an empty cache for prompts of one model. The cache keeps at most `most_bytes` bytes of keys and values
+    /// on the device, and keeps nothing if `most_bytes` is 0. `chunk` is the largest number of tokens that the caller
+    /// passes to [`Prefill::advance`].
     pub fn new(model: &Gemma4Model, most_bytes: usize, chunk: usize) -> Self {
         Self {
             model: list_param_ids(model),
@@ -86,9 +89,10 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill that has not begun continue from a copy of the earlier prompt with the longest usable prefix, if a
-    /// prompt has enough tokens in common. If a longer prefix is shared but not usable, the prefill will take a checkpoint
-    /// at its end.
+    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. Selects the
+    /// earlier prompt with the longest usable prefix, and copies nothing if this prefix has fewer than 16 tokens. If
+    /// the longest shared prefix is much longer than the usable prefix, the prefill will take a checkpoint at the end
+    /// of the longest shared prefix.
     pub fn resume(&mut self, prefill: &mut Prefill) {
         if !prefill.cache().is_empty() || !self.serves(prefill) {
             return;
@@ -111,7 +115,7 @@ impl PrefixCache {
             prefill.take_checkpoint_at(longest);
         }
         if let Some(State { prompt, column }) = best {
-            // Move the prompt to the end of the list, because it is the one that was used last.
+            // Move the earlier prompt to the end of the list, because the list is in the order of last use.
             let earlier = self.prompts.remove(prompt);
             let checkpoint = earlier.checkpoint_at(column);
             let end = prefill.tokens().len();
@@ -122,9 +126,10 @@ impl PrefixCache {
         }
     }
 
-    /// Keeps the keys and values of a finished prefill for later prompts. Drops the prompts whose last use is longest ago,
-    /// until the others fit into the memory. Ignores unfinished prefills, prompts of fewer than 16 tokens, prompts of other
-    /// models, prompts that a CUDA graph runs faster, and prompts that alone do not fit.
+    /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the prompts
+    /// whose last use is longest ago, until the remaining prompts fit. Ignores unfinished prefills, prompts of fewer
+    /// than 16 tokens and prompts of other models. Also ignores prompts that a CUDA graph runs faster, and prompts that
+    /// are too large for the whole memory.
     pub fn keep(&mut self, prefill: Prefill) {
         let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
         if !is_useful || !self.serves(&prefill) {
@@ -144,7 +149,8 @@ impl PrefixCache {
             }
             return;
         }
-        // Replace the prompts that the new prompt continues, because its cache also holds their keys and values.
+        // Replace the earlier prompts that the new prompt begins with, because the new prompt's cache also holds their
+        // keys and values.
         let (replaced, others) = std::mem::take(&mut self.prompts)
             .into_iter()
             .partition::<Vec<_>, _>(|earlier| new.continues(earlier));
@@ -198,8 +204,9 @@ impl Prefilled {
         pairs.take_while(|(one, other)| one == other).count()
     }
 
-    /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue from this prompt's
-    /// cache or from one of its checkpoints. Returns 0 if there is no such number.
+    /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue. The other prompt
+    /// continues from this prompt's cache, or from one of this prompt's checkpoints. Returns 0 if there is no such
+    /// number.
     fn last_state(&self, shared: usize) -> usize {
         if self.cache.can_fork(shared) {
             return shared;
@@ -227,8 +234,8 @@ impl Prefilled {
         self.cache.kind() == earlier.cache.kind() && self.tokens.starts_with(&earlier.tokens)
     }
 
-    /// Takes over the checkpoints of an earlier prompt that this prompt continues. Also keeps the end of the earlier
-    /// prompt as a checkpoint if this prompt's cache cannot be forked there.
+    /// Takes over the checkpoints of an earlier prompt that this prompt begins with. If this prompt's cache cannot be
+    /// forked at the end of the earlier prompt, also keeps that end as a checkpoint.
     fn replace(&mut self, earlier: Self) {
         let end = earlier.tokens.len();
         let mut checkpoints = earlier.checkpoints;
@@ -246,8 +253,8 @@ impl Prefilled {
     }
 
     /// Drops checkpoints until at most [`MOST_CHECKPOINTS`] are left, with at most `most_bytes` bytes in total. Drops
-    /// the second checkpoint first. The conversation goes on from the last checkpoints, and other conversations may
-    /// share the first checkpoint.
+    /// the second checkpoint first, because the first and the last checkpoints are more useful. Other conversations may
+    /// share the first checkpoint, and this conversation goes on from the last checkpoints.
     fn limit_checkpoints(&mut self, most_bytes: usize) {
         let bytes = |checkpoints: &[Arc<Checkpoint>]| -> usize {
             checkpoints

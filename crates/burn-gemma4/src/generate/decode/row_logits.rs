@@ -5,7 +5,8 @@ use crate::error::Gemma4Error;
 use crate::generate::sampling::sampler::Sampler;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
-/// The logits of some sequences, one row each. The logits stay on the device until [`choose`](Self::choose) is called.
+/// The logits of several sequences, with one row per sequence. The logits stay on the device until
+/// [`choose`](Self::choose) is called.
 #[derive(Debug)]
 pub struct RowLogits<'a> {
     next: Next<'a>,

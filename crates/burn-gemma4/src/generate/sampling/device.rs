@@ -55,11 +55,11 @@ impl DeviceSampler {
         })
     }
 
-    /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for a
-    /// row without a possible token.
+    /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for
+    /// a row without a possible token.
     ///
-    /// `read` holds each sequence's last token, if the bit mask of previous tokens lacks this token. `positions` holds
-    /// the position of each sequence's last token. Equal arguments give equal tokens.
+    /// If the bit mask of previous tokens lacks each sequence's last token, `read` holds these last tokens. `positions`
+    /// holds the position of each sequence's last token. Equal arguments give equal tokens.
     pub fn choose(
         &self,
         logits: Tensor<2>,

@@ -15,8 +15,8 @@ pub struct Sampler {
     seed: u64,
     /// The number of tokens that the text has so far. This is also the position of the next token.
     position: usize,
-    /// Pairs of a length and a list of tokens. The listed tokens are forbidden while the text has fewer tokens than the
-    /// length.
+    /// Pairs of a text length and a list of tokens. A pair forbids its tokens while the text has fewer tokens than the
+    /// pair's length.
     suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text contains, if a repetition penalty is set.
     seen: HashSet<u32>,
@@ -177,8 +177,8 @@ impl Sampler {
         self.candidates.retain(|candidate| candidate.logit >= last);
     }
 
-    /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. The sort stops early,
-    /// because a few candidates are usually enough.
+    /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. Sorts only as many
+    /// candidates as necessary, because a few candidates are usually enough.
     fn keep_top_p(&mut self, top_p: f64) {
         let enough = top_p * sum(&self.candidates);
         let mut reached = 0.0;

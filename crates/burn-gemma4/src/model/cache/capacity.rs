@@ -21,7 +21,7 @@ pub(crate) enum WriteTarget {
 }
 
 impl WriteTarget {
-    /// Checks whether the buffers were allocated on the current stream.
+    /// Reports to `check` whether the buffers were allocated on the current stream.
     pub(crate) fn check_streams(&self, check: &mut StreamCheck) {
         let of_slots = |slots: &Slots, check: &mut StreamCheck| match slots {
             Slots::Whole(rows) => check.floats(rows.clone()),

@@ -64,7 +64,7 @@ impl Cache {
     /// Panics if the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // The ring buffers must hold all keys that a query at the position `column` attends to.
+        // Change the cache only if the ring buffers hold all keys that a query at the position `column` attends to.
         let is_whole = self.is_whole();
         if !is_whole && column + self.forgettable() < self.columns {
             return false;
@@ -77,8 +77,8 @@ impl Cache {
     }
 
     /// True if some slots of the ring buffers were never written. The ring buffers then still hold every token of the
-    /// text. If the cache was restored from a checkpoint without the first tokens, the result is false:
-    /// [`restore`](Self::restore) then sets `written` to at least the number of slots.
+    /// text. The result is false if the cache was restored from a checkpoint that lacks the first tokens. In that case
+    /// [`restore`](Self::restore) has set `written` to at least the number of slots.
     pub(super) fn is_whole(&self) -> bool {
         self.keeps_all(self.written)
     }

@@ -12,7 +12,8 @@ use crate::model::Gemma4Model;
 use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// The name and shape of a tensor in a session file. The tensor holds a layer's keys, its values, or its compact slots.
+/// The name and shape of a tensor in a session file. The tensor holds a layer's keys, a layer's values, or a layer's
+/// compact slots (keys and values together).
 pub(crate) struct CacheColumns {
     pub name: String,
     /// The shape, `[1, kv_heads, columns, head_dim]`. For compact slots the last dimension is the slot's width.

@@ -56,8 +56,9 @@ impl CompactLayout {
         2 * self.rotated_pairs
     }
 
-    /// Returns the order in which a slot stores the value's channels. The rotated channels come first, so that the other
-    /// channels lie next to the key's rotated channels. All channels of the key then form one contiguous range.
+    /// Returns the order in which a slot stores the value's channels. The value's rotated channels come first, and its
+    /// other channels lie next to the key's rotated channels. The key consists of these other channels and of its own
+    /// rotated channels, so it forms one contiguous range.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -71,7 +72,8 @@ impl CompactLayout {
         .collect()
     }
 
-    /// Returns the order in which a slot stores the key's channels: for each stored element, the index of its channel.
+    /// Returns the order in which a slot stores the key's channels. The list holds, for each stored element, the index
+    /// of the element's channel.
     fn key_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.rotate_left(self.rotated());
@@ -98,8 +100,8 @@ impl CompactLayout {
     }
 }
 
-/// Tensors that adapt keys, values and queries to compact slots. Index tensors reorder channels to the layout of a slot
-/// and back. A factor multiplies each channel of a query before the query attends to the slots.
+/// Tensors that adapt keys, values and queries to compact slots. The index tensors reorder channels to the layout of a
+/// slot and back. The query factor multiplies each channel of a query before the query attends to the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
@@ -112,7 +114,7 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
-    /// Checks whether the tensors were allocated on the current stream.
+    /// Reports to `check` whether the tensors were allocated on the current stream.
     #[cfg(feature = "cube")]
     pub fn check_streams(&self, check: &mut StreamCheck) {
         check.floats(self.query_factor.clone());

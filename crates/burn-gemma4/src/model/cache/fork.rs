@@ -53,8 +53,8 @@ impl Cache {
             padding: self.padding.clone(),
             rotated: false,
             columns: column,
-            // The copied ring buffers may have lost their first tokens to newer tokens. `written` counts the newer
-            // tokens, so that `is_whole` is then false for the copy. The last newer token does not count: `can_fork`
+            // In the copied ring buffers, newer tokens may have overwritten the first tokens. To make `is_whole` false
+            // for such a copy, `written` counts the newer tokens. The last newer token does not count: `can_fork`
             // allows `spare + 1` newer tokens, but `written` may exceed the number of columns by at most `spare`.
             written: match self.is_whole() {
                 true => column,
@@ -71,8 +71,8 @@ impl Cache {
         fork
     }
 
-    /// True if `columns` tokens leave at least one slot of each ring buffer empty. The ring buffers then hold all these
-    /// tokens.
+    /// True if at least one slot of each ring buffer is still empty after `columns` tokens. The ring buffers then hold
+    /// all these tokens.
     pub(crate) fn keeps_all(&self, columns: usize) -> bool {
         columns < self.ring_slots()
     }

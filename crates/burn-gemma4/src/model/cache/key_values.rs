@@ -93,8 +93,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read, in one field per layer type. Each field comes from the last layer of
-/// its type that computes its own keys and values.
+/// The keys and values of earlier layers, which shared KV layers read because they compute none of their own. Each
+/// layer type has one field, with the keys and values of the last layer of the type that computes its own.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,
@@ -109,8 +109,9 @@ impl SharedKeyValues {
         }
     }
 
-    /// Lets the queries of each sequence see only its first `lengths` keys, `[batch]`. The queries must be at the
-    /// position of the last of these keys. No launch of a captured graph may write `lengths`.
+    /// Lets the queries of each sequence see only the sequence's first keys. `lengths`, `[batch]`, is the number of
+    /// these keys. The queries must be at the position of the last of these keys. No launch of a captured graph may
+    /// write `lengths`.
     #[cfg(feature = "cube")]
     pub fn limit(&mut self, lengths: &Tensor<1, Int>) {
         for key_values in [&mut self.sliding, &mut self.full].into_iter().flatten() {

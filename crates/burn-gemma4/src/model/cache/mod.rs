@@ -1,14 +1,16 @@
 //! The KV cache: the keys and values of all tokens that the model has processed.
 //!
-//! A sliding-window layer stores its keys and values in a ring buffer of one window. The buffer of a full-attention layer
-//! ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and values.
+//! A sliding-window layer stores its keys and values in a ring buffer, which holds about one window of tokens. The
+//! buffer of a full-attention layer ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and
+//! values.
 //!
-//! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at
-//! their ends: a shorter sequence begins with masked padding. For the decode kernels the buffers are rotated, so that slot 0
-//! holds the first token of each sequence.
+//! A column is one position of the padded batch, that is, one token of every sequence. A slot is an index in a buffer.
+//! Sequences of a batch are aligned at their ends: a shorter sequence begins with masked padding. For the decode
+//! kernels the buffers are rotated, so that slot 0 holds the first token of each sequence.
 //!
-//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column that
-//! may be forgotten. Without the spare slots, new columns would overwrite keys that are needed after a call of `forget`.
+//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column
+//! that may be forgotten. Without the spare slots, new columns would overwrite keys that are needed after a call of
+//! `forget`.
 
 mod buffers;
 #[cfg(feature = "cube")]
@@ -224,7 +226,8 @@ impl Cache {
         self.padding.iter().copied().max().unwrap_or(0)
     }
 
-    /// Returns the positions of the next `count` tokens of every sequence. Padding has position 0, like the first token.
+    /// Returns the positions of the next `count` tokens of every sequence. Padding tokens have position 0, and so does
+    /// the first token after them.
     pub(crate) fn positions(&self, count: usize) -> Positions {
         if self.most_padding() == 0 {
             return Positions::Range {
@@ -246,7 +249,8 @@ impl Cache {
         )
     }
 
-    /// Describes a call that adds `count` tokens to every sequence. `runs_kernels` is true if the device runs CubeCL kernels.
+    /// Returns the data that all layers share in a call of the model that adds `count` tokens to every sequence.
+    /// `runs_kernels` is true if the device runs CubeCL kernels.
     pub(crate) fn call(&self, count: usize, device: &Device, runs_kernels: bool) -> Call {
         if self.ragged {
             return self.ragged_call(device, runs_kernels);
@@ -448,8 +452,9 @@ impl Cache {
         self.columns.min(self.window - 1)
     }
 
-    /// Returns, for each slot of a ring buffer of `window` slots, the index of the newest token in the slot after `end`
-    /// tokens. For an unwritten slot, returns the index of the first token that will be written to the slot.
+    /// Returns one token index for each slot of a ring buffer of `window` slots, to which the first `end` tokens were
+    /// written. The index is that of the newest token in the slot. For an unwritten slot, the index is that of the
+    /// first token that will be written to the slot.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {

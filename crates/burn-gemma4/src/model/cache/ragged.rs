@@ -213,7 +213,8 @@ impl Cache {
         }
     }
 
-    /// Describes a call that adds one token to every sequence. `runs_kernels` is true if the device runs CubeCL kernels.
+    /// Returns the data that all layers share in a call that adds one token to every sequence. `runs_kernels` is true
+    /// if the device runs CubeCL kernels.
     pub(super) fn ragged_call(&self, device: &Device, runs_kernels: bool) -> Call {
         let (positions, ring) = (self.lengths(), self.ring_slots());
         let visible = |most: usize| {

@@ -9,7 +9,8 @@ use super::{Cache, Store, slots::Slots};
 use crate::error::Gemma4Error;
 
 impl Cache {
-    /// Rotates every sequence so that slot 0 holds its first token. The padding of each sequence must already be set.
+    /// Rotates the slots of every sequence so that slot 0 holds the sequence's first token. The padding of each
+    /// sequence must already be set.
     #[cfg(feature = "cube")]
     pub(crate) fn rotate(&mut self) {
         if !self.rotated {
@@ -61,7 +62,8 @@ impl Cache {
         self.ragged || self.batch() > 1 && self.spare > 0
     }
 
-    /// True if every sequence has no padding left to process, so that its next token is text.
+    /// True if the cache has columns, and already holds the whole padding of every sequence. The next token of each
+    /// sequence is then text.
     #[cfg(feature = "cube")]
     pub(crate) fn has_begun(&self) -> bool {
         self.columns > 0 && self.columns >= self.most_padding()
@@ -97,8 +99,8 @@ impl Cache {
     }
 }
 
-/// Returns a copy of `buffer`, `[batch, kv_heads, slots, channels]`, in which slot `by[row]` of each sequence has moved
-/// to slot 0.
+/// Returns a copy of `buffer`, `[batch, kv_heads, slots, channels]`, with rotated slots. Slot `by[row]` of the sequence
+/// `row` moves to slot 0.
 fn rotated(buffer: &Slots, by: impl Iterator<Item = usize>) -> Slots {
     let [_, _, slots, _] = buffer.dims();
     let mut copy = buffer.empty(slots);

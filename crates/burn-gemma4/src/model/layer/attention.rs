@@ -76,8 +76,8 @@ impl Attention {
             .expect("a layer with its own keys and values has a key norm")
     }
 
-    /// Returns the weight of the query norm. With compact keys, the weight includes the key norm's weight in channels
-    /// without rotation.
+    /// Returns the weight of the query norm. With compact keys, this weight is multiplied by the key norm's weight in
+    /// the channels without rotation.
     pub(crate) fn query_weight(&self, key_values: &KeyValues) -> Tensor<1> {
         let weight = self.q_norm.weight.val();
         match &key_values.compact {

@@ -33,7 +33,8 @@ pub struct Router {
     pub proj: Linear,
     /// The scale of each channel of the router's normalized input, `[hidden]`.
     pub scale: Param<Tensor<1>>,
-    /// The factor of each expert, `[experts]`. It multiplies the expert's weight in the weighted sum of the experts' outputs.
+    /// The factor of each expert, `[experts]`. The factor multiplies the expert's weight in the weighted sum of the
+    /// experts' outputs.
     pub per_expert_scale: Param<Tensor<1>>,
     #[module(skip)]
     top_k: usize,

@@ -142,8 +142,8 @@ mod tests {
         assert!(base.grad(&found).is_none());
     }
 
-    /// Checks the output and the gradients of an adapter in half precision against f32. The LoRA matrices and their
-    /// gradients are in f32.
+    /// Compares the output and the gradients of an adapter with a computation in f32. The adapter's input and output
+    /// are in half precision. The LoRA matrices and their gradients are in f32.
     #[cfg(feature = "cube")]
     #[test]
     fn lora_product_in_half_precision_has_f32_gradients() {

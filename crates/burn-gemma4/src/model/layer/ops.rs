@@ -112,8 +112,8 @@ pub(crate) trait LayerOps {
         (ResidualStream::new(rows), gated)
     }
 
-    /// Computes [`add_before`](Self::add_before) for the last addition of a layer, which always has a `scalar`. An
-    /// implementation may defer the addition, so that the kernel of the next GEMV computes it.
+    /// Computes [`add_before`](Self::add_before) for the last addition of a layer. The last addition always has a
+    /// `scalar`. An implementation may defer this addition, so that the kernel of the next GEMV computes it.
     fn add_last(
         &mut self,
         stream: ResidualStream,

@@ -69,8 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows in portions. A weight with an adapter gives a single portion. Only single matrices
-    /// have adapters, and a single dequantized matrix is small enough for one device buffer.
+    /// Returns the dequantized rows in portions. If the weight has an adapter, returns a single portion. Only single
+    /// matrices have adapters, and a single dequantized matrix is small enough for one device buffer.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -118,8 +118,8 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Returns whether [`matrix`](Weight::matrix) is a parameter of the model or a computed tensor. With an adapter, the
-    /// matrix is computed.
+    /// Returns the origin of the tensor that [`matrix`](Weight::matrix) returns: a parameter of the model or a computed
+    /// tensor. With an adapter, the tensor is computed.
     #[cfg(feature = "cube")]
     pub(crate) fn origin(&self) -> Origin {
         match self.adapter() {
@@ -138,8 +138,8 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// Returns the matrix that multiplies activations, with the adapter's contribution added. A quantized matrix is
-    /// dequantized only if it has an adapter.
+    /// Returns the matrix that multiplies activations, with the adapter's contribution added. If a quantized matrix has
+    /// an adapter, the matrix is dequantized. Otherwise the matrix stays packed.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
             Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
@@ -226,8 +226,8 @@ pub(crate) trait AnyWeight {
 /// The shape of a quantized weight, and a function that dequantizes the weight on demand.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// Returns an iterator that dequantizes one portion of the rows at a time. The dtype is the model's, or f32 for a
-    /// weight with an adapter.
+    /// Returns an iterator that dequantizes one portion of the rows at a time. The portions have the model's dtype, or
+    /// f32 if the weight has an adapter.
     make: Box<dyn Fn() -> Box<dyn Iterator<Item = Tensor<2>>>>,
 }
 

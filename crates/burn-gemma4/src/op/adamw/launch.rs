@@ -21,7 +21,7 @@ use cubecl::{
 const UNITS: usize = 256;
 
 /// Returns the number of vectors in a tensor, and the number of elements per vector. `bytes` is the size of the widest
-/// element.
+/// element type among the tensors of the launch.
 fn vectors(tensor: &CubeTensor, bytes: usize) -> (u32, usize) {
     let count = tensor.meta.num_elements();
     let vector = vector_size(&tensor.client, bytes, &[count]);

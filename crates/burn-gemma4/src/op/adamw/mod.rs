@@ -203,7 +203,8 @@ fn by_operators<const D: usize>(
     }
 }
 
-/// True if the device can run the kernels on the dtype of the kernel's input and on the dtype of the model's weights.
+/// True if the device can run the kernels on two dtypes: the dtype of the kernel's input, and the dtype of the model's
+/// weights.
 #[cfg(feature = "cube")]
 fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
     dtypes.into_iter().all(|dtype| super::serves(device, dtype))

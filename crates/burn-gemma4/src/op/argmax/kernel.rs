@@ -97,8 +97,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
     }
 }
 
-/// Reduces `count` values, a power of two, to the largest value and its smallest column. Element 0 of the arrays holds
-/// the results. Synchronizes the cube before each halving of `count`.
+/// Reduces `count` values, a power of two, to the largest value and its smallest column. Afterwards element 0 of each
+/// array holds the result. Synchronizes the cube before each halving of `count`.
 #[cube]
 pub(crate) fn bring_best_first(
     values: &mut Shared<[f32]>,

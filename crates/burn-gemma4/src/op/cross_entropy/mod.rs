@@ -29,7 +29,7 @@ use burn::{
 /// - `logits`: `[rows, words]`, where `words` is the size of the vocabulary.
 /// - `targets`: `[rows]`. The loss and the gradient of a row with a negative target are 0. The function does not check
 ///   that targets are below `words`.
-/// - losses: `[rows]` in f32, as natural logarithms.
+/// - losses: `[rows]` in f32, computed with natural logarithms.
 /// - gradient: `[rows, words]` in the dtype of `logits`. The gradient is that of the sum of the losses with respect to
 ///   the logits before the soft cap. It overwrites the logits if no other handle shares the buffer.
 pub(crate) fn cross_entropy(

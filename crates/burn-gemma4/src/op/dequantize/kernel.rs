@@ -1,8 +1,8 @@
-//! Dequantization: `round((code - zero) · scale + least)`, where each group of codes has a zero point, a scale and a minimum
-//! (`least`). The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
+//! Dequantization: `round((code - zero) · scale + least)`, where each group of codes has a zero point, a scale and a
+//! minimum (`least`). The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
 //!
-//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one word of
-//! codes and the parameters of its group, and writes adjacent values. Bound: memory bandwidth.
+//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
+//! word of codes and the parameters of the word's group, and writes adjacent values. Bound: memory bandwidth.
 //!
 //! GEMVs call the functions of this module to dequantize weights in registers.
 
@@ -132,7 +132,8 @@ pub(in crate::op) fn code(
 /// mantissa of a power of two. It then subtracts this power of two. No integer-to-float instruction is needed.
 #[derive(Clone, Copy)]
 struct CodePosition {
-    /// The right shift of the word that moves the code into the 23 bits of the mantissa.
+    /// The number of bits by which the word is shifted right. The shift moves the code into the 23 bits of the
+    /// mantissa.
     shift: u32,
     mask: u32,
     /// The index of the mantissa bit that holds the code's lowest bit.

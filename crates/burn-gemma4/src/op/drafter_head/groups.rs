@@ -17,8 +17,8 @@ use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks. For each of these scores, `SHARES` units together compare it with all scores
-/// of the row. Neither `OWN` nor `SHARES` has been tuned yet.
+/// The number of scores that a cube ranks. `SHARES` units together compare one of these scores with all scores of the
+/// row. Neither `OWN` nor `SHARES` has been tuned yet.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -125,9 +125,10 @@ pub(super) struct CandidatesPlan {
     pub pdl: bool,
 }
 
-/// Finds the largest logit among the tokens of a row's chosen groups, and the token of this logit. Each cube writes the
-/// result for its part of these tokens. A logit is the dot product of the hidden row and the token's row of weights. On
-/// ties the smallest token id wins. The token is −1 if no logit is above −∞.
+/// Finds the largest logit among the tokens of a row's chosen groups, and the token of this logit. The cubes of a row
+/// divide these tokens among themselves, and each cube writes the result for its own part. A logit is the dot product
+/// of the hidden row and the token's row of weights. On ties the smallest token id wins. The token is −1 if no logit is
+/// above −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
     hidden: &Tensor<Vector<E, N>>,

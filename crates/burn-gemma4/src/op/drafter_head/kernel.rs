@@ -73,8 +73,9 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Finds the largest logit of each row among `parts` partial results, and writes its token to the tensor of draft tokens. On
-/// ties the smaller token id wins. The draft token is 0 if the tokens of all partial results are −1. One cube handles a row.
+/// Finds the largest logit of each row among `parts` partial results, and writes the token of this logit to the tensor
+/// of draft tokens. On ties the smaller token id wins. The draft token is 0 if the tokens of all partial results are
+/// −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(
     largest: &Tensor<f32>,

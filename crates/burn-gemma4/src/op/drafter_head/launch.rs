@@ -234,8 +234,8 @@ fn argmax_candidates(
     [largest, tokens]
 }
 
-/// Chooses each row's largest logit among the results of `argmax_candidates`. Writes its token to the row's position in
-/// `guesses`, the tensor of draft tokens.
+/// Chooses each row's largest logit among the results of `argmax_candidates`. Writes the token of this logit to the
+/// row's position in `guesses`, the tensor of draft tokens.
 fn place([largest, tokens]: [CubeTensor; 2], guesses: CubeTensor, first: usize) -> CubeTensor {
     let client = largest.client.clone();
     let [rows, parts] = [largest.meta.shape()[0], largest.meta.shape()[1]];

@@ -23,7 +23,7 @@ use burn::{
 /// The dtype of token ids.
 pub(crate) const NUMBERS: DType = DType::I32;
 
-/// The position of consecutive token ids, one per row, in a tensor of dtype [`NUMBERS`].
+/// A range of consecutive token ids, one per row, in a tensor of dtype [`NUMBERS`].
 #[derive(Clone)]
 pub(crate) struct TokensAt {
     pub tokens: Tensor<1, Int>,

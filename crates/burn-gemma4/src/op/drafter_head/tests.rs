@@ -147,7 +147,8 @@ fn choose_groups_puts_nan_last() {
 /// The initial value of every element in the tensor of draft tokens. Elements that belong to no row must keep this value.
 const OTHERS: i32 = -7;
 
-/// Returns the draft tokens of `rows` rows, which begin at index 2 of the tensor. Checks that no other element changed.
+/// Returns the draft tokens of `rows` rows. These draft tokens begin at index 2 of the tensor. Checks that no other
+/// element changed.
 #[track_caller]
 fn guesses_of(found: Tensor<1, Int>, rows: usize) -> Vec<i64> {
     let found = integers(found);

@@ -1,11 +1,12 @@
 //! Embeddings of few rows. One kernel looks up token embeddings and computes the first layer's norm. The other kernel
 //! computes per-layer embeddings.
 //!
-//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
-//! [`norm`](super::super::norm).
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as
+//! in [`norm`](super::super::norm).
 //!
 //! Schedule: a cube handles one row, or one layer's columns of a row. If no launch writes the token and the table, the
-//! kernel reads the token and its table row before it waits for the previous launch. Otherwise the kernel waits first.
+//! kernel reads the token and the token's table row before it waits for the previous launch. Otherwise the kernel waits
+//! first.
 //!
 //! Bound: latency.
 
@@ -125,7 +126,7 @@ pub(super) struct Factors {
     pub projected: f32,
     /// The scalar that multiplies the table's rows. The scaled rows are rounded to the table's dtype.
     pub table: f32,
-    /// The scalar that multiplies the sum, in f32.
+    /// The scalar that multiplies the sum of the normed projection and the scaled table row, in f32.
     pub sum: f32,
 }
 

@@ -35,7 +35,7 @@ fn tokens(rows: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(data, (device, DType::I32))
 }
 
-/// Creates an embedding table in which only the rows of the tokens in `TOKENS` are not NaN.
+/// Creates an embedding table. Only the rows of the tokens in `TOKENS` hold numbers, and all other rows hold NaN.
 fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     let row = |row: usize| match TOKENS.contains(&(row as i32)) {
         true => drawn([1, columns], device, dtype),
@@ -44,8 +44,8 @@ fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
 }
 
-/// Fills a buffer with NaN and frees the buffer. The next output of the same `shape` may reuse the buffer, and then contains
-/// NaN before the launch.
+/// Fills a buffer with NaN and frees the buffer. The next output of this `shape` may be allocated in the freed buffer.
+/// The output then contains NaN before the launch.
 fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
     let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
     drop(poison.into_data());
@@ -80,8 +80,8 @@ fn embed_matches_separate_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Allow an error of two roundings. The compiler may fuse a multiplication and an addition in one of the
-                // two kernels, but not in the other.
+                // Allow an error of two roundings, because the compiler may fuse a multiplication and an addition in
+                // only one of the two kernels.
                 let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());
@@ -96,8 +96,8 @@ fn embed_matches_separate_operators() {
     }
 }
 
-/// Computes the expected per-layer embeddings in f64. A row has the columns of layer 0, then the columns of layer 1, and so
-/// on.
+/// Computes the expected per-layer embeddings in f64. A row has the columns of layer 0, then the columns of layer 1,
+/// and so on.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],

@@ -4,11 +4,12 @@
 
 use cubecl::prelude::*;
 
-/// The constant √(2 / π), and the coefficient of x³ in GELU's tanh approximation.
+/// Two constants of GELU's tanh approximation: √(2 / π), and the coefficient of x³.
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044715;
 
-/// A range of columns in a tensor: the first column of the range, and the distance between rows, both in units of vectors.
+/// A range of columns in a tensor: the first column of the range, and the distance between consecutive rows of the
+/// tensor. Both are in units of vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GateUpColumns {
@@ -21,7 +22,7 @@ fn place(row: u32, column: u32, columns: GateUpColumns) -> usize {
     row as usize * columns.stride as usize + (columns.start + column) as usize
 }
 
-/// Returns the tanh term of GELU's approximation.
+/// Returns the tanh term of GELU's approximation, `tanh(√(2 / π) (x + 0.044715 x³))`.
 #[cube]
 fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let inner = (x + x * x * x * Vector::cast_from(CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
@@ -31,8 +32,8 @@ fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
         .tanh()
 }
 
-/// Multiplies elements in f32 and rounds once, so that devices without arithmetic in the elements' dtype can run this
-/// function too.
+/// Multiplies elements in f32, so that devices without arithmetic in the elements' dtype can run this function too.
+/// Rounds each product once.
 #[cube]
 fn product<E: Float, N: Size>(lhs: Vector<E, N>, rhs: Vector<E, N>) -> Vector<E, N> {
     Vector::cast_from(Vector::<f32, N>::cast_from(lhs) * Vector::<f32, N>::cast_from(rhs))
@@ -60,8 +61,8 @@ pub(super) fn gate<E: Float, N: Size>(
     }
 }
 
-/// Computes the gradients with respect to `gate` and `through`. Let `x` be an element of `gate`, and `t` its tanh term. The
-/// derivative of GELU is `½ (1 + t) + ½ x (1 - t²) √(2 / π) (1 + 3 · 0.044715 x²)`.
+/// Computes the gradients with respect to `gate` and `through`. Let `x` be an element of `gate`, and `t` the tanh term
+/// of `x`. The derivative of GELU is `½ (1 + t) + ½ x (1 - t²) √(2 / π) (1 + 3 · 0.044715 x²)`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gate_gradients<E: Float, N: Size>(
     gate: &Tensor<Vector<E, N>>,

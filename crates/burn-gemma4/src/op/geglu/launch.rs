@@ -13,7 +13,8 @@ use cubecl::prelude::CubeDim;
 /// The number of units in a cube; each unit handles one vector.
 const UNITS: usize = 256;
 
-/// Returns the number of vectors in a tensor, the number of elements per vector, and the number of cubes.
+/// Returns the number of vectors in a tensor, the number of elements per vector, and the number of cubes of a launch
+/// with one unit per vector.
 fn vectors(tensor: &CubeTensor) -> (u32, usize, usize) {
     let count = tensor.meta.num_elements();
     let vector = vector_size(&tensor.client, tensor.dtype.size(), &[count]);
@@ -29,7 +30,7 @@ impl GateBackend for CubeBackend {
         let output = empty(&open, open.meta.shape().clone(), open.dtype);
         let (vectors, vector, cubes) = vectors(&open);
         // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all three tensors. The unit reads vector
-        // `i` of `open`, the gate, and of `through`, and writes vector `i` of `output`.
+        // `i` of the gate (`open`) and vector `i` of `through`, and writes vector `i` of `output`.
         unsafe {
             gate::launch_unchecked(
                 &client,
@@ -60,8 +61,8 @@ impl GateBackend for CubeBackend {
         let [of_open, of_through] =
             [(); 2].map(|()| empty(&open, open.meta.shape().clone(), open.dtype));
         let (vectors, vector, cubes) = vectors(&open);
-        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all five tensors. The unit reads vector `i`
-        // of the three inputs, and writes vector `i` of both gradients.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all five tensors. The unit reads vector
+        // `i` of the three inputs, and writes vector `i` of both gradients.
         unsafe {
             gate_gradients::launch_unchecked(
                 &client,
@@ -120,8 +121,8 @@ impl GateColumnsBackend for CubeBackend {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
         // SAFETY: unit `i` works only if `i` is below `vectors`, the length of `output`. The unit writes vector `i` of
-        // `output`. It reads one vector of `open`, the gate, and one vector of `through`. Both vectors lie in a row
-        // below `rows`, within the column range of `count` columns.
+        // `output`. The unit reads one vector of the gate (`open`) and one vector of `through`. Both vectors lie in a
+        // row below `rows`, within the range of `count` columns that the GeGLU uses.
         unsafe {
             gate::launch_unchecked(
                 &client,

@@ -1,7 +1,7 @@
 //! GELU and GeGLU, the activations of every MLP.
 //!
-//! On CubeCL devices GeGLU is one operator, which saves only its inputs for the backward pass. Burn's own operators save
-//! eight tensors in f32.
+//! On CubeCL devices GeGLU is one operator, which saves only its inputs for the backward pass. Burn's own operators
+//! save eight tensors in f32.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -125,8 +125,9 @@ mod tests {
         gate * 0.5 * (tanh + 1.0) * through
     }
 
-    /// Returns the output of the function `gated`, and the gradients with respect to `leaves`. The first leaf is the gate.
-    /// `through` is a column range of the second leaf, so the rows of `through` are not adjacent in memory.
+    /// Returns the output of the function `gated`, and the gradients with respect to `leaves`. The first leaf is the
+    /// gate. `through` is a range of the second leaf's columns, so there are gaps between the rows of `through` in
+    /// memory.
     fn outcome(
         leaves: [&Tensor<2>; 2],
         gradient: &Tensor<2>,
@@ -147,8 +148,8 @@ mod tests {
         numbers.fold(0.0, |most, number| most.max(number.abs()))
     }
 
-    /// Checks GeGLU and its gradients against Burn's operators in f32 on the CPU. The tolerance includes twice the error
-    /// of Burn's operators on the device, because the device's tanh may be inaccurate.
+    /// Checks GeGLU and its gradients against Burn's operators in f32 on the CPU. The tolerance includes twice the
+    /// error of Burn's operators on the device, because the device's tanh may be inaccurate.
     #[test]
     fn gated_and_gradients_match_reference() {
         let device = Device::default();

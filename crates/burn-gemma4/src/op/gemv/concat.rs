@@ -1,5 +1,5 @@
-//! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies the input by all
-//! concatenated matrices. Each matrix has its own cubes.
+//! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies the input by
+//! all concatenated matrices. Each matrix has its own cubes.
 
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
@@ -19,7 +19,8 @@ pub(super) struct ConcatRows {
     pub second_cubes: u32,
 }
 
-/// The weight matrices of a GEMV. `W` is the kernel argument of one matrix: a tensor, or several bindings of the same tensor.
+/// The weight matrices of a GEMV. `W` is the kernel argument of one matrix: a tensor, or several bindings of the same
+/// tensor.
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct WeightMatrices<W: CubeType> {
     /// The first matrix, `[outputs, columns in]`. In a gated GEMV this matrix is the gate projection.
@@ -32,7 +33,7 @@ pub(super) struct WeightMatrices<W: CubeType> {
     pub rows: ConcatRows,
 }
 
-/// Returns the kernel argument [`WeightMatrices`]. The closure `argument` converts each matrix.
+/// Returns the kernel argument [`WeightMatrices`]. The closure `argument` converts one matrix to its kernel argument.
 pub(super) fn weight_matrices<W: LaunchArg>(
     first: CubeTensor,
     others: [Option<CubeTensor>; MOST_SIDES - 1],
@@ -43,7 +44,7 @@ pub(super) fn weight_matrices<W: LaunchArg>(
     WeightMatricesLaunch::new(argument(first), second.into(), third.into(), rows)
 }
 
-/// The matrix that a cube multiplies by, and the index of the cube among the cubes of that matrix.
+/// The matrix that a cube multiplies by, and the cube's index among all cubes of that matrix.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Side {
@@ -104,17 +105,17 @@ impl SideOutputs {
         self.0.iter().sum()
     }
 
-    /// Returns the number of cubes for each matrix, if a cube computes `outputs` outputs of a matrix.
+    /// Returns the number of cubes for each matrix. Each cube computes `outputs` outputs of its matrix.
     fn cubes_of_each(self, outputs: usize) -> [usize; MOST_SIDES] {
         self.0.map(|rows| rows.div_ceil(outputs))
     }
 
-    /// Returns the number of cubes, if a cube computes `outputs` outputs of a matrix.
+    /// Returns the total number of cubes for all matrices. Each cube computes `outputs` outputs of its matrix.
     pub fn cubes(self, outputs: usize) -> usize {
         self.cubes_of_each(outputs).iter().sum()
     }
 
-    /// Returns the kernel argument, if a cube computes `outputs` outputs of a matrix.
+    /// Returns the kernel argument [`ConcatRows`]. Each cube computes `outputs` outputs of its matrix.
     pub fn launch(self, outputs: usize) -> ConcatRowsLaunch {
         let [first, second, third] = self.0.map(|rows| rows as u32);
         let [cubes, second_cubes, _] = self.cubes_of_each(outputs).map(|cubes| cubes as u32);

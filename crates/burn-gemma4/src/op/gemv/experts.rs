@@ -1,33 +1,33 @@
 //! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
 //!
-//! The work of a GEMV is divided into work items. In the gate and up projections a work item is one (row, chosen expert)
-//! pair.
+//! The work of a GEMV is divided into work items. In the gate and up projections a work item is one (row, chosen
+//! expert) pair.
 //!
-//! In the down projection a work item is one row, and the kernel adds up the outputs of the row's chosen experts. The kernel
-//! treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its position among the
-//! experts of a work item. In the gate and up projections the rank is always 0.
+//! In the down projection a work item is one row, and the kernel adds up the outputs of the row's chosen experts. The
+//! kernel treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its
+//! position among the experts of a work item. In the gate and up projections the rank is always 0.
 
 use super::concat::SideOutputs;
 use super::sums::ProjectPlan;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-/// The division of a GEMV into work items, as a kernel argument. A work item is one (row, chosen expert) pair, or one row
-/// whose experts' outputs the kernel adds up.
+/// The division of a GEMV into work items, as a kernel argument. A work item is one (row, chosen expert) pair. If the
+/// kernel adds up the outputs of each row's experts, a work item is one row.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ItemPlace {
     /// The number of cubes that compute one work item.
     pub cubes: u32,
     /// The number of work items that read the same input row. This is the number of chosen experts per row, or 1 if the
-    /// kernel adds up their outputs.
+    /// kernel adds up the outputs of these experts.
     pub items_of_row: u32,
     /// The number of vectors in an expert's inner dimension.
     pub vectors: u32,
     /// The number of rows in an expert's matrix.
     pub rows: u32,
-    /// The distance from a row of the gate projection to the same row of the up projection, counted in rows of the expert's
-    /// matrix.
+    /// The distance from a row of the gate projection to the corresponding row of the up projection, counted in rows of
+    /// the expert's matrix. The expert's matrix holds both projections.
     pub through: u32,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct ItemPlace {
 pub(super) struct ExpertInputs {
     /// The indices of the chosen experts, `[rows, top_k]`; absent without experts.
     pub chosen: ComptimeOption<OwnedTensor<i32>>,
-    /// The router's weights, `[rows, top_k]`; absent unless the kernel adds up the outputs of each row's experts.
+    /// The router's weights, `[rows, top_k]`. Present only if the kernel adds up the outputs of each row's experts.
     pub shares: ComptimeOption<OwnedTensor<f32>>,
     pub place: ItemPlace,
 }
@@ -45,7 +45,7 @@ pub(super) struct ExpertInputs {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct VectorPlace {
-    /// The row at which the expert's matrix begins.
+    /// The row of the concatenated matrices at which the expert's matrix begins.
     pub row: u32,
     /// The index of the vector within a row of the matrix.
     pub vector: u32,
@@ -71,8 +71,8 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the rank of the expert that a vector of the inner dimension belongs to: its index among the experts of the work
-/// item. `vector` counts vectors over the concatenated inner dimensions of all experts of the work item.
+/// Returns the rank of the expert that a vector of the inner dimension belongs to. The rank is the expert's index among
+/// the experts of the work item. `vector` counts vectors over the concatenated inner dimensions of all these experts.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 1) {
@@ -136,11 +136,11 @@ pub(super) struct Items {
     pub count: usize,
     /// The number of input rows that one work item reads.
     pub rows: usize,
-    /// The number of outputs of one work item for each of the concatenated matrices, per input row.
+    /// For each of the concatenated matrices, the number of outputs that one work item computes per input row.
     pub sides: SideOutputs,
     /// The number of rows in the GEMV's output.
     pub rows_out: usize,
-    /// The number of experts in one work item; 0 without experts. The work item multiplies by the matrices of these experts.
+    /// The number of experts by whose matrices one work item multiplies; 0 without experts.
     pub ranks: usize,
     of_row: usize,
     rows_of_expert: usize,
@@ -148,8 +148,8 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Describes a GEMV without experts: a single work item with all `rows` input rows. `outputs` is the number of rows of
-    /// each matrix.
+    /// Describes a GEMV without experts: a single work item with all `rows` input rows. `outputs` is the number of rows
+    /// of each matrix.
     pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
         Self {
             count: 1,

@@ -1,5 +1,5 @@
-//! A residual addition followed by a GEMV of the sum, in one launch for a single row on tensor cores. Every cube of the
-//! fused launch computes the whole sum, so large GEMVs are not fused.
+//! A residual addition and a GEMV of the sum, fused into one launch for a single row on tensor cores. Every cube of
+//! this launch computes the whole row of the sum. Large GEMVs need many cubes, so they are not fused.
 
 #[cfg(feature = "cuda")]
 use super::launch_options::LaunchOptions;
@@ -61,8 +61,8 @@ pub enum MaybeParameter<B: Backend> {
     There(FloatTensor<B>),
 }
 
-/// The inputs of the residual addition except the stream. These are the block's output, the weight of its norm, the optional
-/// scalar factor of the sum, and the optional weight of the sum's norm.
+/// The inputs of the residual addition except the stream. These are the block's output, the weight of this output's
+/// norm, the optional scalar factor of the sum, and the optional weight of the sum's norm.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Block<B: Backend> {
@@ -88,7 +88,8 @@ pub trait AfterResidualBackend: Backend {
     ) -> AfterResidual<Self>;
 }
 
-/// Returns the shapes and dtypes of the stream and the GEMV's output, which Burn's fusion needs before it runs the operator.
+/// Returns the shapes and dtypes of the stream and the GEMV's output, which Burn's fusion needs before it runs the
+/// operator.
 fn both(tensors: &ProductTensorsMetadata, options: &ProductOptions) -> AfterResidualMetadata {
     let product: TensorSpec = metadata(tensors, options);
     AfterResidualMetadata {
@@ -132,7 +133,8 @@ impl AfterResidualBackend for CubeBackend {
 }
 
 impl Row {
-    /// Computes the stream and the GEMV's input in a separate launch, for a GEMV that is not fused with the residual addition.
+    /// Computes the residual stream and the GEMV's input in one launch. The GEMV is a separate launch, because it is
+    /// not fused with the residual addition.
     fn computed(self) -> (CubeTensor, CubeTensor) {
         let Self {
             stream,

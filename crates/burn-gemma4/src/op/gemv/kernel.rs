@@ -1,15 +1,16 @@
 //! GEMV of a few input rows: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a team is a group of units that computes a few outputs for all input rows. The units of a team divide the inner
-//! dimension among themselves. With MoE experts a team computes outputs of one work item, which is a row or a (row, chosen
-//! expert) pair. If the outputs of several matrices are concatenated, each cube computes outputs of only one matrix.
+//! Algorithm: a team is a group of units that computes a few outputs for all input rows. The units of a team divide the
+//! inner dimension among themselves. With MoE experts a team computes outputs of one work item, which is a row or a
+//! (row, chosen expert) pair. If the outputs of several matrices are concatenated, each cube computes outputs of only
+//! one matrix.
 //!
-//! Budget: shared memory holds the planes' partial sums, at most 8 KB. Registers hold `rows · weights` sums, at most 32,
-//! where `weights` is the number of weight rows of a team. Registers also hold `unroll · weights` vectors of weights in
-//! flight, at most 8.
+//! Budget: shared memory holds the planes' partial sums, at most 8 KB. Registers hold `rows · weights` sums, at most
+//! 32. Here `rows` is the number of input rows, and `weights` is the number of weight rows of a team. Registers also
+//! hold `unroll · weights` vectors of weights in flight, at most 8.
 //!
-//! Bound: memory bandwidth. Each unit has several 16-byte loads of weights in flight. Every team reads the input rows from
-//! the cache.
+//! Bound: memory bandwidth. Each unit has several 16-byte loads of weights in flight. Every team reads the input rows
+//! from the cache.
 
 use super::concat::{Side, WeightMatrices, side_of_cube};
 use super::experts::{ExpertInputs, cube_of_item, item, place_of_vector, share_of_vector};
@@ -158,8 +159,8 @@ pub(super) fn project_pdl<E: Float, N: Size>(
     finish(sums, &epilogue_inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Issues the loads of the weights that a unit multiplies. Issues no load if the unit's first vector lies beyond the end of
-/// the row.
+/// Issues the loads of the weights that a unit multiplies. Issues no load if the unit's first vector lies beyond the
+/// end of the row.
 #[cube]
 fn load_if_below<E: Float, N: Size>(
     matrices: &WeightMatrices<OwnedTensor<Vector<E, N>>>,
@@ -180,7 +181,8 @@ fn load_if_below<E: Float, N: Size>(
     }
 }
 
-/// Issues the loads of the weights that a unit multiplies for its team, a group of units that computes outputs together.
+/// Issues the loads of the weights that a unit multiplies for its team, a group of units that computes outputs
+/// together.
 #[cube]
 fn load<E: Float, N: Size>(
     matrices: &WeightMatrices<OwnedTensor<Vector<E, N>>>,
@@ -200,8 +202,8 @@ fn load<E: Float, N: Size>(
         let at = place.vector as usize;
         #[unroll]
         for o in 0..plan.outputs {
-            // Let units without an output load the last weight row again, so that the load stays in bounds. The function
-            // `finish` does not write the sums of these units.
+            // Let units without an output load the last weight row again, so that the load stays in bounds. The
+            // function `finish` does not write the sums of these units.
             let row = place.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             if comptime!(plan.sides > 1) {

@@ -75,8 +75,8 @@ impl GemvBackend for CubeBackend {
     }
 }
 
-/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix. If
-/// the rows are padded, Burn's own reshape would copy the matrices in every decode step.
+/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix.
+/// Matrices with padded rows are not copied. Burn's own reshape would copy such matrices in every decode step.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     let weight = untile(weight);
     let [count, rows, _] = weight.meta.shape().dims();
@@ -133,7 +133,7 @@ pub(super) fn multiply(
     }
 }
 
-/// Returns the tensors of the GEMV with only a range of the input rows.
+/// Returns the tensors of a GEMV that multiplies only a range of the input rows.
 fn rows_of_product(
     tensors: &ProductTensors<CubeBackend>,
     rows: Range<usize>,
@@ -216,9 +216,9 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
-    // SAFETY: each unit reads input rows of its work item, and weight rows up to the last row of its matrix. The indices of
-    // chosen experts are below the number of experts. Each unit writes only elements of `output` that belong to its own
-    // work item and matrix.
+    // SAFETY: each unit reads input rows of its work item, and weight rows up to the last row of its matrix. The
+    // indices of chosen experts are below the number of experts. Each unit writes only elements of `output` that belong
+    // to its own work item and matrix.
     unsafe {
         project_pdl::launch_unchecked(
             &client,

@@ -16,12 +16,13 @@ use cubecl::{client::Client, prelude::Float};
 /// The optional tensors of a GEMV, and its epilogue.
 pub(super) struct LaunchOptions {
     pub gelu: bool,
-    /// True for GeGLU: multiplies the output of `second` by the GELU of the first matrix's output. Otherwise the outputs
-    /// are concatenated.
+    /// True for GeGLU: multiplies the output of `second` by the GELU of the first matrix's output. Otherwise the
+    /// outputs are concatenated.
     pub gated: bool,
     pub second: Option<CubeTensor>,
     pub third: Option<CubeTensor>,
-    /// A tensor that multiplies the output element by element, and the first column of this tensor that is used.
+    /// A tensor that multiplies the output element by element, and the column of this tensor that multiplies the first
+    /// output column.
     pub factor: Option<(CubeTensor, usize)>,
     pub cap: Option<f64>,
     pub origin: Origin,
@@ -59,8 +60,8 @@ impl LaunchOptions {
         }
     }
 
-    /// True if no launch writes a matrix of this GEMV. `first` is the first matrix. Returns false if the rows of a matrix are
-    /// not contiguous, because a launch would first copy the matrix.
+    /// True if no launch writes a matrix of this GEMV. `first` is the first matrix. Returns false if the rows of a
+    /// matrix are not contiguous, because a launch would first copy the matrix.
     pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
         let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
         let stays = |matrix: &CubeTensor| {
@@ -94,8 +95,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Divides a GEMV of `rows` input rows into work items: see the module `experts`. `of_matrix` is the number of rows in
-    /// the first matrix.
+    /// Divides a GEMV of `rows` input rows into work items: see the module `experts`. `of_matrix` is the number of rows
+    /// in the first matrix.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
         if let Some(experts) = &self.experts {
             return Items::of_experts(experts, self.gated);
@@ -127,8 +128,8 @@ impl LaunchOptions {
         ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
     }
 
-    /// Takes the factor of the output out of the options. Returns the factor tensor. Also returns its first used column and
-    /// its row stride as a kernel argument.
+    /// Takes the factor of the output out of the options. Returns the factor tensor. Also returns its first used column
+    /// and its row stride as a kernel argument.
     pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
         match self.factor.take() {
             Some((factor, start)) => {
@@ -159,8 +160,8 @@ impl LaunchOptions {
     }
 }
 
-/// Plans how many units compute an output together, and for how many outputs a unit uses each loaded input. The plan has
-/// enough units to saturate the memory bandwidth. `vectors` is the number of vectors in a row of a matrix.
+/// Plans how many units compute an output together, and for how many outputs a unit uses each loaded input. The plan
+/// has enough units to saturate the memory bandwidth. `vectors` is the number of vectors in a row of a matrix.
 pub(super) fn plan(
     client: &Client,
     items: Items,
@@ -188,8 +189,8 @@ pub(super) fn plan(
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    // If the device has no plane operations, let only a few units compute an output together. Each unit then writes a partial
-    // sum to shared memory, and every additional partial sum costs an addition.
+    // If the device has no plane operations, let only a few units compute an output together. Each unit then writes a
+    // partial sum to shared memory, and every additional partial sum costs an addition.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units

@@ -1,6 +1,6 @@
 //! GEMVs (matrix-vector products), and GEMMs of at most [`BATCH_MAX_ROWS`] input rows, for inference on CubeCL devices.
 //! In this module a GEMV may have several input rows. GEMVs of several rows in half precision run on tensor cores if
-//! possible, because CUDA cores would be compute-bound.
+//! possible, because they would be compute-bound on CUDA cores.
 
 mod concat;
 mod experts;
@@ -59,8 +59,8 @@ pub(crate) enum Factors {
     Concat(Vec<Matrix>),
     /// GeGLU: `gelu(input · gateᵀ) · (input · throughᵀ)`. The matrix `through` is the up projection.
     Gated { gate: Matrix, through: Matrix },
-    /// `gelu(input · gateᵀ)` times activations. The activations are the columns of `through`, `[rows, …]`, beginning at
-    /// column `start`.
+    /// The product of `gelu(input · gateᵀ)` and given activations, element by element. The activations are the columns
+    /// of `through`, `[rows, …]`, beginning at column `start`.
     GateOf {
         gate: Matrix,
         through: Tensor<2>,
@@ -87,15 +87,15 @@ impl Factors {
 /// The origin of a GEMV's weight matrices: parameters, or the output of an earlier launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// No launch writes the matrices, because they are parameters. The GEMV may read them before the previous launch has
-    /// ended (PDL).
+    /// No launch writes the matrices, because they are parameters. The GEMV may read them before the previous launch
+    /// has ended (PDL).
     Parameters,
     /// An earlier launch, possibly the previous one, writes the matrices.
     Computed,
 }
 
 /// Multiplies `input`, `[rows, columns in]`, by the transpose of `weight`, `[columns out, columns in]`. The output is
-/// `[rows, columns out]`. If there is a `cap`, the output is soft-capped to `cap · tanh(x / cap)`.
+/// `[rows, columns out]`. If there is a `cap`, each output `x` becomes `cap · tanh(x / cap)` (soft cap).
 pub(crate) fn project(
     input: Tensor<2>,
     weight: Matrix,
@@ -155,8 +155,8 @@ pub(crate) fn gate_experts(
     })
 }
 
-/// Multiplies the inner activations of each row's experts by the down projections, and adds up the results weighted by
-/// `shares`.
+/// For each of a row's experts, multiplies the expert's inner activations by the transpose of the expert's down
+/// projection. Adds up the results of a row's experts, weighted by `shares`.
 ///
 /// # Shapes
 /// - `input`: `[rows · top_k, inner]`.
@@ -219,14 +219,14 @@ pub struct ProductOptions {
     pub gated: bool,
     /// The first column of `through` that the gate multiplies.
     pub start: usize,
-    /// The soft cap of the outputs: `cap · tanh(x / cap)`.
+    /// The soft cap: each output `x` becomes `cap · tanh(x / cap)`.
     pub cap: Option<f64>,
     pub origin: Origin,
 }
 
 impl ProductTensors<Dispatch> {
-    /// Collects the tensors and options of `factors`. All matrices must have the same format, so that one launch can read all
-    /// of them.
+    /// Collects the tensors and options of `factors`. All matrices must have the same format, so that one launch can
+    /// read all of them.
     fn new(input: Tensor<2>, factors: Factors, origin: Origin) -> (Self, ProductOptions) {
         let mut options = ProductOptions {
             layout: None,

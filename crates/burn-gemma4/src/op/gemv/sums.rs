@@ -48,7 +48,8 @@ impl ProjectPlan {
         self.rows * self.weights()
     }
 
-    /// The number of partial sums in f32 that shared memory holds for all teams of units in a cube.
+    /// The number of f32 partial sums in shared memory. Shared memory holds the partial sums of all teams of units in a
+    /// cube.
     pub fn partials(self) -> usize {
         self.teams * self.sums() * self.team.parts()
     }
@@ -166,8 +167,9 @@ pub(super) fn finish_parts<E: Float>(
     }
 }
 
-/// Applies the epilogue to the sum of one output. `through` is the sum of the second matrix, which a gated GEMV multiplies by
-/// the GELU of the first sum. `row` and `column` are the position of the output in its matrix's outputs.
+/// Applies the epilogue to the sum of one output. `through` is the sum of the second matrix, which a gated GEMV
+/// multiplies by the GELU of the first sum. `row` and `column` give the position of the output among the outputs of its
+/// matrix.
 #[cube]
 pub(super) fn apply_epilogue<E: Float>(
     sum: f32,

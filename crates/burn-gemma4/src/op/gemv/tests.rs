@@ -1,5 +1,5 @@
-//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The shapes are not multiples of the
-//! tiles. Matrices are float or quantized.
+//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The numbers of rows and columns
+//! are not multiples of the tile sizes. The matrices are float or quantized.
 
 mod fused_residual;
 mod several_rows;
@@ -200,8 +200,8 @@ fn multiply_long_quantized_rows_matches_reference() {
     }
 }
 
-/// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the tests
-/// cover all variants.
+/// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the
+/// tests cover both variants.
 fn origin_of(rows: usize) -> Origin {
     match rows.is_multiple_of(3) {
         true => Origin::Computed,

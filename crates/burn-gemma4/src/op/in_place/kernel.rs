@@ -1,7 +1,7 @@
 //! Kernels that overwrite tensors in place: copies, and updates of the inputs of decoding.
 //!
-//! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for small
-//! targets.
+//! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for
+//! small targets.
 
 use cubecl::prelude::*;
 
@@ -65,8 +65,8 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. The kernel copies no more tensors, because it binds 7 buffers, including
-/// CubeCL's metadata, and some WebGPU devices support only 8 buffers.
+/// Copies three sources to three targets. With CubeCL's metadata, the kernel binds 7 buffers. A fourth copy would need
+/// 9 buffers, and some WebGPU devices support only 8.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -123,8 +123,8 @@ pub(super) fn copy_row<N: Numeric, S: Size>(
     }
 }
 
-/// Overwrites the tokens with the chosen tokens, and advances positions and lengths by one. A missing token, −1, becomes
-/// token 0.
+/// Overwrites the tokens with the chosen tokens, and adds one to each position and length. A chosen token of −1 means
+/// that there is no token, and becomes token 0.
 #[cube(launch_unchecked)]
 pub(super) fn go_on<I: Int>(
     chosen: &Tensor<I>,
@@ -141,7 +141,7 @@ pub(super) fn go_on<I: Int>(
     }
 }
 
-/// The sizes and strides of the rows that `begin_round` copies.
+/// The numbers and strides of the rows that `begin_round` copies.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Rows {
@@ -152,8 +152,8 @@ pub(super) struct Rows {
     pub target_stride: u32,
 }
 
-/// Overwrites tokens, positions and lengths with the first three quarters of `numbers`. Copies to `hidden` the rows of
-/// `streams` whose indices are in the last quarter.
+/// Overwrites tokens, positions and lengths with the first, second and third quarter of `numbers`. The last quarter of
+/// `numbers` holds row indices of `streams`. The rows with these indices are copied to `hidden`.
 #[cube(launch_unchecked)]
 pub(super) fn begin_round<E: Float, I: Int>(
     numbers: &Tensor<I>,
@@ -181,9 +181,9 @@ pub(super) fn begin_round<E: Float, I: Int>(
     }
 }
 
-/// Writes the inputs of the verification pass. For each sequence the inputs are one length, the tokens and their
-/// positions. The tokens are the first input token of the drafter run and the draft tokens. `guesses` holds the draft
-/// tokens in the order of the drafter's steps.
+/// Writes the inputs of the verification pass. For each sequence the inputs are one length, several tokens, and the
+/// positions of these tokens. A sequence's tokens are the first input token of the drafter run, then the draft tokens.
+/// `guesses` holds the draft tokens in the order of the drafter's steps.
 #[cube(launch_unchecked)]
 pub(super) fn take_guesses<I: Int>(
     first_tokens: &Tensor<I>,

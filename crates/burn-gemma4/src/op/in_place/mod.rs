@@ -1,5 +1,5 @@
-//! In-place writes to tensors that a captured CUDA graph reads at each replay. In speculative decoding, these tensors are the
-//! inputs of a drafter run, and of the verification pass over the draft tokens.
+//! In-place writes to tensors that a captured CUDA graph reads at each replay. In speculative decoding, these tensors
+//! are the inputs of a drafter run, and the inputs of the target model's verification pass over the draft tokens.
 
 mod kernel;
 pub(crate) mod rows;
@@ -18,7 +18,8 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, copy_each, go_on, take_guesses};
 
-/// Overwrites three integer vectors with consecutive ranges of `source`. Every handle to the vectors sees the new values.
+/// Overwrites three integer vectors with consecutive ranges of `source`. Every handle to the vectors sees the new
+/// values.
 pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::overwrite_three(three(targets), source.into_dispatch());
 }
@@ -52,9 +53,9 @@ pub(crate) fn begin_round_with(
     );
 }
 
-/// Overwrites `inputs` with the tokens, positions and lengths of the verification pass after a drafter run. A sequence's
-/// tokens are its token in `first`, then its draft tokens. `first` holds the inputs of the drafter run. `guesses` holds the
-/// draft tokens in the order of the drafter's steps.
+/// Overwrites `inputs` with the tokens, positions and lengths of the verification pass after a drafter run. A
+/// sequence's tokens are its token in `first`, then its draft tokens. `first` holds the inputs of the drafter run.
+/// `guesses` holds the draft tokens in the order of the drafter's steps.
 pub(crate) fn take_guesses_of(
     inputs: [Tensor<1, Int>; 3],
     first: [Tensor<1, Int>; 3],
@@ -73,7 +74,8 @@ fn three(vectors: [Tensor<1, Int>; 3]) -> Three<Dispatch> {
     }
 }
 
-/// Overwrites the floats in `target`, `[count]`, with `source`. The new values are visible through every handle to `target`.
+/// Overwrites the floats in `target`, `[count]`, with `source`. The new values are visible through every handle to
+/// `target`.
 pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::overwrite_floats(
         target.into_dispatch(),
@@ -81,14 +83,15 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
-/// Overwrites the integer vector `target` with `source`, which has the same length and dtype. Every handle to `target` sees
-/// the new values.
+/// Overwrites the integer vector `target` with `source`, which has the same length and dtype. Every handle to `target`
+/// sees the new values.
 pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispatch>) {
     let _ = Dispatch::overwrite_integers(target.into_dispatch(), source);
 }
 
-/// Overwrites each float vector with its source, which has the same length and dtype. Every handle to the targets sees
-/// the new values. One launch copies three consecutive vectors of one dtype.
+/// Overwrites each float vector in `targets` with the vector at the same index in `sources`. Both must have the same
+/// length and dtype. Every handle to the targets sees the new values. If three consecutive targets have one dtype, one
+/// launch overwrites all three.
 pub(crate) fn overwrite_each(targets: &[Tensor<1>], sources: Vec<FloatTensor<Dispatch>>) {
     assert_eq!(
         targets.len(),
@@ -222,8 +225,8 @@ impl OverwriteBackend for CubeBackend {
         }
         let [tokens, positions, lengths] = vectors.map(|vector| vector.clone().into_tensor_arg());
         let integer = dtype_to_storage_type(chosen.dtype);
-        // SAFETY: unit `i` works only if `i` is below `rows`. The unit reads element `i` of `chosen`, and updates element
-        // `i` of the three vectors. All four vectors have `rows` contiguous elements.
+        // SAFETY: unit `i` works only if `i` is below `rows`. The unit reads element `i` of `chosen`, and updates
+        // element `i` of the three vectors. All four vectors have `rows` contiguous elements.
         unsafe {
             go_on::launch_unchecked(
                 &client,
@@ -281,9 +284,9 @@ impl OverwriteBackend for CubeBackend {
         let strides = [stride(&streams), stride(&hidden)];
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
-        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`. It writes an element of
-        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements. Its last quarter holds valid row
-        // indices of `streams`.
+        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`. The unit writes an
+        // element of `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements. The last
+        // quarter of `numbers` holds valid row indices of `streams`.
         unsafe {
             begin_round::launch_unchecked(
                 &client,
@@ -334,8 +337,8 @@ impl OverwriteBackend for CubeBackend {
         let [tokens, positions, lengths] =
             [&three.first, &three.second, &three.third].map(|vector| vector.clone());
         // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`. The index of
-        // `lengths` and of the vectors of `first` is below `batch`. The unit reads `guesses` only below its length
-        // `rows - batch`. All vectors are contiguous.
+        // `lengths` and of the vectors of `first` is below `batch`. The unit reads only elements of `guesses` below
+        // `rows - batch`, the length of `guesses`. All vectors are contiguous.
         unsafe {
             take_guesses::launch_unchecked(
                 &client,
@@ -394,8 +397,8 @@ impl OverwriteBackend for CubeBackend {
         let [first, second, third] = from.map(CubeTensor::into_tensor_arg);
         let [over_first, over_second, over_third] =
             over.map(|target| target.clone().into_tensor_arg());
-        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the target's number
-        // of vectors. A source has as many vectors as its target. All elements are contiguous.
+        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the target's
+        // number of vectors. A source has as many vectors as its target. All elements are contiguous.
         unsafe {
             copy_each::launch_unchecked(
                 &client,
@@ -443,8 +446,8 @@ fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTenso
     let number = dtype_to_storage_type(first.dtype);
     let [of_first, of_second, of_third] = counts.map(|count| count as u32);
     let [second, third] = others.map(|target| target.map(CubeTensor::into_tensor_arg));
-    // SAFETY: unit `i` works only if `i` is below the length of `source`, which is the total length of the targets. The unit
-    // reads element `i` of `source`, and writes one element within one target. All elements are contiguous.
+    // SAFETY: unit `i` works only if `i` is below the length of `source`, which is the total length of the targets. The
+    // unit reads element `i` of `source`, and writes one element within one target. All elements are contiguous.
     unsafe {
         copy::launch_unchecked(
             &client,

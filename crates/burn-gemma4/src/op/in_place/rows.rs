@@ -1,4 +1,5 @@
-//! Copies one sequence into a row of a KV cache buffer, in place. A captured CUDA graph that reads the buffer stays valid.
+//! Copies one sequence into a row of a KV cache buffer, in place. A captured CUDA graph that reads the buffer stays
+//! valid.
 
 use super::kernel::{RowLaunch, copy_row};
 use super::{MOST_CUBES, UNITS_OF_VECTORS};
@@ -106,7 +107,8 @@ fn launch(target: &CubeTensor, source: CubeTensor, row: usize) {
     );
     let copied = heads * count * width / vector;
     // SAFETY: a unit reads vector `v` of a source head and writes vector `v` of the same head in the target's row. `v`
-    // is below the vectors of `count` slots, which both heads have. The source does not share memory with the target.
+    // is below the number of vectors in `count` slots, and both heads have at least `count` slots. The source does not
+    // share memory with the target.
     unsafe {
         copy_row::launch_unchecked(
             &client,
@@ -127,8 +129,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind, Distribution};
 
-    /// Copies the first `count` of 7 slots to row 2 of a target with 4 rows of 9 slots. Returns the expected target,
-    /// the target of the float copy, and the target of the integer copy.
+    /// Copies the first `count` of 7 slots to row 2 of a target with 4 rows of 9 slots. Returns the expected contents
+    /// of the target, the contents after a float copy, and the contents after an integer copy.
     fn copied(width: usize, count: usize) -> [Vec<f32>; 3] {
         let device = Device::wgpu(DeviceKind::DefaultDevice);
         let distribution = Distribution::Uniform(-99.0, 99.0);

@@ -1,5 +1,5 @@
-//! GEMMs of one input with several weights in one launch, with concatenated outputs. Inference on Hopper GPUs uses these
-//! GEMMs.
+//! GEMMs of one input with several weights in one launch, with concatenated outputs. Inference on Hopper GPUs uses
+//! these GEMMs.
 
 use burn::{
     backend::{

@@ -2,7 +2,7 @@
 //!
 //! Burn's matmul would convert all weights to f32 for every GEMM, and a quantized matrix would have to be dequantized
 //! first. A GEMM of few rows is bound by memory bandwidth, so [`cpu_gemv`] converts the weights in registers. A GEMM of
-//! more rows converts a few rows of the weights at a time, which stay in the CPU cache.
+//! more rows converts only a few weight rows at a time, so that the converted rows stay in the CPU cache.
 
 use super::QuantizedMatrix;
 use crate::quant::layout::Layout;
@@ -20,7 +20,8 @@ use std::{borrow::Cow, cell::RefCell};
 /// The number of f32 weights that a thread multiplies at once: 512 KB, half of a core's L2 cache.
 const BLOCK: usize = 1 << 17;
 
-/// True if [`rows_of_words`] multiplies the input: the tensor is on the CPU in f32, f16 or bf16, and autodiff does not track it.
+/// True if [`rows_of_words`] can multiply this input. The tensor must be on the CPU in f32, f16 or bf16, and autodiff
+/// must not track the tensor.
 pub(crate) fn serves_words(input: &Tensor<2>) -> bool {
     let device = input.device();
     matches!(input.dtype(), DType::F32 | DType::F16 | DType::BF16)
@@ -36,7 +37,8 @@ pub(super) fn serves(input: &Tensor<2>, weight: &Tensor<2>) -> bool {
     is_fast && rows > 0 && serves_words(input) && !weight.device().is_autodiff()
 }
 
-/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`, which has the same dtype.
+/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. Both tensors must have
+/// the same dtype.
 pub(super) fn rows_of_floats(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
     Tensor::from_dispatch(Dispatch::rows_of_floats(input, weight))
@@ -143,7 +145,8 @@ fn rows_of(input: FloatTensor<Flex>, weights: Weights, columns: usize) -> FloatT
     Flex::float_from_data(data, &Device::<Flex>::default())
 }
 
-/// Multiplies any number of rows. Each thread converts a block of the weights' rows to f32, and multiplies by this block.
+/// Multiplies any number of rows. Each thread converts a block of the weights' rows to f32, and multiplies by this
+/// block.
 fn multiply_blocks(input: &[f32], columns: usize, weights: Weights, output: &mut [f32]) {
     thread_local! {
         static NUMBERS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
@@ -159,8 +162,8 @@ fn multiply_blocks(input: &[f32], columns: usize, weights: Weights, output: &mut
             numbers.resize(numbers.len().max(count * columns), 0.0);
             let numbers = &mut numbers[..count * columns];
             weights.dequantize(first..first + count, columns, numbers);
-            // SAFETY: the strides describe `[rows, columns]` of the input, the transpose of the block, and columns of the
-            // output that no other block writes.
+            // SAFETY: the strides describe `[rows, columns]` of the input, the transpose of the block, and columns of
+            // the output that no other block writes.
             unsafe {
                 gemm::gemm(
                     rows,
@@ -188,7 +191,7 @@ fn multiply_blocks(input: &[f32], columns: usize, weights: Weights, output: &mut
     });
 }
 
-/// The output of a product, whose columns several threads write.
+/// The output of a product. Several threads write to the output, each to its own columns.
 struct Output(*mut f32);
 
 // SAFETY: no two threads write the same column.
@@ -218,8 +221,8 @@ mod tests {
         drawn.cast(dtype)
     }
 
-    /// Checks that `found` has at most twice the error of Burn's matmul of `input` and `weight`. `exact` is the weight before
-    /// it is rounded to the input's dtype.
+    /// Checks that `found` has at most twice the error of Burn's matmul of `input` and `weight`. `exact` is the weight
+    /// before it is rounded to the input's dtype.
     fn check(found: Tensor<2>, input: Tensor<2>, weight: Tensor<2>, exact: Tensor<2>, what: &str) {
         let dtype = input.dtype();
         assert_eq!(found.dtype(), dtype, "{what}");

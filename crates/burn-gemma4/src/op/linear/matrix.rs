@@ -129,8 +129,8 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Dequantizes all rows to `dtype`. Autodiff does not track the result. The result is on an autodiff device if the packed
-    /// words are on an autodiff device.
+    /// Dequantizes all rows to `dtype`. Autodiff does not track the result. The result is on an autodiff device if the
+    /// packed words are on an autodiff device.
     pub fn dequantized(&self, dtype: DType) -> Tensor<2> {
         let strategy = self.words.gradient_checkpointing_strategy();
         let numbers = dequantize(self.words.clone().without_autodiff(), self.layout, dtype);

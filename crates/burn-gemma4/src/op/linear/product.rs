@@ -1,7 +1,9 @@
 //! GEMMs on NVIDIA GPUs, forward and backward, where Burn's matmul is too imprecise or too slow:
 //!
-//! - Burn rounds f32 matrices to tf32, which has 11 of the 24 bits of a significand. No setting disables the rounding.
-//! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes minutes.
+//! - Burn rounds f32 matrices to tf32. A significand has 24 bits in f32, and 11 bits in tf32. No setting disables the
+//!   rounding.
+//! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes
+//!   minutes.
 //!
 //! Each GEMM is an operator with its own backward, so that the gradients are also computed by these GEMMs.
 
@@ -74,8 +76,8 @@ pub trait ProductBackend: Backend {
         let product = |lhs: &FloatTensor<Self>, rhs: &FloatTensor<Self>| {
             Self::float_matmul(lhs.clone(), rhs.clone())
         };
-        // Add the products with small magnitudes first, to lose the fewest bits. The product of the two low matrices is the
-        // smallest.
+        // Add the products with small magnitudes first, to lose the fewest bits. The product of the two low matrices is
+        // the smallest.
         let sum = Self::float_add(product(&lhs.low, &rhs.low), product(&lhs.high, &rhs.low));
         let sum = Self::float_add(sum, product(&lhs.low, &rhs.high));
         Self::float_add(sum, product(&lhs.high, &rhs.high))
@@ -94,8 +96,9 @@ fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)
 }
 
-/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls (Ootomo and Yokota 2022, arXiv:2203.03341). The
-/// high matrix has 8 significant bits, which tf32 represents exactly. tf32 rounds the low matrix to 11 significant bits.
+/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls (Ootomo and Yokota 2022, arXiv:2203.03341).
+/// The high matrix has 8 significant bits, which tf32 represents exactly. tf32 rounds the low matrix to 11 significant
+/// bits.
 struct Parts<B: Backend> {
     high: FloatTensor<B>,
     low: FloatTensor<B>,
@@ -128,7 +131,8 @@ impl ProductBackend for burn_cubecl::CubeBackend {
 #[cfg(feature = "flex")]
 impl ProductBackend for burn::backend::Flex {}
 
-/// The backward of the GEMM operators `in_f32` and `of_halves`, which use the forward's operator for both gradients.
+/// The backward of the GEMM operators `in_f32` and `of_halves`. The backward computes both gradients with the same
+/// operator as the forward.
 #[derive(Debug)]
 struct ProductBackward<B: Backend> {
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,

@@ -46,8 +46,8 @@ pub(super) fn casts(factors: [CubeTensor; 2], scale: f64, dtype: FloatDType) -> 
     let [of_first, of_second] = [&first, &second].map(|factor| factor.meta.num_elements());
     let count = of_first + of_second;
     let [first_output, second_output] = outputs.clone().map(CubeTensor::into_tensor_arg);
-    // SAFETY: each unit reads one element of `first` or `second`, and writes the output's element of equal index. The
-    // index is below the number of elements of either tensor.
+    // SAFETY: each unit reads one element of `first` or `second`, and writes the element with the same index of the
+    // corresponding output. The index is below the number of elements in both the read tensor and the output.
     unsafe {
         cast_both::launch_unchecked(
             &client,

@@ -21,8 +21,8 @@ use burn::{
     tensor::Tensor,
 };
 
-/// Computes `input · baseᵀ + input · readsᵀ · writesᵀ · scale` for `input`, `[rows, columns in]`. The factors `reads` and
-/// `writes` are cast to the input's dtype. The matrix `writes · reads` and its gradient are never stored.
+/// Computes `input · baseᵀ + input · readsᵀ · writesᵀ · scale` for `input`, `[rows, columns in]`. The factors `reads`
+/// and `writes` are cast to the input's dtype. The matrix `writes · reads` and its gradient are never stored.
 pub(crate) fn lora_product(input: Tensor<2>, base: Matrix, adapter: &LoraAdapter) -> Tensor<2> {
     let (matrix, options) = parts(base, adapter);
     let rows = Dispatch::adapted(input.into_dispatch(), matrix, options);
@@ -70,7 +70,8 @@ pub struct AdaptedMatrix<B: Backend> {
     pub writes: FloatTensor<B>,
 }
 
-/// The options of an adapted matrix. The options are on the host, separate from the device tensors of [`AdaptedMatrix`].
+/// The options of an adapted matrix. The options are on the host, separate from the device tensors of
+/// [`AdaptedMatrix`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedOptions {
     /// The scale that multiplies the adapter's output.

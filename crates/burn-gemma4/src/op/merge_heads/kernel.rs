@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// The sizes and strides of the tensor of heads. The strides are in vectors. The channels of one head take `vectors`
-/// vectors.
+/// The sizes and strides of the tensor that holds the heads. The strides are in vectors. The channels of one head fill
+/// `vectors` vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Heads {

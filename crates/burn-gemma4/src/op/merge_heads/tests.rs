@@ -1,4 +1,5 @@
-//! Tests that `rows_of_heads` agrees with a permutation of the tensor's dimensions, for heads in several memory layouts.
+//! Tests that `rows_of_heads` agrees with a permutation of the tensor's dimensions, for heads in several memory
+//! layouts.
 
 use super::*;
 use crate::op;

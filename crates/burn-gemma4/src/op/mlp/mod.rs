@@ -1,7 +1,7 @@
 //! A dense MLP whose matrices have LoRA adapters. The MLP and its backward are one operator each.
 //!
-//! An MLP's activations are several times as wide as the residual stream, but cheap to recompute. The operator can therefore
-//! recompute these activations in the backward instead of saving them.
+//! An MLP's activations are several times as wide as the residual stream, but cheap to recompute. The operator can
+//! therefore recompute these activations in the backward instead of saving them.
 
 mod autodiff;
 
@@ -14,11 +14,11 @@ use burn::{
     tensor::Tensor,
 };
 
-/// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run the kernels of this
-/// crate. `matrices` are gate, up and down, in this order.
+/// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run the kernels of
+/// this crate. `matrices` are gate, up and down, in this order.
 ///
-/// The forward saves the outputs of gate and up for the backward. With `recompute` the backward recomputes these outputs
-/// instead.
+/// The forward saves the outputs of gate and up for the backward. With `recompute` the backward recomputes these
+/// outputs instead.
 pub(crate) fn adapted_mlp(
     input: Tensor<2>,
     matrices: [(Matrix, &LoraAdapter); 3],

@@ -1,7 +1,7 @@
 //! Groups the (row, chosen expert) pairs by expert, with a stable counting sort.
 //!
-//! Budget: eight bytes of shared memory per unit. Schedule: one cube per expert. Each unit handles a contiguous range of
-//! pairs. Bound: latency. Every cube reads the chosen experts of all pairs twice from the cache.
+//! Budget: eight bytes of shared memory per unit. Schedule: one cube per expert. Each unit handles a contiguous range
+//! of pairs. Bound: latency. Every cube reads the chosen experts of all pairs twice from the cache.
 
 use cubecl::prelude::*;
 

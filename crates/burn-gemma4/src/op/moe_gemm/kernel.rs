@@ -1,11 +1,12 @@
-//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. `order` lists the (row,
-//! chosen expert) pairs, sorted by expert.
+//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. `order` lists the
+//! (row, chosen expert) pairs, sorted by expert.
 //!
-//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to shared
-//! memory. Each unit computes 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and
-//! executes 64 multiply-adds.
+//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to
+//! shared memory. Each unit computes 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared
+//! memory and executes 64 multiply-adds.
 //!
-//! All tiles of a cube cover the same 64 output columns. The row tiles of an expert are divided among `of_rows` cubes.
+//! All tiles of a cube cover the same 64 output columns. A row tile is 64 output rows of one expert. For each group of
+//! 64 output columns, `of_rows` cubes divide an expert's row tiles among themselves.
 //!
 //! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 values from shared memory per unit.
 //!
@@ -31,7 +32,8 @@ const STRIDE: usize = TILE + 1;
 pub(super) enum Form {
     /// The forward, `x · weightᵀ`. The output has one row for each (row, chosen expert) pair.
     Rows,
-    /// The gradient with respect to the inputs, `g · weight`. The output has one row for each (row, chosen expert) pair.
+    /// The gradient with respect to the inputs, `g · weight`. The output has one row for each (row, chosen expert)
+    /// pair.
     Columns,
     /// The gradient with respect to the weights, `gᵀ · x`. The output is one matrix per expert.
     Weight,
@@ -47,8 +49,8 @@ pub(super) struct Sizes {
     pub columns_in: u32,
     /// The number of (row, chosen expert) pairs that read the same input row.
     pub of_row: u32,
-    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] each cube computes one row
-    /// tile.
+    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] each cube computes one
+    /// row tile.
     pub of_rows: u32,
     /// The number of column tiles.
     pub of_columns: u32,
@@ -56,8 +58,8 @@ pub(super) struct Sizes {
     pub cubes: u32,
 }
 
-/// Multiplies `left` by the experts' weights, which are `matrix` or the quantized `words`. For [`Form::Weight`] the output
-/// is the weights' gradient, `left` is the output's gradient, and `matrix` is the input.
+/// Multiplies `left` by the experts' weights, which are `matrix` or the quantized `words`. For [`Form::Weight`] the
+/// output is the weights' gradient, `left` is the output's gradient, and `matrix` is the input.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn grouped<E: Float>(
     left: &Tensor<E>,
@@ -84,8 +86,8 @@ pub(super) fn grouped<E: Float>(
     let end_place = u32::cast_from(starts[expert as usize + 1]);
     let first_row = of_rows * comptime!(TILE as u32);
     // The output rows are `row..end_row`, and the inner dimension is `first_inner..end_inner`. In the forms `Rows` and
-    // `Columns` the output rows are the expert's (row, chosen expert) pairs. In the form `Weight` these pairs are the inner
-    // dimension.
+    // `Columns` the output rows are the expert's (row, chosen expert) pairs. In the form `Weight` these pairs are the
+    // inner dimension.
     let mut row = first_place + first_row;
     let mut end_row = end_place;
     let mut first_inner = 0u32;
@@ -291,8 +293,8 @@ fn load_right<E: Float>(
     }
 }
 
-/// Loads the right tile from an expert's quantized matrix, which begins at row `first_of_matrix` of `words`. Each word holds
-/// codes of adjacent columns.
+/// Loads the right tile from an expert's quantized matrix, which begins at row `first_of_matrix` of `words`. Each word
+/// holds codes of adjacent columns.
 #[cube]
 fn load_words(
     words: &Tensor<u32>,

@@ -178,7 +178,8 @@ impl Product {
             Form::Columns | Form::Weight => self.columns_in,
         };
         // Launch twice as many cubes per expert as an expert has row tiles on average, because the experts get
-        // different numbers of rows. If an expert has more row tiles than cubes, its cubes compute several tiles each.
+        // different numbers of rows. If an expert has more row tiles than cubes, each of the expert's cubes computes
+        // several tiles.
         let of_rows = match self.form {
             Form::Rows | Form::Columns => {
                 (2 * places.div_ceil(experts * TILE)).clamp(1, MOST_OF_ROWS)
@@ -214,9 +215,9 @@ impl Product {
         let address_type = address_type([&left, &output].into_iter().chain(&matrix).chain(&words));
         let converts_f16 = converts_f16(&left.device);
         let element = dtype_to_storage_type(left.dtype);
-        // SAFETY: each cube reads rows of `left`, `matrix` and `words` within their shapes, and writes only its own tiles of
-        // `output`. `order` contains each (row, chosen expert) pair once. The elements of `starts` are at most the length of
-        // `order`.
+        // SAFETY: each cube reads rows of `left`, `matrix` and `words` within their shapes, and writes only its own
+        // tiles of `output`. `order` contains each (row, chosen expert) pair once. The elements of `starts` are at most
+        // the length of `order`.
         unsafe {
             grouped::launch_unchecked(
                 &client,

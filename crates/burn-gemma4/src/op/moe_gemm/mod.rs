@@ -1,7 +1,7 @@
 //! MoE GEMMs, which multiply each row by the matrices of its chosen experts.
 //!
-//! The device sorts the (row, chosen expert) pairs by expert. One launch then multiplies the rows of all experts, and reads
-//! and writes the rows through the sorted list of pairs.
+//! The device sorts the (row, chosen expert) pairs by expert. One launch then multiplies the rows of all experts, and
+//! reads and writes the rows through the sorted list of pairs.
 //!
 //! A place is the index of a pair. The place of a row's `rank`-th chosen expert is `row · top_k + rank`.
 
@@ -34,9 +34,9 @@ use burn::{
     tensor::{DType, Device, Int, Shape, Tensor},
 };
 
-/// True if the kernels of this module should multiply the rows of `input`. On NVIDIA's tensor cores before Hopper,
-/// inference uses one GEMM per expert instead, which is faster. Training uses the kernels of this module, because the
-/// weight gradient of each separate GEMM would have the size of all experts' weights.
+/// True if the kernels of this module should multiply the rows of `input`. On NVIDIA GPUs with tensor cores before
+/// Hopper, inference uses one GEMM per expert instead, which is faster. Training uses the kernels of this module,
+/// because the weight gradient of each separate GEMM would have the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let (device, dtype) = (input.device(), input.dtype());
     crate::op::runs(&device, dtype) && (device.is_autodiff() || infers_on_device(&device, dtype))
@@ -70,8 +70,8 @@ pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
     }
 }
 
-/// Multiplies the input row of each (row, chosen expert) pair by the transpose of the expert's matrix. A place is the index
-/// of a pair.
+/// Multiplies the input row of each (row, chosen expert) pair by the transpose of the expert's matrix. A place is the
+/// index of a pair.
 ///
 /// # Shapes
 /// - `input`: `[places / of_row, columns in]`. Every `of_row` consecutive places share an input row.

@@ -1,8 +1,8 @@
 //! MoE GEMMs on Hopper's tensor cores. The rows of each expert are copied to tiles that hold only rows of this expert.
 //! The tiles form the padded matrix, which a grouped GEMM multiplies.
 //!
-//! The host does not wait for the router's choice, because the padded matrix has enough tiles for every choice. A
-//! choice needs the most tiles if each expert has one tile that is not full.
+//! The host does not wait for the router's choice, because the padded matrix has enough tiles for every possible
+//! choice. The number of tiles is computed for the worst case, in which each expert has one tile that is not full.
 
 use super::kernel::Form;
 use super::launch::{Product, Right};
@@ -15,9 +15,9 @@ use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
 
-/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. The result does not
-/// depend on the widths of the matrices. Widths that are not multiples of 8 use the kernel without tensor cores. No
-/// published model has such widths.
+/// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. This function does not
+/// check the widths of the matrices. If a width is not a multiple of 8, the kernel without tensor cores runs instead.
+/// No published model has such a width.
 pub(super) fn serves(device: &Device, dtype: DType) -> bool {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
@@ -80,7 +80,7 @@ pub(super) fn has_legal_sizes(columns: &[usize]) -> bool {
     columns.iter().all(|columns| columns.is_multiple_of(8))
 }
 
-/// Returns the matrix such that each row is contiguous. There may be gaps between the rows.
+/// Returns the matrix in a memory layout in which each row is contiguous. There may be gaps between the rows.
 pub(super) fn rows_in_order(matrix: &CubeTensor) -> CubeTensor {
     match matrix.meta.strides()[1] == 1 && !matrix.meta.is_tiled() {
         true => matrix.clone(),

@@ -1,5 +1,6 @@
-//! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes are
-//! not multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a tile has.
+//! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes
+//! are not multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a
+//! tile has.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -91,7 +92,8 @@ fn product(
     output
 }
 
-/// Computes the gradients of [`product`] with respect to its input and its weight. `gradient` is the gradient of the output.
+/// Computes the gradients of [`product`] with respect to its input and its weight. `gradient` is the gradient of the
+/// output.
 fn gradients(
     case: &Case,
     [gradient, input, weight]: [&[f64]; 3],
@@ -195,7 +197,8 @@ fn rows_and_gradients_in_half_precision_match_reference() {
     }
 }
 
-/// Returns the quantized matrices of `experts` experts with `rows` rows each, and the same matrices in dequantized form.
+/// Returns the quantized matrices of `experts` experts with `rows` rows each, and the same matrices in dequantized
+/// form.
 fn matrices(
     layout: Layout,
     experts: usize,
@@ -296,7 +299,8 @@ fn mixture_matches_reference() {
             let gated = gated(&inner_rows, inner);
             let outputs = product(case, &gated, &down, inner, 1);
             let expected = mixed_of(case, &outputs, &values(shares));
-            // Allow for three roundings: the rows between the GEMMs are rounded twice, and each output once.
+            // Allow for three roundings. The values between the two GEMMs are rounded twice, and each output is rounded
+            // once.
             check_to(
                 3.0 * epsilon,
                 &values(found),
@@ -307,8 +311,8 @@ fn mixture_matches_reference() {
     }
 }
 
-/// Computes `gelu(gate) · through`. Each row of `outputs` holds `columns` elements of `gate`, then `columns` elements of
-/// `through`.
+/// Computes `gelu(gate) · through`. Each row of `outputs` holds `columns` elements of `gate`, then `columns` elements
+/// of `through`.
 fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
     let gelu = |x: f64| {
         let inner = (x + 0.044715 * x.powi(3)) * (2.0 / std::f64::consts::PI).sqrt();
@@ -404,7 +408,8 @@ fn expert_gemv_matches_reference() {
     }
 }
 
-/// Checks that rows are grouped by expert in the same way if the router's indices are i64 or u32 instead of the kernels' i32.
+/// Checks that rows are grouped by expert in the same way if the router's indices are i64 or u32 instead of the
+/// kernels' i32.
 #[test]
 fn groups_of_any_integer_dtype_are_equal() {
     let device = Device::default();

@@ -32,8 +32,8 @@ impl<'a> ExpertTiles<'a> {
         // expert without pairs has no tile.
         let tiles = pairs / MatrixTiles::ROWS + experts.min(pairs);
         let table = empty(starts, [experts + 1 + tiles], NUMBERS);
-        // SAFETY: the kernel reads the `experts + 1` elements of `starts`. It writes the first `experts + 1` elements of
-        // `table`, and then one element per tile. All experts together have at most `tiles` tiles.
+        // SAFETY: the kernel reads the `experts + 1` elements of `starts`. It writes the first `experts + 1` elements
+        // of `table`, and then one element per tile. All experts together have at most `tiles` tiles.
         unsafe {
             tile_table::launch_unchecked(
                 &starts.client,
@@ -55,7 +55,7 @@ impl<'a> ExpertTiles<'a> {
     }
 
     /// Copies the rows of the pairs to slots, which are the rows of the padded matrix. Every `of_row` consecutive pairs
-    /// share a row of `rows`.
+    /// read the same row of `rows`.
     pub fn to_slots(&self, rows: &CubeTensor, of_row: usize) -> CubeTensor {
         let columns = rows.meta.shape()[1];
         let slots = empty(rows, [self.slots, columns], rows.dtype);

@@ -1,9 +1,11 @@
-//! Copies the rows of (row, chosen expert) pairs to tiles of one expert each, and back. Another kernel adds up the
-//! weighted outputs of each row's chosen experts.
+//! Copies the rows of (row, chosen expert) pairs to tiles and back. Each tile holds rows of only one expert. Another
+//! kernel adds up the weighted outputs of each row's chosen experts.
 //!
-//! A slot is a row of the padded matrix. The slots of an expert begin at a multiple of a tile's rows.
+//! The tiles form the padded matrix, and a slot is a row of this matrix. The index of an expert's first slot is a
+//! multiple of the number of rows in a tile.
 //!
-//! Budget: a cube moves [`ROWS`] rows, and [`UNITS_OF_ROW`] units move a row in vectors of 16 bytes. Bound: memory bandwidth.
+//! Budget: a cube moves [`ROWS`] rows, and [`UNITS_OF_ROW`] units move a row in vectors of 16 bytes. Bound: memory
+//! bandwidth.
 
 use cubecl::prelude::*;
 
@@ -68,7 +70,7 @@ fn tiles_of(starts: &Tensor<i32>, expert: u32, #[comptime] tile_rows: u32) -> u3
 struct PlaceInOrder {
     /// The index of the pair in the list that is sorted by expert.
     index: u32,
-    /// False if the slot lies behind the last pair of its expert.
+    /// True if the slot holds a pair. False if the slot lies after the last pair of its expert.
     has_pair: bool,
 }
 
@@ -100,7 +102,7 @@ pub(super) struct MoveSizes {
     /// The distance between consecutive rows of the source, in vectors.
     pub source_stride: u32,
     pub target_stride: u32,
-    /// The number of consecutive pairs that share one row outside the padded matrix.
+    /// The number of consecutive pairs that share one row in the tensor from which, or to which, the slots are copied.
     pub of_row: u32,
 }
 
@@ -171,12 +173,12 @@ pub(super) fn slots_of_pairs(
     }
 }
 
-/// The sizes of the sums of [`weighted_sums()`].
+/// The sizes for [`weighted_sums()`].
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct SumSizes {
     pub rows: u32,
-    /// The number of pairs, or chosen experts, of a row.
+    /// The number of experts chosen for each row. Each choice makes one (row, chosen expert) pair.
     pub top_k: u32,
     /// The number of vectors in a row.
     pub vectors: u32,

@@ -1,8 +1,8 @@
-//! MoE router kernels. `route` computes a row's norm, logits, softmax and top-k experts, and the weights of the experts'
-//! outputs. `choose` only computes the top-k of given probabilities.
+//! MoE router kernels. `route` computes a row's norm, logits, softmax and top-k experts, and the weights of the
+//! experts' outputs. `choose` only computes the top-k of given probabilities.
 //!
-//! Algorithm: each group of units computes the logits of several experts at a time. The rank of an expert is the number of
-//! experts before it in descending order of probability. The experts with a rank below k are the top-k.
+//! Algorithm: each group of units computes the logits of several experts at a time. The rank of an expert is the number
+//! of experts before it in descending order of probability. The experts with a rank below k are the top-k.
 //!
 //! Budget: less than 30 KB of shared memory. Registers hold a vector of each row of the cube, [`RoutePlan::at_once`]
 //! sums for each row, and a vector of the router's matrix.
@@ -64,7 +64,8 @@ pub(super) fn route<E: Float, N: Size>(
     let mut starts = Array::<usize>::new(comptime!(plan.rows));
     #[unroll]
     for r in 0..plan.rows {
-        // A cube with fewer rows computes the last row again, so that all loads stay in bounds.
+        // If fewer than `plan.rows` rows are left for this cube, load the last row again in place of the missing rows,
+        // so that all loads stay in bounds.
         let start = min(first_row + comptime!(r as u32), rows - 1u32) as usize * vectors as usize;
         let mut squares = 0.0f32;
         let mut vector = UNIT_POS;
@@ -96,8 +97,8 @@ pub(super) fn route<E: Float, N: Size>(
             }
             #[unroll]
             for o in 0..plan.at_once {
-                // If the group of units has no expert left, load the matrix row of the last expert, so that the load stays in
-                // bounds. The result is not written.
+                // If the group of units has no expert left, load the matrix row of the last expert, so that the load
+                // stays in bounds. The result is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;
                 let weights = Vector::<f32, N>::cast_from(proj[at]);
@@ -254,8 +255,8 @@ fn key(value: f32) -> u32 {
     select(bits < sign, bits | sign, !bits)
 }
 
-/// Returns the rank of an expert: the number of experts with a larger key, or with an equal key and a smaller index. `keys`
-/// are integers that compare as the probabilities do.
+/// Returns the rank of an expert: the number of experts with a larger key, or with an equal key and a smaller index.
+/// `keys` are integers that compare as the probabilities do.
 #[cube]
 fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
     let own = keys[expert as usize];

@@ -40,8 +40,8 @@ impl RouteBackend for CubeBackend {
         let probabilities = into_contiguous(probabilities);
         let [rows, experts] = probabilities.meta.shape().dims();
         let chosen = empty(&probabilities, [rows, top_k], NUMBERS);
-        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `probabilities`, which has `experts`
-        // elements. The cube writes row `r` of `chosen`, only at ranks below `top_k`.
+        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `probabilities`, which has
+        // `experts` elements. The cube writes row `r` of `chosen`, only at ranks below `top_k`.
         unsafe {
             choose::launch_unchecked(
                 &client,
@@ -76,9 +76,9 @@ impl RouteBackend for CubeBackend {
         let vector = vector_size(&client, input.dtype.size(), &[columns]);
         let plan = plan(&client, rows, experts, top_k);
         let element = dtype_to_storage_type(input.dtype);
-        // SAFETY: a cube has `plan.rows` rows. It reads its rows of `input`, or the last one, and all `experts` rows of `proj`.
-        // Each row has `columns` elements. The cube writes only the `top_k` elements of its rows below `rows` in `chosen` and
-        // `shares`.
+        // SAFETY: a cube has `plan.rows` rows. The cube reads its rows of `input`, where the last row replaces rows
+        // beyond the end. It also reads all `experts` rows of `proj`. Each row has `columns` elements. In `chosen` and
+        // `shares`, the cube writes only the `top_k` elements of each of its rows that is below `rows`.
         unsafe {
             route::launch_unchecked(
                 &client,

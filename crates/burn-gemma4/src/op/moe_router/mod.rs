@@ -29,8 +29,8 @@ pub(crate) fn chooses(experts: usize) -> bool {
 }
 
 /// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`, in descending order of
-/// probability. `probabilities` are `[rows, experts]` in f32, without autodiff. Among equal probabilities the smaller index
-/// comes first. Returns `None` if no kernel supports the tensor.
+/// probability. `probabilities` are `[rows, experts]` in f32, without autodiff. Among equal probabilities the smaller
+/// index comes first. Returns `None` if no kernel supports the tensor.
 pub(crate) fn choose(probabilities: &Tensor<2>, top_k: usize) -> Option<Tensor<2, Int>> {
     let [rows, experts] = probabilities.dims();
     let device = probabilities.device();

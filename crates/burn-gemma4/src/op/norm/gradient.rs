@@ -1,11 +1,11 @@
-//! The gradients of the RMS norm `y = x r w` with `r = 1 / √(mean(x²) + ε)`, for a gradient `g` of `y`. The gradient of `x`
-//! is `r (g w − x r² mean(g w x))`. The gradient of `w` is the sum of `g x r` over the rows.
+//! The gradients of the RMS norm `y = x r w` with `r = 1 / √(mean(x²) + ε)`, where `g` is the gradient of `y`. The
+//! gradient of `x` is `r (g w − x r² mean(g w x))`. The gradient of `w` is the sum of `g x r` over the rows.
 //!
-//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a vector of
-//! each input, and the unit's vectors of `w`'s gradient.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a vector
+//! of each input, and the unit's vectors of `w`'s gradient.
 //!
-//! Schedule: each of `n` cubes processes every `n`-th row. A cube reads a row twice, the second time from the cache. Each
-//! cube writes one partial sum of `w`'s gradient.
+//! Schedule: each of `n` cubes processes every `n`-th row. A cube reads a row twice, the second time from the cache.
+//! Each cube writes one partial sum of `w`'s gradient.
 //!
 //! Bound: memory bandwidth.
 

@@ -30,8 +30,8 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
         held: vectors.div_ceil(team.units),
         pdl: supports_pdl(&client),
     };
-    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `input` and writes row `r` of `output`.
-    // Each row and `weight` have `vectors` vectors.
+    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `input` and writes row `r` of
+    // `output`. Each row and `weight` have `vectors` vectors.
     unsafe {
         norm_pdl::launch_unchecked(
             &client,
@@ -73,9 +73,9 @@ fn launch_norm_gradient(
     let of_weight = empty(&input, [parts, columns], DType::F32);
     let element = dtype_to_storage_type(input.dtype);
     let weight_element = dtype_to_storage_type(weight.dtype);
-    // SAFETY: each cube reads rows below `rows` of `input` and `gradient`, and writes rows below `rows` of `of_input`. Each
-    // row and `weight` have `vectors` vectors. Each of the `parts` cubes writes its own row of `of_weight`, which has `parts`
-    // rows.
+    // SAFETY: each cube reads rows below `rows` of `input` and `gradient`, and writes rows below `rows` of `of_input`.
+    // Each row and `weight` have `vectors` vectors. Each of the `parts` cubes writes its own row of `of_weight`, which
+    // has `parts` rows.
     unsafe {
         norm_gradient::launch_unchecked(
             &client,

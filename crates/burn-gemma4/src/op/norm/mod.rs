@@ -1,7 +1,7 @@
 //! RMS normalization of rows (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
 //!
-//! On CubeCL devices the norm and its backward are one operator each. With Burn's own operators, a training step would read
-//! and write the rows about twenty times.
+//! On CubeCL devices the norm and its backward are one operator each. With Burn's own operators, a training step would
+//! read and write the rows about twenty times.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -66,8 +66,8 @@ fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     input / (mean + epsilon).sqrt()
 }
 
-/// The gradients of the RMS norm: the input's gradient, and partial sums of the weight's gradient, `[parts, columns]` in
-/// f32.
+/// The gradients of the RMS norm: the input's gradient, and partial sums of the weight's gradient, `[parts, columns]`
+/// in f32.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -76,7 +76,8 @@ pub struct NormGradients<B: Backend> {
     pub weight: FloatTensor<B>,
 }
 
-/// The number of partial sums of a weight's gradient. One cube computes one partial sum, and 256 cubes keep any device busy.
+/// The number of partial sums of a weight's gradient. One cube computes one partial sum, and 256 cubes keep any device
+/// busy.
 #[cfg(feature = "cube")]
 const PARTS: usize = 256;
 

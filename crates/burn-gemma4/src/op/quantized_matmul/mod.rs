@@ -1,6 +1,6 @@
-//! GEMMs with quantized matrices. A large matrix is dequantized and multiplied in slices, which are ranges of its rows. Each
-//! slice is freed after its GEMM, so that the whole matrix never exists in floats. The backward dequantizes the slices
-//! again.
+//! GEMMs with quantized matrices. A large matrix is dequantized and multiplied in slices, which are ranges of its rows.
+//! Each slice is freed after its GEMM, so that the whole matrix never exists in floats. The backward dequantizes the
+//! slices again.
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -37,8 +37,8 @@ const SLICE_NUMBERS: usize = 1 << 25;
 /// The number of matrix rows in a GEMM tile. Every slice except the last has a multiple of this number of rows.
 const TILE: usize = 256;
 
-/// Multiplies `[rows, columns in]` by the transpose of a quantized matrix, `[columns out, columns in]`. Autodiff tracks the
-/// input.
+/// Multiplies `[rows, columns in]` by the transpose of a quantized matrix, `[columns out, columns in]`. Autodiff tracks
+/// the input.
 pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     if !input.device().is_autodiff() {
         return constant_rows(input, weight);
@@ -98,8 +98,8 @@ fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item 
     starts.map(move |first| first..(first + at_once).min(outputs))
 }
 
-/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`, without autodiff. This product is
-/// the gradient of [`rows`] with respect to its input.
+/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`, without autodiff. This product
+/// is the gradient of [`rows`] with respect to its input.
 pub(super) fn columns(gradient: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     let words = weight.words.clone().without_autodiff();
     Tensor::from_dispatch(Dispatch::quantized_columns(

@@ -1,5 +1,5 @@
-//! Tests that GEMMs with quantized matrices and their gradients are as exact as with dequantized matrices. The tests
-//! dequantize a matrix at once or in slices of its rows.
+//! Compares GEMMs with quantized matrices, and the gradients of these GEMMs, with GEMMs with dequantized matrices. Both
+//! must be equally exact. The tests dequantize a matrix at once, or in slices of its rows.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -20,7 +20,8 @@ fn values(tensor: Tensor<2>) -> Vec<f64> {
     tensor.into_data().iter::<f64>().collect()
 }
 
-/// The errors of a GEMM's outputs against an f64 reference, relative to the largest exact output of the same row.
+/// The errors of a GEMM's outputs. The error of an output is its distance from an f64 reference, divided by the largest
+/// exact output of the row.
 struct Errors {
     largest: f64,
     root_mean_square: f64,
@@ -70,16 +71,17 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     whole_rows(input, weight)
 }
 
-/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice the error with the
-/// dequantized float matrix. The largest error is at most twice the largest error of f32 sums in column order.
+/// Checks two bounds for a GEMM with a quantized matrix. The root mean square error is at most twice the root mean
+/// square error with the dequantized float matrix. The largest error is at most twice the largest error of f32 sums in
+/// column order.
 ///
 /// The factor of two allows for the kernels' different orders of addition.
 #[test]
 fn rows_are_as_exact_as_with_float_matrices() {
     let mut random = StdRng::seed_from_u64(3);
     for device in tests::devices() {
-        // Skip layouts with groups of 96 or with f16 elements, because every kernel takes time to compile. The layouts with
-        // bf16 cover the rounding of elements.
+        // Skip layouts whose groups have 96 columns, and layouts that round elements to f16, because every kernel takes
+        // time to compile. The layouts that round elements to bf16 already cover the rounding.
         let is_another = |layout: &Layout| {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };

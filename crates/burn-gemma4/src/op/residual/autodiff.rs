@@ -1,6 +1,6 @@
 //! The backward of the residual addition `(stream + norm(added)) · scalar`. The gradient of the stream is the sum's
-//! gradient times the optional scalar. From this gradient, the norm's backward computes the gradients of `added`, the
-//! block's output, and of the norm's weight.
+//! gradient times the optional scalar. From this gradient, the norm's backward computes two gradients: the gradient of
+//! the block's output `added`, and the gradient of the norm's weight.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

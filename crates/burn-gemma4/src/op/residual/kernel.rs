@@ -25,12 +25,12 @@ pub(super) struct ResidualPlan {
     /// The largest number of vectors of a row that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
-    /// True if the kernel reads the weights and the scalar before the previous launch has ended. The device must support
-    /// PDL, and no launch may write these parameters.
+    /// True if the kernel reads the weights and the scalar before the previous launch has ended. The device must
+    /// support PDL, and no launch may write these parameters.
     pub reads_ahead: bool,
-    /// True if the kernel reads the parameters before the previous launch has ended, and a vector has exactly `LOAD_BYTES`
-    /// bytes. The compiler may move vector loads of other sizes behind the wait for the previous launch: see `load_now` in
-    /// `cube_kit::pdl`.
+    /// True if the kernel reads the parameters before the previous launch has ended, and a vector has exactly
+    /// `LOAD_BYTES` bytes. The compiler may move vector loads of other sizes behind the wait for the previous launch:
+    /// see `load_now` in `cube_kit::pdl`.
     pub loads_now: bool,
 }
 
@@ -144,8 +144,8 @@ pub(super) fn residual_pdl<E: Float, N: Size>(
     #[comptime]
     match &next_weight {
         ComptimeOption::Some(_) => {
-            // Reduce the second norm in a separate buffer, because other units may still read the partial sums of the first
-            // norm.
+            // Reduce the second norm in a separate buffer, because other units may still read the partial sums of the
+            // first norm.
             let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
             let mean = first_cube_sum(squares, &mut partial, team) / columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());

@@ -78,8 +78,8 @@ fn launch(
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
-    // Read the parameters before the previous launch has ended only if all of them are contiguous. Otherwise a launch first
-    // copies a parameter to make it contiguous, and the kernel must wait for this launch.
+    // Read the parameters before the previous launch has ended only if all of them are contiguous. Otherwise a launch
+    // first copies a parameter to make it contiguous, and the kernel must wait for this launch.
     let stay = [Some(&weight), next_weight.as_ref(), scalar.as_ref()];
     let stay = stay
         .into_iter()
@@ -95,8 +95,8 @@ fn launch(
         loads_now: reads_ahead && vector * stream.dtype.size() == LOAD_BYTES,
     };
     let element = dtype_to_storage_type(stream.dtype);
-    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `stream` and `added` and writes row `r`
-    // of `sum` and `normed`. Each row and each norm weight have `vectors` vectors.
+    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `stream` and `added` and writes row
+    // `r` of `sum` and `normed`. Each row and each norm weight have `vectors` vectors.
     unsafe {
         residual_pdl::launch_unchecked(
             &client,

@@ -24,14 +24,14 @@ pub(crate) struct ResidualAdd {
     pub stream: Tensor<2>,
     /// The block's output before its norm, `[rows, columns]`.
     pub added: Tensor<2>,
-    /// The weight of the block's output norm, `[columns]`. No launch may write the norm weights, because the kernel may read
-    /// them before the previous launch has ended.
+    /// The weight of the block's output norm, `[columns]`. No launch may write the norm weights, because the kernel may
+    /// read them before the previous launch has ended.
     pub weight: Tensor<1>,
     /// The epsilon of both norms.
     pub epsilon: f64,
 }
 
-/// The operations that follow the addition, before the next block.
+/// The operations between a residual addition and the next block: a multiplication by a scalar, and a norm.
 #[derive(Clone)]
 pub(crate) struct Next {
     /// A parameter, `[1]`, that multiplies the sum of the residual addition. `None` means 1.
@@ -77,8 +77,8 @@ fn scaled(added: ResidualAdd, scalar: Option<Tensor<1>>) -> Tensor<2> {
     }
 }
 
-/// True if [`AddNormedBackend::add_normed`] supports these tensors. All tensors must have the same dtype, and autodiff must
-/// not track the scalar.
+/// True if [`AddNormedBackend::add_normed`] supports these tensors. All tensors must have the same dtype, and autodiff
+/// must not track the scalar.
 #[cfg(feature = "cube")]
 fn runs(added: &ResidualAdd, scalar: Option<&Tensor<1>>) -> bool {
     let dtype = added.stream.dtype();
@@ -87,7 +87,8 @@ fn runs(added: &ResidualAdd, scalar: Option<&Tensor<1>>) -> bool {
         && scalar.is_none_or(|scalar| scalar.dtype() == dtype && !scalar.is_tracked())
 }
 
-/// Computes `stream' = (stream + norm(added)) · scalar`. Also computes `norm(stream')` if the kernels support all inputs.
+/// Computes `stream' = (stream + norm(added)) · scalar`. Also computes `norm(stream')` if the kernels support all
+/// inputs.
 pub(crate) fn residual_before(added: ResidualAdd, next: Next) -> (Tensor<2>, Option<Tensor<2>>) {
     let Next {
         scalar,

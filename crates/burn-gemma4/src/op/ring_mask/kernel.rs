@@ -1,5 +1,5 @@
-//! The attention mask over the slots of a ring buffer of keys. Each slot holds the newest key that was written to the slot.
-//! The variable `column` is the position of this key's token.
+//! The attention mask over the slots of a ring buffer of keys. Each slot holds the key that was last written to the
+//! slot. The variable `column` is the position of the token to which this key belongs.
 //!
 //! Budget: one element of the mask per unit in registers, no shared memory. Bound: latency.
 
@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 pub(super) const UNITS: usize = 256;
 
 /// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest
-/// key is the key of the last query's token. Otherwise the newest key is the key of the token before.
+/// key in the ring buffer belongs to the last query's token. Otherwise the newest key belongs to the preceding token.
 #[cube(launch_unchecked)]
 pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
     positions: &Tensor<I>,

@@ -1,5 +1,5 @@
-//! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of the
-//! ring buffer holds one token's key. The slots need not be in the order of the tokens.
+//! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of
+//! the ring buffer holds one token's key. The slots need not be in the order of the tokens.
 
 mod kernel;
 #[cfg(test)]
@@ -29,8 +29,8 @@ pub struct RingMask {
     pub slots: usize,
     /// The number of keys that a query sees, including the key at its own position.
     pub window: usize,
-    /// True if the last query's own key is already written. Otherwise the newest key is the key of the token before the
-    /// last query.
+    /// True if the last query's own key is already written. Otherwise the newest key belongs to the token before the
+    /// last query's token.
     pub last_is_written: bool,
 }
 
@@ -40,9 +40,9 @@ impl RingMask {
     }
 }
 
-/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key in a slot. A query sees keys
-/// that are already written, are not after the query, and lie in the query's window. `positions` lists the queries'
-/// positions, sequence by sequence.
+/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key in a slot. A query sees
+/// keys that are already written, are not after the query, and lie in the query's window. `positions` lists the
+/// queries' positions, sequence by sequence.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
     let all = options.shape().iter().product::<usize>();
     // Allocate the mask with one dimension, because rows of a tensor with several dimensions would be padded.

@@ -3,8 +3,8 @@
 use super::*;
 use burn::tensor::{DType, Device, TensorData};
 
-/// Checks the mask of two sequences. `lasts` holds the position of the newest key of each sequence. The last query is at the
-/// position of the newest key if `last_is_written`, and otherwise at the next position.
+/// Checks the mask of two sequences. `lasts` holds the position of the newest key of each sequence. The last query is
+/// at the position of the newest key if `last_is_written`, and otherwise at the next position.
 fn check(slots: usize, window: usize, lasts: [usize; 2], last_is_written: bool) {
     let device = Device::default();
     let queries = 1 + slots - window;

@@ -18,9 +18,9 @@ pub struct HeadOptions {
     pub start: usize,
     /// The number of columns of all heads together.
     pub count: usize,
-    /// The number of rotated channel pairs if the KV cache stores compact keys, or `None` otherwise. A slot with compact keys
-    /// holds the whole value, then only the rotated channels of the key. In a channel without rotation, the key is the value
-    /// times a weight, so the slot stores only the value.
+    /// The number of rotated channel pairs if the KV cache stores compact keys, or `None` otherwise. A slot with
+    /// compact keys holds the whole value, then only the rotated channels of the key. In a channel without rotation,
+    /// the key is the value times a weight, so the slot stores only the value.
     pub compact: Option<usize>,
     /// The epsilon of the norm.
     pub epsilon: f64,
@@ -80,7 +80,7 @@ pub(crate) fn query_heads(
     ))
 }
 
-/// The inputs of [`layer_heads`], for a layer with its own KV cache.
+/// The inputs of [`layer_heads`], for a layer that writes its own keys and values to a KV cache.
 pub(crate) struct LayerParts<'a> {
     pub projected: Tensor<2>,
     pub query_weight: Tensor<1>,
@@ -92,8 +92,8 @@ pub(crate) struct LayerParts<'a> {
     pub values: Tensor<4>,
 }
 
-/// Computes [`query_heads`], [`write_keys`] and [`write_values`] for a layer, in one launch if the device can bind enough
-/// buffers. Returns the queries, and the buffers of keys and values.
+/// Computes [`query_heads`], [`write_keys`] and [`write_values`] for a layer, in one launch if the device can bind
+/// enough buffers. Returns the queries, and the buffers of keys and values.
 pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tensor<4>; 3] {
     let tensors = LayerTensors {
         projected: parts.projected.into_dispatch(),
@@ -109,7 +109,8 @@ pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tens
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// The inputs of [`layer_heads_in_order`]. Row `r` of the projection uses row `r % n` of the tables, which have `n` rows.
+/// The inputs of [`layer_heads_in_order`]. Row `r` of the projection uses row `r % n` of the tables, which have `n`
+/// rows.
 pub(crate) struct PartsInOrder<'a> {
     pub projected: Tensor<2>,
     pub query_weight: Tensor<1>,
@@ -118,7 +119,8 @@ pub(crate) struct PartsInOrder<'a> {
 }
 
 /// Computes a layer's heads in one launch. Queries are `[rows, heads, 1, head_dim]`. Keys and values are
-/// `[sequences, heads, count, head_dim]` each. Row `r` uses row `r % n` of the rotation tables, which have `n` rows.
+/// `[sequences, heads, count, head_dim]` each. Row `r` of the projection uses row `r % n` of the rotation tables, which
+/// have `n` rows.
 pub(crate) fn layer_heads_in_order(
     parts: PartsInOrder<'_>,
     columns: LayerColumns,
@@ -136,8 +138,8 @@ pub(crate) fn layer_heads_in_order(
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// Computes [`query_heads`] without a tensor of positions. Row `r` uses row `r % n` of the rotation tables, which have `n`
-/// rows.
+/// Computes [`query_heads`] without a tensor of positions. Row `r` of the projection uses row `r % n` of the rotation
+/// tables, which have `n` rows.
 pub(crate) fn heads_in_order(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -153,11 +155,12 @@ pub(crate) fn heads_in_order(
     ))
 }
 
-/// Computes keys as [`query_heads`] computes queries, and writes them to `buffer`, `[sequences, heads, slots, head_dim]`. A
-/// row's slot is its position modulo `slots`. Each sequence has the same number of consecutive rows.
+/// Computes keys as [`query_heads`] computes queries, and writes them to `buffer`,
+/// `[sequences, heads, slots, head_dim]`. A row's slot is its position modulo `slots`. Each sequence has the same
+/// number of consecutive rows.
 ///
-/// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned handle
-/// are ordered after the write.
+/// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned
+/// handle are ordered after the write.
 pub(crate) fn write_keys(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -177,7 +180,8 @@ pub(crate) fn write_keys(
     ))
 }
 
-/// Writes values to their slots, as [`write_keys`] does for keys. Values are normalized without a weight, and are not rotated.
+/// Writes values to their slots, as [`write_keys`] does for keys. Values are normalized without a weight, and are not
+/// rotated.
 pub(crate) fn write_values(
     projected: Tensor<2>,
     positions: Tensor<1, Int>,

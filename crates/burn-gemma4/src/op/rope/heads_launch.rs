@@ -22,7 +22,7 @@ pub(super) struct HeadWeights {
     pub sin: CubeTensor,
 }
 
-/// The target tensor of the heads, and the columns of the projection's output that hold the heads before the norm.
+/// The target tensor of the heads, and the columns of the projection's output from which the heads are computed.
 pub(super) struct RopeTarget {
     tensor: CubeTensor,
     start: usize,
@@ -59,7 +59,8 @@ impl RopeTarget {
         self.start + self.heads() * self.head_dim
     }
 
-    /// Returns the kernel's argument for this target. The projection has `rows` rows, the same number for each sequence.
+    /// Returns the kernel's argument for this target. `rows` is the projection's total number of rows, divided equally
+    /// among the sequences.
     fn layout(&self, rows: usize) -> HeadLayoutLaunch {
         let sequences = self.tensor.meta.shape()[0];
         assert!(
@@ -100,14 +101,14 @@ pub(super) struct HeadsLaunch {
     /// number is 0 for other KV caches.
     pub rotated: usize,
     pub epsilon: f64,
-    /// True if the kernel may read the weights, tables and positions before the previous launch has ended. No launch may
-    /// write these tensors.
+    /// True if the kernel may read the weights, tables and positions before the previous launch has ended. No launch
+    /// may write these tensors.
     pub reads_ahead: bool,
 }
 
 impl HeadsLaunch {
-    /// Creates the arguments of a launch. `columns` is the channel order if the KV cache stores only the rotated channels of
-    /// keys. For other KV caches, the function ignores `columns`, and the heads keep their channel order.
+    /// Creates the arguments of a launch. `columns` is the channel order if the KV cache stores only the rotated
+    /// channels of keys. For other KV caches, the function ignores `columns`, and the heads keep their channel order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,
@@ -192,8 +193,9 @@ impl HeadsLaunch {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Read the weights, tables and positions before the previous launch has ended only if they are contiguous, with 2-
-        // or 4-byte elements. A launch first copies tensors in other layouts, and the kernel must wait for this launch.
+        // Read the weights, tables and positions before the previous launch has ended only if they are contiguous, with
+        // 2- or 4-byte elements. A launch first copies tensors in other layouts, and the kernel must wait for this
+        // launch.
         let stay = read.into_iter().flatten().all(|tensor| {
             let elements = matches!(tensor.dtype.size(), 2 | 4);
             elements && !tensor.meta.is_tiled() && tensor.is_contiguous()

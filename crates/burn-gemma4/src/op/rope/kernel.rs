@@ -1,12 +1,12 @@
-//! The heads of a projection. The kernel normalizes each head, multiplies the head by the norm's weight, and rotates the
-//! head by the row's position. The kernel writes the head to a tensor of queries or to a slot of the KV cache. A layer with
-//! its own KV cache computes queries, keys and values in one launch.
+//! The heads of a projection. The kernel normalizes each head, multiplies the head by the norm's weight, and rotates
+//! the head by the row's position. The kernel writes the head to a tensor of queries or to a slot of the KV cache. A
+//! layer with its own KV cache computes queries, keys and values in one launch.
 //!
-//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one channel
-//! pair per unit, or up to four without plane operations.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one
+//! channel pair per unit, or up to four without plane operations.
 //!
-//! Schedule: one cube per head, which reads its head once. If no launch writes the weights, tables and positions, the kernel
-//! reads them before the wait for the previous launch.
+//! Schedule: one cube per head, which reads its head once. If no launch writes the weights, tables and positions, the
+//! kernel reads them before the wait for the previous launch.
 //!
 //! Bound: latency.
 
@@ -23,12 +23,13 @@ use cubecl::prelude::*;
 pub(super) enum RopeColumns {
     /// The order of the channels in the projection's output.
     Channels,
-    /// The order of values in a KV cache that stores only the rotated channels of keys. The rotated channels come
-    /// first, then the other channels. The key's rotated channels follow the value. The last two of these three groups
-    /// are adjacent, and together form the key.
+    /// The order of values in a KV cache that stores only the rotated channels of keys. RoPE rotates keys in only some
+    /// of the channels. A slot has three groups of channels: the value in the rotated channels, the value in the other
+    /// channels, and the key in the rotated channels. The first two groups form the value, and the last two groups form
+    /// the key.
     CompactValues,
-    /// The order of keys in a KV cache that stores only the rotated channels of keys. The rotated channels are written after
-    /// the value.
+    /// The order of keys in a KV cache that stores only the rotated channels of keys. The slot holds these channels
+    /// after the value.
     CompactKeys,
     /// The order of queries for a KV cache that stores only the rotated channels of keys. The rotated channels come
     /// last, as in a key.
@@ -73,8 +74,8 @@ pub(super) struct HeadsPlan {
     /// True if the launch also computes the layer's keys and values.
     pub of_layer: bool,
     pub pdl: bool,
-    /// True if the kernel reads the weights, tables and positions before the previous launch has ended. No launch may write
-    /// these tensors.
+    /// True if the kernel reads the weights, tables and positions before the previous launch has ended. No launch may
+    /// write these tensors.
     pub reads_ahead: bool,
 }
 
@@ -118,8 +119,8 @@ pub(super) struct HeadSizes {
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
     pub pairs: u32,
-    /// The number of rotated channel pairs per head if the KV cache stores only the rotated channels of keys. The number is
-    /// 0 for other KV caches.
+    /// The number of rotated channel pairs per head if the KV cache stores only the rotated channels of keys. The
+    /// number is 0 for other KV caches.
     pub rotated: u32,
 }
 
@@ -156,8 +157,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // A cube without a row returns at once, without a wait for the previous launch. All other cubes wait, so this launch as a
-    // whole cannot end before the previous launch.
+    // A cube without a row returns at once, without a wait for the previous launch. All other cubes wait, so this
+    // launch as a whole cannot end before the previous launch.
     if row >= rows {
         terminate!();
     }

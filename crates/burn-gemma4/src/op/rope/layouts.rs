@@ -1,10 +1,10 @@
-//! The source columns and the target layouts of the heads that a launch computes. A launch computes one kind of heads, or a
-//! layer's queries, keys and values.
+//! The source columns and the target layouts of the heads that a launch computes. A launch computes one kind of heads,
+//! or a layer's queries, keys and values.
 
 use cubecl::prelude::*;
 
-/// The source columns and the target of the queries, keys or values. The target is `[sequences, heads, slots, columns]` with
-/// contiguous columns.
+/// The source columns and the target of the queries, keys or values. The target is `[sequences, heads, slots, columns]`
+/// with contiguous columns.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct HeadLayout {
@@ -19,7 +19,8 @@ pub(super) struct HeadLayout {
     pub to_slot: u32,
 }
 
-/// The layouts of a layer's queries, keys and values. A launch that computes only one kind of heads reads only `first`.
+/// The layouts of a layer's queries, keys and values. If a launch computes only one kind of heads, the kernel reads
+/// only `first`.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct QkvLayouts {

@@ -1,5 +1,5 @@
-//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form, for the query and key heads of
-//! a projection. RoPE may rotate only some of the channel pairs.
+//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form, for the query and key
+//! heads of a projection. RoPE may rotate only some of the channel pairs.
 
 #[cfg(feature = "cube")]
 pub(crate) mod heads;
@@ -96,14 +96,14 @@ impl Rotation {
         }
     }
 
-    /// Computes the heads of values, which are normalized without a weight and not rotated. The shapes equal those of
-    /// [`heads`](Self::heads).
+    /// Computes the heads of values, which are normalized without a weight and not rotated. The shapes of the input and
+    /// the result are the same as in [`heads`](Self::heads).
     pub fn value_heads(&self, projected: Tensor<2>, batch: usize, epsilon: f64) -> Tensor<4> {
         let shape = self.shape(&projected, batch);
         normalize(projected.reshape(shape), epsilon).swap_dims(1, 2)
     }
 
-    /// Returns the shape `[batch, positions, heads, head_dim]` of a projection's heads.
+    /// Returns the shape `[batch, positions, heads, head_dim]` of the heads in a projection's output.
     fn shape(&self, projected: &Tensor<2>, batch: usize) -> [usize; 4] {
         let [_, _, positions, pairs] = self.cos.dims();
         let [_, columns] = projected.dims();

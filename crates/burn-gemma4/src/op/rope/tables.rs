@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The tables of cosines and sines, computed on the CPU and cached for every device.
 ///
-/// The GPU does not compute the tables, because its sine may be wrong in the third digit for large angles.
+/// The GPU does not compute the tables, because a GPU's sine may be wrong in the third digit for large angles.
 #[derive(Clone, Debug)]
 pub(crate) struct Rope {
     sliding: Tables,
@@ -125,8 +125,8 @@ struct Table {
     sin: Tensor<2>,
 }
 
-/// The largest number of cached tables. If the cache is full, the oldest table is dropped, so that ended threads leave
-/// few tables behind.
+/// The largest number of cached tables. If the cache is full, the oldest table is dropped, so that few tables of ended
+/// threads stay in memory.
 const MOST_TABLES: usize = 8;
 
 impl Table {
@@ -151,7 +151,8 @@ impl Tables {
     /// proportional to the table's length.
     fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
         const SMALLEST: usize = 256;
-        // Ignore a poisoned lock. Even if a thread panicked while it held the lock, the list contains only complete tables.
+        // Ignore a poisoned lock. Even if a thread panicked while it held the lock, the list contains only complete
+        // tables.
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let index = made
             .iter()

@@ -156,8 +156,8 @@ fn layer_heads_match_separate_launches() {
     }
 }
 
-/// Checks keys and values in new tensors instead of a KV cache, for two sequences of four rows. `table_rows` is 4 if the
-/// sequences share the rows of the rotation tables, and 8 otherwise.
+/// Checks keys and values in new tensors instead of a KV cache, for two sequences of four rows. `table_rows` is 4 if
+/// the sequences share the rows of the rotation tables, and 8 otherwise.
 fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
     const SEQUENCES: usize = 2;
     const ROWS: usize = 4;
@@ -188,8 +188,8 @@ fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
         let shape = [SEQUENCES, ROWS, count, head_dim];
         heads.reshape(shape).swap_dims(1, 2)
     };
-    // Compute the expected heads with the kernels that write to a KV cache. Each row is treated as a sequence with a cache of
-    // one slot.
+    // Compute the expected heads with the kernels that write to a KV cache. Each row is treated as a sequence with a
+    // cache of one slot.
     let slots = || Tensor::<4>::full([all, own_heads, 1, head_dim], f32::NAN, device).cast(dtype);
     let expected = [
         query_heads(

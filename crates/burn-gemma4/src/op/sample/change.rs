@@ -1,6 +1,8 @@
-//! Kernels that apply the repetition penalty to logits, suppress tokens, and update the bit sets of the tokens in each text.
+//! Kernels that apply the repetition penalty to logits, suppress tokens, and update the bit sets of the tokens in each
+//! text.
 //!
-//! Budget: one logit per unit in registers, no shared memory. Bound: memory bandwidth. Each logit is read and written once.
+//! Budget: one logit per unit in registers, no shared memory. Bound: memory bandwidth. Each logit is read and written
+//! once.
 
 use cubecl::prelude::*;
 
@@ -13,8 +15,8 @@ fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
 }
 
-/// Applies the repetition penalty to the logits of tokens that the text contains. Multiplies negative logits by the penalty,
-/// and divides all other logits by the penalty. The logits of suppressed tokens become −∞.
+/// Applies the repetition penalty to the logits of tokens that the text contains. Multiplies negative logits by the
+/// penalty, and divides all other logits by the penalty. The logits of suppressed tokens become −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn change_logits<E: Float>(
     logits: &Tensor<E>,

@@ -5,9 +5,9 @@
 //! kept. The second kernel draws the first token, in token order, at which the running sum of weights exceeds a random
 //! number.
 //!
-//! Budget: less than 3 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube
-//! per row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections, then
-//! the logits of one section twice.
+//! Budget: less than 3 KB of shared memory. Schedule: the first kernel runs one cube per section, and the second kernel
+//! runs one cube per row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of
+//! all sections, then the logits of one section twice.
 
 use super::{
     random::bits,
@@ -19,8 +19,8 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section. A sort key is an integer that compares as its logit does. The threshold
-/// is the smallest sort key that is kept.
+/// The number of words in the summary of a section. A sort key is an integer that compares as its logit does. The
+/// threshold is the smallest sort key that is kept.
 ///
 /// - words 0 and 1: the summed weight of the tokens with a sort key above the threshold
 /// - word 2: the number of tokens whose sort key equals the threshold
@@ -44,8 +44,8 @@ struct Kept {
 
 #[cube]
 impl Kept {
-    /// Returns the weight of a logit whose sort key is above `threshold`, the smallest kept sort key. Returns 0 for any other
-    /// logit. Without top-p, a sort key equal to `threshold` counts as above.
+    /// Returns the weight of a logit whose sort key is above `threshold`, the smallest kept sort key. Returns 0 for any
+    /// other logit. Without top-p, a sort key equal to `threshold` counts as above.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;
         if comptime!(self.top_p) {
@@ -58,7 +58,8 @@ impl Kept {
         }
     }
 
-    /// Returns 1 if top-p is active and the sort key equals `threshold`, the smallest kept sort key. Otherwise returns 0.
+    /// Returns 1 if top-p is active and the sort key equals `threshold`, the smallest kept sort key. Otherwise returns
+    /// 0.
     pub fn tie(&self, key: u32) -> u32 {
         if comptime!(self.top_p) {
             select(key == self.threshold, 1u32, 0u32)
@@ -175,7 +176,8 @@ fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     last + 1u32
 }
 
-/// Returns the first column with the largest logit among columns `start..end` of the row that begins at element `from`.
+/// Returns the column with the largest logit among columns `start..end`, or the first such column. The row begins at
+/// element `from`.
 #[cube]
 fn argmax<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) -> i32 {
     let mut best = 0u32;
@@ -234,8 +236,8 @@ pub(super) fn draw_pdl<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Several tokens may have the smallest kept sort key. Keep the first of them, in token order, until their summed weight
-    // reaches `need`.
+    // Several tokens may have the smallest kept sort key. Keep the first of them, in token order, until their summed
+    // weight reaches `need`.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],
@@ -302,7 +304,8 @@ pub(super) fn draw_pdl<E: Float>(
         number += 1u32;
     }
 
-    // Assign a consecutive range of the section's columns to each unit, so that the running sum over units is in token order.
+    // Assign a consecutive range of the section's columns to each unit, so that the running sum over units is in token
+    // order.
     let length = columns.div_ceil(stretches);
     let start = min(chosen * length, columns);
     let end = min(start + length, columns);
@@ -333,8 +336,8 @@ pub(super) fn draw_pdl<E: Float>(
     };
     let reached = found.to.plus(before);
     let begins = reached.minus(own);
-    // Limit the random number to less than the last running sum. The two kernels may round weights differently, so the
-    // random number could otherwise exceed all running sums, and no token would be drawn.
+    // Make the random number smaller than the last running sum. Otherwise the random number could exceed all running
+    // sums, because the two kernels may round weights differently. No token would then be drawn.
     let last = found.all.plus(before).minus(Wide::of(1u32));
     let is_beyond = last.is_below(drawn);
     let drawn = Wide {
@@ -347,7 +350,8 @@ pub(super) fn draw_pdl<E: Float>(
         tokens[CUBE_POS] = -1i32;
     }
     if UNIT_POS == 0 && exists && is_empty {
-        // If the weights of all tokens in the section of columns round to zero, choose the most likely token of the section.
+        // If the weights of all tokens in the section of columns round to zero, choose the most likely token of the
+        // section.
         tokens[CUBE_POS] = argmax(logits, from, start, end);
     }
     if exists && !is_empty && !drawn.is_below(begins) && drawn.is_below(reached) {

@@ -24,11 +24,11 @@ use cubecl::{
     prelude::{CubeDim, Scalar},
 };
 
-/// The number of columns of a section, the range of a row that one cube handles. Rows that would have more than
-/// [`MOST_STRETCHES`] sections of this size have larger sections.
+/// The number of columns of a section, the range of a row that one cube handles. If a row would have more than
+/// [`MOST_STRETCHES`] sections of this size, its sections are larger.
 const STRETCH: usize = 32 * UNITS;
 
-/// True if the device has the atomics that the kernels need, and a column index fits in [`COLUMN_BITS`] bits.
+/// True if the device has the atomics that the kernels need, and every column index fits in [`COLUMN_BITS`] bits.
 pub(super) fn serves(device: &CubeDevice, columns: usize) -> bool {
     let client = device.client();
     let atomics = client
@@ -85,8 +85,8 @@ impl SampleBackend for CubeBackend {
         let words = seen.meta.shape()[0] / rows;
         integers([&seen, &tokens]);
         let units = 32;
-        // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. A row has one bit per token of
-        // the vocabulary. Element `r` of `tokens` is within the vocabulary.
+        // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. A row has one bit per
+        // token of the vocabulary. Element `r` of `tokens` is within the vocabulary.
         unsafe {
             mark::launch_unchecked(
                 &client,
@@ -153,8 +153,8 @@ impl Rows {
     fn largest(&self) -> CubeTensor {
         let client = &self.logits.client;
         let largest = self.words(1);
-        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. The cube writes only its
-        // own element of `largest`, which has one element per section.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. The cube writes only
+        // its own element of `largest`, which has one element per section.
         unsafe {
             largest_keys_pdl::launch_unchecked(
                 client,
@@ -174,8 +174,9 @@ impl Rows {
     fn count(&self, largest: &CubeTensor, before: Option<CubeTensor>, step: Step) -> CubeTensor {
         let client = &self.logits.client;
         let records = self.words(RECORD);
-        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. `largest`, `before` and
-        // `records` have one entry per section. A cube reads its row's entries, and writes only its own entry of `records`.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. `largest`, `before`
+        // and `records` have one entry per section. A cube reads its row's entries, and writes only its own entry of
+        // `records`.
         unsafe {
             count_pdl::launch_unchecked(
                 client,
@@ -201,8 +202,9 @@ impl Rows {
         let summaries = self.words(SUMMARY);
         let records = self.rows * self.stretches * RECORD;
         assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
-        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`, and the row's entries of
-        // `largest` and `before`. The cube writes only its own entry of `summaries`, which has one entry per section.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`, and the row's entries
+        // of `largest` and `before`. The cube writes only its own entry of `summaries`, which has one entry per
+        // section.
         unsafe {
             keep_pdl::launch_unchecked(
                 client,
@@ -235,7 +237,8 @@ impl Rows {
         integers([&seeds, &positions]);
         let tokens = empty(&self.logits, [self.rows], DType::I32);
         // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `logits`, the row's entries of
-        // `largest` and `summaries`, elements `2r` and `2r + 1` of `seeds`, and `positions[r]`. The cube writes `tokens[r]`.
+        // `largest` and `summaries`, elements `2r` and `2r + 1` of `seeds`, and `positions[r]`. The cube writes
+        // `tokens[r]`.
         unsafe {
             draw_pdl::launch_unchecked(
                 client,
@@ -273,9 +276,9 @@ fn changed(
     let element = dtype_to_storage_type(logits.dtype);
     let argument =
         |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
-    // SAFETY: unit `i` works only if `i` is below `rows · columns`, the length of `logits` and `changed`. The unit reads
-    // element `i` of `logits`, and writes element `i` of `changed`. `seen` has one bit per row and column, and `suppressed`
-    // one bit per column.
+    // SAFETY: unit `i` works only if `i` is below `rows · columns`, the length of `logits` and `changed`. The unit
+    // reads element `i` of `logits`, and writes element `i` of `changed`. `seen` has one bit per row and column, and
+    // `suppressed` one bit per column.
     unsafe {
         change_logits::launch_unchecked(
             &client,
@@ -318,8 +321,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 rows with the same `logits`. `weights` holds the summed weight of each section of
-    /// columns, in units of 2³². The test passes these sums to the second kernel in place of the first kernel's results.
+    /// Draws one token from each of 64 rows with the same `logits`. Only the second kernel runs. In place of the first
+    /// kernel's results, it gets `weights`: the summed weight of each section of columns, in units of 2³².
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);
@@ -359,8 +362,8 @@ mod tests {
         words.iter().map(|word| i32::from_le_bytes(*word)).collect()
     }
 
-    /// Checks that the draw gives the last token if the random number exceeds the sum of all weights in the second kernel.
-    /// In practice the sums of the two kernels differ only by rounding. In this test the first kernel's sum is twice the
+    /// Checks that the last token is drawn if the random number exceeds the second kernel's sum of all weights. In
+    /// practice the sums of the two kernels differ only by rounding. In this test the first kernel's sum is twice the
     /// second kernel's.
     #[test]
     fn draw_beyond_last_sum_gives_last_token() {

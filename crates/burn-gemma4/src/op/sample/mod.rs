@@ -1,8 +1,8 @@
 //! Token sampling on the device. The kernels draw the same tokens as the
 //! [`Sampler`](crate::generate::sampling::sampler::Sampler) on the host, from the same random numbers.
 //!
-//! On the device each token's weight is an integer, so that sums do not depend on the order of the additions. A weight is
-//! rounded to a multiple of 2⁻⁴⁰ of the most likely token's weight.
+//! On the device each token's weight is an integer, so that sums do not depend on the order of the additions. A weight
+//! is rounded to a multiple of 2⁻⁴⁰ of the most likely token's weight.
 
 #[cfg(feature = "cube")]
 mod change;
@@ -43,8 +43,8 @@ mod device {
         pub top_k: Option<u32>,
         /// The total probability that top-p keeps, in units of 2⁻³².
         pub top_p: Option<u32>,
-        /// The natural logarithm of min-p. A token is kept if its weight, relative to the most likely token's weight, is at
-        /// least min-p.
+        /// The natural logarithm of min-p. A token is kept if its weight divided by the most likely token's weight is
+        /// at least min-p.
         pub least: f32,
     }
 
@@ -92,8 +92,8 @@ mod device {
         ))
     }
 
-    /// Sets the logits of suppressed tokens to −∞. The output is `[rows, vocabulary]` in f32. `suppressed`, `[words]`, has
-    /// one bit per token.
+    /// Sets the logits of suppressed tokens to −∞. The output is `[rows, vocabulary]` in f32. `suppressed`, `[words]`,
+    /// has one bit per token.
     pub(crate) fn suppress(logits: Tensor<2>, suppressed: Tensor<1, Int>) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::suppress(
             logits.into_dispatch(),

@@ -1,5 +1,5 @@
-//! Counter-based random numbers by Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3). The key is a
-//! sequence's seed, and the counter is the position of the drawn token.
+//! Counter-based random numbers by Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3). The key
+//! is a sequence's seed, and the counter is the position of the drawn token.
 
 #[cfg(feature = "cube")]
 use super::wide::Wide;
@@ -60,7 +60,8 @@ pub(super) fn bits(seed: Wide, position: u32) -> Wide {
 mod tests {
     use super::*;
 
-    /// Compares the random bits for seed 0 and position 0 with the first two words of the test vector in the Philox paper.
+    /// Compares the random bits for seed 0 and position 0 with the first two words of the test vector in the Philox
+    /// paper.
     #[test]
     fn random_bits_matches_test_vector() {
         assert_eq!(random_bits(0, 0), 0xE169_C58D_6627_E8D5);

@@ -1,15 +1,15 @@
-//! The search for the smallest sort key that top-k or top-p keeps. A sort key is an integer that compares as its logit does.
-//! Each launch of this radix search determines eight bits of the sort key.
+//! The search for the smallest sort key that top-k or top-p keeps. A sort key is an integer that compares as its logit
+//! does. Each launch of this radix search determines eight bits of the sort key.
 //!
-//! Algorithm: each cube builds a histogram over a section, which is a range of a row's columns. The histogram covers the
-//! sort keys that begin with the bits found so far. The next eight bits of a sort key select the bin. A bin counts tokens
-//! for top-k, and sums weights for top-p.
+//! Algorithm: each cube builds a histogram over a section, which is a range of a row's columns. The histogram covers
+//! the sort keys that begin with the bits found so far. The next eight bits of a sort key select the bin. For top-k a
+//! bin counts tokens, and for top-p a bin sums weights.
 //!
-//! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the largest
-//! sort keys down. The bin in which the sum reaches the target gives the next eight bits.
+//! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the
+//! largest sort keys down. The bin in which the sum reaches the target gives eight more bits of the searched sort key.
 //!
-//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and
-//! the histograms come from the L2 cache, with several loads in flight.
+//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the
+//! logits and the histograms come from the L2 cache, with several loads in flight.
 
 use super::{
     section::{AHEAD, LogitsSizes, Stretch, largest_of, next_keys, stretch},
@@ -21,10 +21,11 @@ use cubecl::prelude::*;
 
 /// The number of bins in a histogram, one for each value of eight bits of the sort key.
 pub(super) const BINS: usize = 256;
-/// The number of words that a cube writes for its range of columns: two words per bin, then the four words of [`Found`].
+/// The number of words that a cube writes for its section, a range of columns: two words per bin, then the four words
+/// of [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// The number of histograms in shared memory. Each of a cube's units adds to one of them. Most logits fall into few bins, so
-/// several histograms reduce contention between atomics.
+/// The number of histograms in shared memory. Each of a cube's units adds to one of them. Most logits fall into few
+/// bins, so several histograms reduce contention between atomics.
 const COPIES: usize = 4;
 
 /// The state of the search for a threshold, the smallest sort key that is kept.
@@ -47,7 +48,7 @@ pub(super) enum SearchTarget {
     Count,
     /// The fraction of the sum of all weights that top-p keeps, in units of 2⁻³².
     Share,
-    /// The rest of the target, as computed by the previous launch of the search.
+    /// The part of the target that was still missing after the previous launch of the search.
     Rest,
 }
 
@@ -58,8 +59,9 @@ pub(super) struct Cuts {
     pub top_p: bool,
 }
 
-/// One launch of the search, which determines eight bits of the sort key. `digit` is the index of these eight bits, where 0
-/// stands for the uppermost eight bits. `weighed` is true if the bins sum weights, and false if the bins count tokens.
+/// One launch of the search, which determines eight bits of the sort key. `digit` is the index of these eight bits,
+/// where 0 stands for the uppermost eight bits. `weighed` is true if the bins sum weights, and false if the bins count
+/// tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
     pub digit: u32,
@@ -74,12 +76,13 @@ pub(super) struct Limits {
     pub top_k: u32,
     /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The natural logarithm of min-p. A token is kept if its weight, relative to the most likely token's weight, is at
+    /// The natural logarithm of min-p. A token is kept if its weight divided by the most likely token's weight is at
     /// least min-p.
     pub least: f32,
 }
 
-/// Finds the largest sort key in each section of a row's columns. A sort key is an integer that compares as its logit does.
+/// Finds the largest sort key in each section of a row's columns. A sort key is an integer that compares as its logit
+/// does.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn largest_keys_pdl<E: Float>(
     logits: &Tensor<E>,
@@ -126,8 +129,8 @@ pub(super) fn largest_keys_pdl<E: Float>(
     }
 }
 
-/// Adds up the previous launch's histograms of all sections of a row, and finds the next bits of the smallest kept sort key.
-/// Synchronizes the cube.
+/// Adds up the histograms that the previous launch built for all sections of a row. The sums determine eight more bits
+/// of the smallest kept sort key. Synchronizes the cube.
 #[cube]
 pub(super) fn descend(
     records: &Tensor<u32>,
@@ -139,8 +142,8 @@ pub(super) fn descend(
     #[comptime] target: SearchTarget,
 ) -> Found {
     let first = (stretch.row * stretches) as usize * comptime!(RECORD);
-    // Assign the bin of the largest sort keys to unit 0, so that the running sum over units goes from the largest sort keys
-    // down.
+    // Assign the bin of the largest sort keys to unit 0, so that the running sum over units goes from the largest sort
+    // keys down.
     let bin = comptime!(BINS as u32 - 1) - UNIT_POS;
     let mut low = 0u32;
     let mut high = 0u32;
@@ -186,8 +189,8 @@ pub(super) fn descend(
             low: 0u32,
             high: limits.top_p,
         });
-        // The target is top-p times the sum of all weights, rounded up. The function `share` rounds the product down, so add
-        // 1 if the product has a fraction.
+        // The target is top-p times the sum of all weights, rounded up. The function `share` rounds the product down,
+        // so add 1 if the product has a fraction.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {
@@ -235,8 +238,8 @@ fn beginning(floor: u32) -> Found {
     }
 }
 
-/// Returns the smallest sort key that top-k keeps. `threshold` is the sort key of the k-th largest logit. All logits that
-/// equal the k-th largest logit are kept, and −0 equals 0.
+/// Returns the smallest sort key that top-k keeps. `threshold` is the sort key of the k-th largest logit, and all
+/// logits equal to this logit are kept. If this logit is 0, −0 is also kept, and the result is the sort key of −0.
 #[cube]
 pub(super) fn floor_of(threshold: u32) -> u32 {
     let tied = select(
@@ -247,8 +250,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// Returns the initial state of the search of top-p, limited to the sort keys that top-k keeps. Without top-k, the search is
-/// limited to sort keys above the sort key of −∞.
+/// Returns the initial state of the search of top-p, limited to the sort keys that top-k keeps. Without top-k, the
+/// search considers all sort keys above the sort key of −∞.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,
@@ -275,8 +278,8 @@ pub(super) fn after_top_k(
     }
 }
 
-/// Runs one launch of a search. First finds the next bits of the smallest kept sort key from the previous launch's
-/// histograms. Then builds the histogram over the next eight bits.
+/// Runs one launch of the search for the smallest kept sort key. First reads the previous launch's histograms, which
+/// determine eight more bits of this key. Then builds histograms of the eight bits after them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn count_pdl<E: Float>(
     logits: &Tensor<E>,

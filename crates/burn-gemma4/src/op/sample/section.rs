@@ -4,8 +4,8 @@
 use super::{weight::key, wide::UNITS};
 use cubecl::prelude::*;
 
-/// The largest number of sections per row. Every cube reads the results of all sections of its row, so more sections mean
-/// more reads.
+/// The largest number of sections per row. Every cube reads the results of all sections of its row, so more sections
+/// mean more reads.
 pub(super) const MOST_STRETCHES: usize = 32;
 /// The number of loads that a unit issues before it uses any loaded value.
 pub(super) const AHEAD: usize = 8;
@@ -25,7 +25,7 @@ pub(super) struct LogitsSizes {
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stretch {
     pub row: u32,
-    /// The first column of the section. `end` is the column after the last one.
+    /// The first column of the section. The field `end` is the index after the section's last column.
     pub start: u32,
     pub end: u32,
 }
@@ -68,12 +68,12 @@ pub(super) fn next_keys<E: Float>(
     keys
 }
 
-/// Returns the largest sort key of a row, from the largest sort key of each section of the row.
+/// Returns the largest sort key of a row. `largest` holds the largest sort key of each section of the row.
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. If the row has fewer sections than loads, repeat the load of the last section's sort key, so
-    // that all loads are in bounds.
+    // Issue all loads at once. If the row has fewer sections than loads, repeat the load of the last section's sort
+    // key, so that all loads are in bounds.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

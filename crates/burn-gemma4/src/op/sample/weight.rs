@@ -1,8 +1,8 @@
-//! The sort key and the weight of a logit. The sort key is an integer that compares as the logit does, and the weight is an
-//! unnormalized probability.
+//! The sort key and the weight of a logit. The sort key is an integer that compares as the logit does, and the weight
+//! is an unnormalized probability.
 //!
-//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on
-//! the order of the additions.
+//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not
+//! depend on the order of the additions.
 
 use super::wide::Wide;
 use cubecl::prelude::*;
@@ -14,12 +14,13 @@ pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
 /// The sort key of a logit of 0. The sort key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
-/// The smallest natural logarithm of a weight that does not count as zero. Smaller logarithms give weights below 2⁻⁴¹.
+/// A weight counts as zero if its natural logarithm is smaller than this number. Such a weight is below 2⁻⁴¹.
 const LEAST_RATIO: f32 = -28.5;
-/// The factor 2⁸. A weight is at most 1. The upper 32-bit word of a weight is the integer part of 2⁸ times the weight.
+/// The factor 2⁸. The upper 32-bit word of a weight is the integer part of 2⁸ times the weight, because weights are
+/// stored in units of 2⁻⁴⁰. The real weight is at most 1.
 const UPPER: f32 = 256.0;
-/// The factor 2³². The lower 32-bit word of a weight is the integer part of 2³² times the fraction that remains after the
-/// upper word.
+/// The factor 2³². The lower 32-bit word of a weight is the integer part of 2³² times the fraction that remains after
+/// the upper word.
 const LOWER: f32 = 4_294_967_296.0;
 
 /// Maps a logit to its sort key. The order of sort keys is the order of their logits by `f32::total_cmp`. NaN and −∞
@@ -71,7 +72,8 @@ pub(super) fn weight(ratio: f32) -> Wide {
     let weight = select(counts, ratio, 0.0f32).exp();
     let weight = select(counts, weight, 0.0f32);
     let upper = (weight * f32::new(UPPER)).floor();
-    // The subtraction is exact, because it only removes the integer part. The multiplications by powers of two are exact.
+    // The subtraction is exact, because it only removes the integer part. The multiplications are exact, because their
+    // factors are powers of two.
     let lower = (weight * f32::new(UPPER) - upper) * f32::new(LOWER);
     Wide {
         low: u32::cast_from(lower),

@@ -1,5 +1,5 @@
-//! 64-bit unsigned integers, and their sums over a cube. Each integer is stored as two 32-bit words, because some devices
-//! support no 64-bit words.
+//! 64-bit unsigned integers, and their sums over a cube. Each integer is stored as two 32-bit words, because some
+//! devices support no 64-bit words.
 
 use cubecl::prelude::*;
 
@@ -49,7 +49,8 @@ impl Wide {
         }
     }
 
-    /// Multiplies the integer by `fraction / 2⁶⁴` and rounds down. The result is the upper 64 bits of the 128-bit product.
+    /// Multiplies the integer by `fraction / 2⁶⁴` and rounds down. The result is the upper 64 bits of the 128-bit
+    /// product.
     pub fn share(&self, fraction: Wide) -> Wide {
         let lowest = Wide::of(self.low.mul_hi(fraction.low));
         let one = Wide {
@@ -74,7 +75,7 @@ impl Wide {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Sums {
-    /// The sum over all units up to this unit, this unit included.
+    /// The sum over the units up to and including this unit.
     pub to: Wide,
     /// The sum over all units.
     pub all: Wide,

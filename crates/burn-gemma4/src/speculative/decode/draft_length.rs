@@ -1,9 +1,10 @@
-//! The number of draft tokens in each forward pass of the target model. The number adapts to the acceptance rate so far.
+//! The number of draft tokens in each forward pass of the target model. The number adapts to the acceptance rate so
+//! far.
 
 use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 
-/// The cost of one more draft token in a forward pass, as a fraction of the cost of the pass. The cost is small, because a
-/// pass reads the weights once for all its tokens.
+/// The cost of one more draft token in a forward pass, as a fraction of the cost of the pass. An additional draft token
+/// is cheap, because a pass reads the weights once for all its tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cost(pub f64);
 
@@ -14,11 +15,11 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The number of further forward passes after which the weight of a forward pass in the running counts has fallen to
-/// 1/e.
+/// The running counts give less weight to older forward passes. After this number of further passes, the weight of a
+/// pass has fallen to 1/e.
 const MEMORY: f64 = 16.0;
-/// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of `FIRST_DRAFTS`
-/// draft tokens.
+/// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of
+/// `FIRST_DRAFTS` draft tokens.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
@@ -35,8 +36,8 @@ pub(super) struct DraftLength {
     /// others are draft tokens.
     most: usize,
     cost: Cost,
-    /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older forward passes have
-    /// smaller weights.
+    /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older forward passes
+    /// have smaller weights.
     seen: f64,
     right: f64,
 }
@@ -53,8 +54,8 @@ impl DraftLength {
         }
     }
 
-    /// Returns the number of draft tokens that maximizes the expected number of generated tokens, divided by the cost of the
-    /// forward pass. If each draft token is accepted with probability `a`, a pass with `k` draft tokens generates on average
+    /// Returns the number of draft tokens for which a forward pass has the largest ratio of expected generated tokens
+    /// to cost. If each draft token is accepted with probability `a`, a pass with `k` draft tokens generates on average
     /// `1 + a + … + aᵏ` tokens.
     pub fn next(&self) -> usize {
         if let Some(fixed) = self.fixed {
@@ -74,8 +75,8 @@ impl DraftLength {
         best
     }
 
-    /// Records the result of a forward pass. Draft tokens after the first rejected draft token do not count, because the
-    /// model has not tested them.
+    /// Records the result of a forward pass. Draft tokens after the first rejected draft token do not count, because
+    /// the model has not tested them.
     pub fn learn(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {
             return;
@@ -90,8 +91,8 @@ impl DraftLength {
 mod tests {
     use super::*;
 
-    /// Returns the number of draft tokens that is chosen after 100 forward passes. Each pass accepted up to `accepted` draft
-    /// tokens.
+    /// Returns the number of draft tokens that is chosen after 100 forward passes. In each of these passes the first
+    /// `accepted` draft tokens were accepted, or all draft tokens if the pass had fewer.
     fn after(accepted: usize) -> usize {
         let mut pace = DraftLength::new(None, Cost::LOOKUP, 1);
         for _ in 0..100 {

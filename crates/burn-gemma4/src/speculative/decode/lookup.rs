@@ -1,9 +1,10 @@
-//! Prompt lookup (Saxena 2023): finds an earlier occurrence of the text's last few tokens, and proposes the tokens after
-//! that occurrence.
+//! Prompt lookup (Saxena 2023): finds an earlier occurrence of the text's last few tokens, and proposes the tokens
+//! after that occurrence.
 
 use std::collections::HashMap;
 
-/// The lengths of the n-grams that are looked up, the longest first. A single token says too little about the next tokens.
+/// The lengths of the n-grams that are looked up, the longest first. A single token says too little about the next
+/// tokens.
 const LENGTHS: [usize; 3] = [4, 3, 2];
 
 /// A text with an index of its n-grams.
@@ -28,8 +29,8 @@ impl Lookup {
         }
     }
 
-    /// Proposes up to `most` draft tokens, or none if the text's last tokens have not occurred before. If the text repeats a
-    /// phrase, the draft continues the repetition.
+    /// Proposes up to `most` draft tokens, or none if the text's last tokens have not occurred before. If the text
+    /// repeats a phrase, the draft continues the repetition.
     pub fn draft(&self, most: usize) -> Vec<u32> {
         let end = self.text.len();
         let suffixes = LENGTHS.iter().filter_map(|length| end.checked_sub(*length));
@@ -61,7 +62,8 @@ mod tests {
         assert!(draft(&[], 3).is_empty());
         assert!(draft(&[1], 3).is_empty());
         assert!(draft(&[1, 2, 3, 4, 5], 3).is_empty());
-        // The last token of this text has occurred before, but the last two tokens have not. A match needs at least two tokens.
+        // The last token of this text has occurred before, but the last two tokens have not. A match needs at least two
+        // tokens.
         assert!(draft(&[1, 2, 1], 3).is_empty());
     }
 

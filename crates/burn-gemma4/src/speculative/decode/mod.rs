@@ -1,9 +1,9 @@
 //! Decoding with draft tokens, which are proposals for the next tokens. One forward pass of the model (below: a pass)
 //! evaluates several draft tokens.
 //!
-//! At each position the model chooses its own token exactly as without drafts, from the same logits and random numbers. A
-//! draft token is accepted if it equals the model's token at its position. The model's token replaces the first rejected
-//! draft token, and the later draft tokens are dropped.
+//! At each position the model chooses its own token exactly as without drafts, from the same logits and random numbers.
+//! A draft token is accepted if it equals the model's token at its position. The model's token replaces the first
+//! rejected draft token, and the later draft tokens are dropped.
 //!
 //! The generated text therefore equals the text without drafts. Only the rounding of logits may depend on the number of
 //! tokens in a pass.
@@ -70,8 +70,8 @@ enum Source {
 }
 
 impl DraftSources {
-    /// Creates the sources of draft tokens that the options select. `hidden`, `[batch, 1, hidden]`, is the hidden state at
-    /// each prompt's last position.
+    /// Creates the sources of draft tokens that the options select. `hidden`, `[batch, 1, hidden]`, is the hidden state
+    /// at each prompt's last position.
     pub fn of(options: &GenerateOptions, sequences: &[Sequence<'_>], hidden: Tensor<3>) -> Self {
         let of_sequence = |sequence: &Sequence<'_>| {
             let (source, cost) = match options.drafts {
@@ -102,8 +102,9 @@ impl DraftSources {
         self.of_sequences.is_empty()
     }
 
-    /// Proposes draft tokens, and evaluates each sequence's last token and the draft tokens in one forward pass. The last
-    /// token is not in the cache yet. Returns the draft tokens, and the logits after each evaluated token.
+    /// Proposes draft tokens, and evaluates each sequence's last token and the draft tokens in one forward pass. The
+    /// keys and values of the last token are not in the cache yet. Returns the draft tokens, and the logits after each
+    /// evaluated token.
     fn guess_and_read<'a>(
         &mut self,
         sequences: &[Sequence<'_>],
@@ -113,8 +114,8 @@ impl DraftSources {
         let both = sequences.iter().zip(&self.of_sequences);
         let counts: Vec<usize> = both
             .map(|(sequence, guesser)| match sequence.finished {
-                // Limit the number of draft tokens so that the text does not become too long. A forward pass generates all
-                // accepted draft tokens and one more token.
+                // Limit the number of draft tokens so that the text does not become too long. A forward pass generates
+                // all accepted draft tokens and one more token.
                 None => {
                     let most = limits.max_tokens - sequence.tokens.len() - 1;
                     guesser.pace.next().min(most)
@@ -151,8 +152,8 @@ impl DraftSources {
         Ok((Guessed::LookedUp { drafts, count }, next))
     }
 
-    /// Records the result of a forward pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens were
-    /// generated. `first` is the index of the sequence's first row in the pass.
+    /// Records the result of a forward pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens
+    /// were generated. `first` is the index of the sequence's first row in the pass.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
         self.streams.of[sequence] = first + taken - 1;
@@ -182,8 +183,8 @@ enum Guessed {
     },
     ByDrafter {
         tokens: DraftTokens,
-        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every sequence,
-        /// and a sequence ignores the surplus.
+        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every
+        /// sequence, and a sequence ignores the surplus.
         counts: Vec<usize>,
         most: usize,
     },
@@ -214,8 +215,8 @@ impl Guessed {
     }
 }
 
-/// Returns the first token that the next forward pass evaluates for a sequence: its last token, or the padding token if the
-/// sequence has finished.
+/// Returns the first token that the next forward pass evaluates for a sequence: its last token, or the padding token if
+/// the sequence has finished.
 fn last(sequence: &Sequence<'_>, limits: Limits) -> u32 {
     match (sequence.finished, sequence.tokens.last()) {
         (None, Some(last)) => *last,
@@ -223,18 +224,18 @@ fn last(sequence: &Sequence<'_>, limits: Limits) -> u32 {
     }
 }
 
-/// The maximum number of tokens to generate, and the padding token of finished sequences.
+/// The maximum number of tokens to generate, and the padding token that stands in for the tokens of finished sequences.
 #[derive(Clone, Copy)]
 pub(crate) struct Limits {
     pub max_tokens: usize,
     pub pad: u32,
 }
 
-/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the
-/// last.
+/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except
+/// the last.
 ///
-/// A forward pass evaluates equally many tokens of every sequence. After the pass, the keys and values of rejected tokens
-/// are removed from the cache.
+/// A forward pass evaluates equally many tokens of every sequence. After the pass, the keys and values of rejected
+/// tokens are removed from the cache.
 pub(crate) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
@@ -257,8 +258,8 @@ pub(crate) fn decode(
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
             let first = index * count;
             if sequence.finished.is_some() {
-                // Ignore the drafter's tokens for a finished sequence. Select an arbitrary hidden state of the sequence,
-                // because the drafter needs a valid row for every sequence.
+                // Ignore the drafter's tokens for a finished sequence. Select an arbitrary hidden state of the
+                // sequence, because the drafter needs a valid row for every sequence.
                 guessers.streams.of[index] = first;
                 continue;
             }
@@ -271,8 +272,8 @@ pub(crate) fn decode(
                     break;
                 }
             }
-            // Keep the keys and values of the first `taken` tokens of the forward pass: the token before the draft tokens,
-            // and all generated tokens except the last. The next pass evaluates the last generated token.
+            // Keep the keys and values of the first `taken` tokens of the forward pass: the token before the draft
+            // tokens, and all generated tokens except the last. The next pass evaluates the last generated token.
             forgotten[index] = count - taken;
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();

@@ -22,8 +22,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// A head that first scores groups of tokens by the groups' centroids. The head then computes logits only for the tokens of
-/// the best groups.
+/// A head that first scores groups of tokens by the groups' centroids. The head then computes logits only for the
+/// tokens of the best groups.
 #[derive(Module, Debug)]
 pub struct MaskedEmbedding {
     /// The centroids of the groups, `[groups, hidden]`.
@@ -57,8 +57,8 @@ impl MaskedEmbedding {
         }
     }
 
-    /// Returns, for each row, the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden` is
-    /// `[rows, hidden]`, and the groups' `scores` are `[rows, groups]`. The embedding `table` has one row per token.
+    /// Returns, for each row, the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden`
+    /// is `[rows, hidden]`, and the groups' `scores` are `[rows, groups]`. The embedding `table` has one row per token.
     pub(super) fn token(
         &self,
         hidden: Tensor<2>,
@@ -81,8 +81,8 @@ impl MaskedEmbedding {
         drafter_head::looks_at(table, &self.token_ordering)
     }
 
-    /// Computes the same tokens as [`token`](Self::token), with kernels. Writes them to the tensor that holds all draft
-    /// tokens of one run of the drafter. `places` holds this tensor, and the index at which the first token is written.
+    /// Computes the same tokens as [`token`](Self::token), but with kernels. `places` holds a tensor for all draft
+    /// tokens of one drafter run, and an index. The tokens are written to this tensor, beginning at this index.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,
@@ -151,8 +151,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         .equal(places.clone().narrow(0, 0, count).unsqueeze_dim::<2>(1))
         .int();
     let found = (found * places.clone().unsqueeze_dim::<2>(0)).sum_dim(1);
-    // Clamp the indices to the valid range. For each rank, `found` sums the indices of all scores with this rank. NaN scores
-    // may share a rank, so a sum may be too large.
+    // Clamp the indices to the valid range. For each rank, `found` holds the sum of the indices of all scores with this
+    // rank. NaN scores may share a rank, so this sum may exceed the largest index.
     found.squeeze_dim(1).clamp(0, all as i64 - 1)
 }
 

@@ -1,5 +1,5 @@
-//! Drafting steps on device kernels. A step proposes one draft token per sequence, without waiting for the host and without
-//! copying a tensor.
+//! Drafting steps on device kernels. A step proposes one draft token per sequence, without waiting for the host and
+//! without copying a tensor.
 
 use super::{Draft, Drafter, head};
 use crate::model::Gemma4Model;

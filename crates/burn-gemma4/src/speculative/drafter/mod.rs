@@ -1,8 +1,8 @@
-//! The drafter (multi-token prediction, MTP) of a Gemma 4 model. A few layers propose draft tokens from the target model's
-//! hidden state, keys and values. The drafter computes no keys or values of its own.
+//! The drafter (multi-token prediction, MTP) of a Gemma 4 model. A few layers propose draft tokens from the target
+//! model's hidden state, keys and values. The drafter computes no keys or values of its own.
 //!
-//! A run of the drafter consists of several drafting steps, and each step proposes one draft token. All steps use the same
-//! position, which is the position of the text's last token.
+//! A run of the drafter consists of several drafting steps, and each step proposes one draft token. All steps use the
+//! same position, which is the position of the text's last token.
 //!
 //! The inputs of a step are the previous token and a hidden state. This hidden state comes from the target model in the
 //! first step, and from the previous step afterwards.
@@ -32,15 +32,15 @@ use burn::{
 };
 use std::sync::Arc;
 
-/// A small model that proposes draft tokens for a large target model. The field names equal the names of the tensors in a
-/// checkpoint.
+/// A small model that proposes draft tokens for a large target model. The field names equal the names of the tensors in
+/// a checkpoint.
 #[derive(Module, Debug)]
 pub struct Drafter {
-    /// The drafter's layers and its embedding table, which is also the weight matrix of the head. The layers have no key and
-    /// value projections.
+    /// The drafter's layers and its embedding table, which is also the weight matrix of the head. The layers have no
+    /// key and value projections.
     pub(crate) model: Gemma4Model,
-    /// The projection to the drafter's width. The input concatenates a token's embedding and the previous hidden state, each
-    /// of the target model's width.
+    /// The projection to the drafter's width. The input of the projection concatenates a token's embedding and the
+    /// previous hidden state. Both have the target model's width.
     pub pre_projection: Linear,
     /// The projection of the drafter's hidden state to the target model's width.
     pub post_projection: Linear,
@@ -53,7 +53,8 @@ pub struct Drafter {
 /// The draft tokens of one run of the drafter.
 #[derive(Clone, Debug)]
 pub struct Draft {
-    /// The draft tokens, `[count · batch]`, ordered by drafting step. For a single sequence this is the order of the text.
+    /// The draft tokens, `[count · batch]`, ordered by drafting step. For a single sequence this is the order of the
+    /// text.
     pub tokens: Tensor<1, Int>,
     /// The hidden state after each drafting step, `[batch, hidden]`.
     streams: Vec<ColumnSlice>,
@@ -80,8 +81,8 @@ impl Draft {
 }
 
 impl Drafter {
-    /// Creates a drafter with random weights in the device's default dtype. Each weight is drawn when it is first used. Each
-    /// group of the head has consecutive token ids.
+    /// Creates a drafter with random weights in the device's default dtype. Each weight is drawn when it is first used.
+    /// Each group of the head has consecutive token ids.
     ///
     /// # Panics
     /// Panics if the configuration is not [valid](DrafterConfig::validate).
@@ -200,9 +201,9 @@ impl Drafter {
         }
     }
 
-    /// Runs [`draft`](Self::draft) for one token per sequence, without checks. `hidden` is `[batch, hidden]`. The result
-    /// holds `batch` tokens of the first drafting step, then those of the second, and so on. The last tokens of all
-    /// sequences must be at the same index of the cache.
+    /// Runs [`draft`](Self::draft) for one token per sequence, without checks. `hidden` is `[batch, hidden]`. The
+    /// result holds `batch` tokens of the first drafting step, then those of the second, and so on. In the cache, the
+    /// last tokens of all sequences must have the same index.
     pub(crate) fn guess(
         &self,
         target: &Gemma4Model,
@@ -293,8 +294,8 @@ impl Drafter {
         stream.norm(&self.model.norm)
     }
 
-    /// Projects normalized hidden states to the hidden states for the next step. Also computes the groups' scores, if the
-    /// head has groups.
+    /// Projects normalized hidden states to the hidden states for the next step. Also computes the groups' scores, if
+    /// the head has groups.
     fn project(
         &self,
         normed: Tensor<2>,

@@ -13,7 +13,7 @@ const MOST_INDENT: usize = 100;
 const LONGEST_SEPARATOR: usize = 100;
 
 /// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like the filter of Hugging
-/// Face Transformers, and unlike minijinja's, this filter does not escape HTML characters.
+/// Face Transformers, this filter does not escape HTML characters. minijinja's own filter escapes them.
 pub(super) fn tojson(
     state: &State<'_, '_>,
     value: &Value,

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 /// templates search all earlier messages for each message, so 1,000 messages take 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
-/// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy each
-/// message about ten times, and the longest prompts have a few million bytes.
+/// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy
+/// each message about ten times, and the longest prompts have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
 /// The assumed sizes of lists in bytes, for the limit on created bytes. A list or a namespace counts as `LIST` bytes,
@@ -25,16 +25,16 @@ pub(super) const MOST_BYTES: usize = 128 << 20;
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
-/// A text in a list counts as `1 + length / TEXT_OF_ELEMENT` elements, with the length in bytes. For example, a text of 1024
-/// bytes counts as three elements.
+/// A text in a list counts as `1 + length / TEXT_OF_ELEMENT` elements, with the length in bytes. For example, a text of
+/// 1024 bytes counts as three elements.
 const TEXT_OF_ELEMENT: usize = 512;
 
-/// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction
-/// may read 128 MB of text.
+/// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single
+/// instruction may read 128 MB of text.
 const LONGEST_RENDERING: Duration = Duration::from_secs(10);
 
-/// The template variable that holds the rendering's [`Watch`]. The name is not a valid identifier, so no template can access
-/// the variable.
+/// The template variable that holds the rendering's [`Watch`]. The name is not a valid identifier, so no template can
+/// access the variable.
 pub(super) const WATCH: &str = " watch";
 
 /// The maximum nesting depth of lists. The stack has room for thousands of levels.
@@ -46,8 +46,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_formatter(format);
 }
 
-/// Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat templates do
-/// not produce HTML.
+/// Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat templates
+/// do not produce HTML.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = python::text(value)?;
     spend(state, text.len())?;
@@ -73,9 +73,9 @@ impl Watch {
     }
 
     fn of(state: &State<'_, '_>) -> Arc<Self> {
-        // The first call is at the beginning of the template. It copies the deadline and the cancellation flag (the
-        // watch) from the template variable to the state. Later calls may come from macros, which cannot see the
-        // template variable.
+        // The first call is at the beginning of the template. This call copies the watch (the deadline and the
+        // cancellation flag) from the template variable to the state. Later calls may come from macros, which cannot
+        // see the template variable.
         state.get_or_set_temp_object("watch", || {
             let found = state.lookup(WATCH);
             let watch = found.and_then(|watch| watch.downcast_object::<Self>());
@@ -199,8 +199,8 @@ pub(super) fn look_through(
     Ok(())
 }
 
-/// Checks a value before it is assigned to an attribute of a namespace. The value must not contain a namespace. Otherwise a
-/// namespace could contain itself.
+/// Checks a value before it is assigned to an attribute of a namespace. The value must not contain a namespace.
+/// Otherwise a namespace could contain itself.
 pub(super) fn assert_no_namespace(value: &Value) -> Result<(), Error> {
     let mut visit = |value: &Value| {
         let is_namespace = value

@@ -30,7 +30,8 @@ pub enum Role {
     Assistant,
 }
 
-/// One message of a conversation, which is serialized in the usual form of chat models: `{"role": "user", "content": "…"}`.
+/// One message of a conversation, which is serialized in the usual form of chat models:
+/// `{"role": "user", "content": "…"}`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// The author of the message.
@@ -68,7 +69,8 @@ impl Message {
 /// Options of the chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChatOptions {
-    /// True if the prompt ends with the beginning of the model's turn, so that the model writes an answer. Default: true.
+    /// True if the prompt ends with the beginning of the model's turn, so that the model writes an answer. Default:
+    /// true.
     pub add_generation_prompt: bool,
     /// True if the model may write thoughts before its answer. Default: false.
     pub enable_thinking: bool,
@@ -116,8 +118,8 @@ impl ChatTemplate {
     /// Reads a chat template from a `chat_template.jinja` file.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a Jinja
-    /// template in UTF-8.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a
+    /// Jinja template in UTF-8.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let source = source::of_file(path)?;
@@ -136,8 +138,8 @@ impl ChatTemplate {
     /// `default` is used. Template variables such as `bos_token` come from `tokenizer_config.json`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If a
-    /// list has no template called `default`, this function succeeds and [`render`](Self::render) returns the error.
+    /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If
+    /// a list has no template called `default`, this function succeeds and [`render`](Self::render) returns the error.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let (path, source, tokens) = source::of_folder(folder.as_ref())?;
         parse(source, tokens).map_err(|error| malformed(path, error))
@@ -170,12 +172,12 @@ impl ChatTemplate {
             .expect("the built-in template is valid Jinja")
     }
 
-    /// Renders `messages` to a prompt. The prompt contains special tokens as text, including the BOS token. The caller must
-    /// encode the prompt without adding special tokens.
+    /// Renders `messages` to a prompt. The prompt contains special tokens as text, including the BOS token. The caller
+    /// must encode the prompt without adding special tokens.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, fails, or exceeds a limit on time,
-    /// instructions or memory.
+    /// Returns [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, fails, or exceeds a limit on
+    /// time, instructions or memory.
     pub fn render(
         &self,
         messages: &[Message],

@@ -1,5 +1,5 @@
-//! Formats and tests values as Python does. jinja2 prints a value with Python's `str`, and its tests, such as `is iterable`,
-//! follow Python's types.
+//! Formats and tests values as Python does. jinja2 prints a value with Python's `str`, and its tests, such as
+//! `is iterable`, follow Python's types.
 
 use super::limits::{Limited, elements, too_much};
 use minijinja::value::ValueKind;
@@ -20,8 +20,8 @@ pub(super) fn text(value: &Value) -> Result<String, Error> {
     Ok(output.into_string())
 }
 
-/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay unchanged. The caller passes
-/// the result to functions of minijinja that print their arguments.
+/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay unchanged. The caller
+/// passes the result to a minijinja function that prints its arguments.
 pub(super) fn printable(value: &Value) -> Result<Value, Error> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     match is_float || value.as_object().is_some() {
@@ -147,8 +147,8 @@ fn write_quoted(output: &mut Limited, text: &str) -> fmt::Result {
     output.write_char(quote)
 }
 
-/// True if Python's `str.isprintable` is true for the character. The function uses Rust's `escape_debug`, which escapes
-/// combining marks. Python prints combining marks, so the function accepts them.
+/// True if Python's `str.isprintable` is true for the character. The function asks Rust's `escape_debug`, and accepts
+/// characters that are not escaped. It also accepts combining marks, which `escape_debug` escapes but Python prints.
 fn is_printable(char: char) -> bool {
     match char {
         '\'' | '"' | '\\' | ' ' => true,

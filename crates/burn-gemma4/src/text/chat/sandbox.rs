@@ -1,8 +1,8 @@
 //! The sandbox of chat templates. The sandbox replaces each minijinja instruction that creates texts or lists by a
 //! function call. The called functions count the created bytes and enforce a limit.
 //!
-//! A limit on the number of instructions would not bound the memory, because a template needs few instructions to
-//! double a text forty times.
+//! A limit on the number of instructions would not bound the memory. With few instructions, a template can double a
+//! text forty times.
 
 use super::limits::{
     LIST, MOST_BYTES, assert_in_time, assert_no_namespace, keep, length, spend, too_much,
@@ -47,7 +47,7 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
 const LOOK: &str = "in time";
 
 /// The name of the function that converts a text to a list of its characters. The function is called before loops and
-/// unpacking, because minijinja cannot unpack a text, and its loop over a text has no defined length.
+/// unpacking, because minijinja cannot unpack a text, and a minijinja loop over a text has no defined length.
 const ITERATED: &str = "iterated text";
 
 /// True if an instruction may read long texts. The time limit is then checked before the instruction.
@@ -121,8 +121,8 @@ pub(super) fn guard<'source>(
                 add(Instruction::LoadConst(Value::from(*raw)));
                 Instruction::Emit
             }
-            // The namespace is on the top of the stack, above the assigned value. Swap the two to check the value, and swap
-            // them back.
+            // The namespace is on the top of the stack, above the assigned value. Swap the two to check the value, and
+            // swap them back.
             Instruction::SetAttr(_) => {
                 add(Instruction::Swap);
                 add(Instruction::CallFunction(".", Some(1)));
@@ -238,8 +238,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = [value].into_iter().chain(arguments).cloned().collect();
         match method {
-            // The method `join` has the separator as its object and the list as its argument. `check` expects the reverse
-            // order, as in the filter `join`.
+            // The method `join` has the separator as its object and the list as its argument. `check` expects the
+            // reverse order, as in the filter `join`.
             "join" if arguments.len() == 1 => check(method, &[all[1].clone(), all[0].clone()])?,
             _ => check(method, &all)?,
         }
@@ -248,7 +248,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     });
 }
 
-/// Returns the arguments of a filter or method. An argument that is printed is replaced by the text that Python prints.
+/// Returns the arguments of a filter or method. If the filter or method prints an argument, the argument is replaced by
+/// the text that Python would print.
 fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
     let prints = matches!(
         name,
@@ -400,7 +401,8 @@ fn contains(value: Value, container: Value) -> Result<Value, Error> {
     static PLAIN: LazyLock<Expression<'static, 'static>> =
         LazyLock::new(|| operator("value in container"));
     if container.as_str().is_some() {
-        // A search in a text first formats the searched value as text. `length` returns an error if this text is too long.
+        // A search in a text first formats the searched value as text. `length` returns an error if this text is too
+        // long.
         length(&value)?;
     }
     PLAIN.eval(context! { value, container })
@@ -460,7 +462,8 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     }
     if is_sequence(first) || first.kind() == ValueKind::Map {
         return match name {
-            // The filters that are listed here convert any value to text. `length` returns an error if that text is too long.
+            // The filters that are listed here convert any value to text. `length` returns an error if that text is too
+            // long.
             "safe" | "escape" | "e" | "upper" | "lower" | "title" | "capitalize" | "replace"
             | "trim" | "split" | "lines" | "indent" | "format" | "string" | "pprint" => {
                 length(first).map(drop)
@@ -550,7 +553,8 @@ fn tests() -> [(&'static str, Value); 20] {
     ]
 }
 
-/// Returns the filters of Jinja with their names. The filter `tojson` is missing, because it enforces the limits itself.
+/// Returns the filters of Jinja with their names. The list does not contain the filter `tojson`, which enforces the
+/// limits itself.
 fn filters() -> [(&'static str, Value); 39] {
     [
         ("safe", Value::from_function(filters::safe)),

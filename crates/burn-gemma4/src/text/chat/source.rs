@@ -8,14 +8,15 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The template for checkpoints that have no template.
+/// Gemma 4's chat template. It is used for checkpoints whose files contain no template.
 pub const GEMMA4: &str = include_str!("gemma4.jinja");
 
 /// The name of the template that is used if a file lists several templates.
 const DEFAULT: &str = "default";
 
-/// The template variables for special tokens if `tokenizer_config.json` does not define them. The names are those of
-/// Hugging Face Transformers, and the tokens are those of Gemma 4.
+/// The default values of the template variables for special tokens, as pairs of a variable's name and its token. A
+/// default is used if `tokenizer_config.json` does not define the variable. The names are those of Hugging Face
+/// Transformers, and the tokens are those of Gemma 4.
 pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("bos_token", "<bos>"),
     ("eos_token", "<eos>"),
@@ -54,8 +55,8 @@ impl Default for SpecialTokens {
 }
 
 impl SpecialTokens {
-    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of template variables. If both define a
-    /// variable, `tokens` has precedence.
+    /// Completes `tokens` with Gemma 4's special tokens. Each element of `tokens` is the name of a template variable
+    /// and the variable's token. If Gemma 4 defines the same variable, the token of `tokens` has precedence.
     pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut all = Self::default();
         all.0.extend(tokens);
@@ -81,7 +82,7 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
 }
 
 /// Returns a folder's template and special tokens. If no file has a template, returns the template of Gemma 4. Also
-/// returns the path that error messages about the template name: see [`own`].
+/// returns a path to show in error messages that concern the template. [`own`] explains the choice of this path.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
@@ -96,8 +97,9 @@ pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
     Ok(own(folder, config)?.1)
 }
 
-/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path for error messages:
-/// the template's file, otherwise `tokenizer_config.json` if the file exists, otherwise the folder.
+/// Returns the template in a folder's files, or `None` if no file has a template. Also returns a path to show in error
+/// messages. This path is the file with the template. If no file has a template, this path is `tokenizer_config.json`,
+/// or the folder if `tokenizer_config.json` does not exist.
 fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,
@@ -118,12 +120,12 @@ fn own(
     })
 }
 
-/// The files of a multimodal processor. Hugging Face Transformers reads the files in this order, and prefers their
-/// templates to all other templates.
+/// The files of a multimodal processor that may contain a template. Hugging Face Transformers reads these files in this
+/// order. It prefers a template in these files to a template in any other file.
 const PROCESSOR: [&str; 2] = ["processor_config.json", "chat_template.json"];
 const TOKENIZER: &str = "tokenizer_config.json";
 
-/// Returns the template in the first processor file that has one, with the path of the file.
+/// Searches the processor files for a template. Returns the first template, with the path of the file that contains it.
 fn of_processor(folder: &Path) -> Result<Option<(PathBuf, String)>, Gemma4Error> {
     for name in PROCESSOR {
         if let Some(path) = existing(folder, name)? {
@@ -201,8 +203,8 @@ impl TokenizerConfig {
 }
 
 impl Templates {
-    /// Returns the default template of a file. If a file has several templates but none called `default`, returns a template
-    /// that raises an error when it is rendered.
+    /// Returns the default template of a file. If a file has several templates and none is called `default`, returns a
+    /// template that raises an error when it is rendered.
     fn into_default(self, file: &str) -> String {
         let mut named = match self {
             Self::One(template) => return template,

@@ -13,12 +13,12 @@ const LONGEST: usize = 1 << 20;
 /// product of a text and a number repeats the text, and may create a text of 100 MB.
 const MOST_CONSTANT_PRODUCTS: usize = 4;
 
-/// The maximum number of operators in one expression. The parser's stack memory grows with the number of operators, and the
-/// parser's time with the square of this number.
+/// The maximum number of operators in one expression. For `n` operators, the parser's stack memory is proportional to
+/// `n`, and the parser's time is proportional to `n²`.
 const MOST_OPERATORS: usize = 1000;
 
-/// The maximum number of `elif` branches in an `if` and in all `if`s around it. The parser recurses once per branch,
-/// and does not limit this recursion.
+/// The maximum total number of `elif` branches in an `if` and in all `if`s around this `if`. The parser recurses once
+/// per branch, and does not limit the recursion.
 const MOST_BRANCHES: usize = 300;
 
 /// Rejects a template that could exhaust time, memory or the stack while it is parsed.
@@ -146,7 +146,8 @@ pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     Cow::Owned(result)
 }
 
-/// Returns the text inside a tag `{% … %}`, or `None` if `tag` is not such a tag.
+/// Returns the text between `{%` and `%}`, or `None` if `tag` is not enclosed in `{%` and `%}`. White space and the
+/// signs `-` and `+` at both ends of the text are removed.
 fn tag_name(tag: &str) -> Option<&str> {
     let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
     Some(inner.trim_matches(['-', '+']).trim())

@@ -50,7 +50,7 @@ const PRE_TOKENIZER: Part = Part {
 /// The maximum factor by which an accepted normalizer lengthens a text.
 const MOST_GROWTH: usize = 256;
 
-/// Returns an error if the file is invalid JSON, or if a component has another type than in Gemma's tokenizer.
+/// Returns an error if the file is invalid JSON, or if the type of a component is not among the accepted types.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     let file: File =
         serde_json::from_slice(bytes).map_err(|error| format!("no tokenizer: {error}"))?;

@@ -1,5 +1,6 @@
-//! The largest number of characters that one token can stand for. This number gives a lower bound of the number of
-//! tokens in a text. A text that is much too long can therefore be refused without being encoded.
+//! The largest number of characters that one token can stand for. A text's length divided by this number is a lower
+//! bound of the number of tokens in the text. A text that is much too long can therefore be refused without being
+//! encoded.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -36,8 +37,8 @@ struct Model {
     unk_token: Option<String>,
 }
 
-/// Returns the largest number of a text's characters that one token can stand for. Returns `None` if a component of the
-/// tokenizer may drop characters, or may join any number of characters to one token.
+/// Returns the largest number of characters that one token can stand for. Returns `None` if a component of the
+/// tokenizer may drop characters, or may join any number of characters into one token.
 pub(super) fn longest_token(bytes: &[u8], inner: &tokenizers::Tokenizer) -> Option<NonZeroUsize> {
     let file: File = serde_json::from_slice(bytes).ok()?;
     let keeps_length = keeps_length(&file.normalizer)
@@ -83,15 +84,16 @@ fn keeps_text(pre_tokenizer: &Value) -> bool {
 }
 
 impl Added {
-    /// True if the token stands only for the characters of its name, and not also for white space before or after the
-    /// name.
+    /// True if the token stands only for the characters of its name. False if the token may also stand for white space
+    /// before or after the name.
     fn has_own_length(&self) -> bool {
         !self.lstrip && !self.rstrip && !self.normalized
     }
 }
 
 impl Model {
-    /// True if each character that is not a token of the vocabulary still becomes at least one token.
+    /// True if each character that the vocabulary lacks becomes at least one token of its own. False if the tokenizer
+    /// may join several of these characters into one unknown token.
     fn has_no_joined_unknown(&self, inner: &tokenizers::Tokenizer) -> bool {
         let mut bytes = (0..=u8::MAX).map(|byte| format!("<0x{byte:02X}>"));
         let has_bytes = self.byte_fallback && bytes.all(|byte| inner.token_to_id(&byte).is_some());

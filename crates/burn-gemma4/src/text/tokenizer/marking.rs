@@ -48,8 +48,8 @@ impl Tokenizer {
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        // Do not choose a character of a special token as the mark. Inserted into a special token, this mark could create
-        // another special token.
+        // Do not choose a character that occurs in a special token. If this character were inserted into a special
+        // token, the result could be another special token.
         let mut taken = HashSet::new();
         let mut take = |text: &str| taken.extend(text.chars().filter(|char| MARKS.contains(char)));
         texts.into_iter().for_each(&mut take);
@@ -94,8 +94,8 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // If the tokenizer searches the normalized text for special tokens, check the text once more. The normalizer
-        // could create a special token that the text does not contain literally.
+        // A tokenizer may search the normalized text for special tokens. In this case, check the text once more,
+        // because the normalizer could create a special token that the text does not contain literally.
         let is_sought = |token: &AddedToken| token.special && token.normalized;
         if !added.values().any(is_sought) {
             return Ok(text);

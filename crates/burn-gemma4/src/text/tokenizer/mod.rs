@@ -29,7 +29,7 @@ use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTo
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The added tokens of `inner`, configured so that special tokens in a text are encoded as plain text.
+    /// The added tokens of `inner`, with the setting that encodes a special token's name in a text as plain text.
     spelled: AddedVocabulary,
     /// The largest number of characters that one token can stand for, or `None` if no such number is known.
     longest: Option<NonZeroUsize>,
@@ -189,7 +189,7 @@ mod tests {
         FIRST_BYTE + u32::from(byte)
     }
 
-    /// Returns a small `tokenizer.json` whose components have the types of Gemma's.
+    /// Returns a small `tokenizer.json`. Its components have the same types as the components of Gemma's tokenizer.
     pub(super) fn description() -> Value {
         let words = ["<eos>", "<bos>", "<unk>", "▁", "h", "i", "hi", "▁hi"];
         let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));

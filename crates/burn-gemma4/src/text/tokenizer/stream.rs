@@ -125,7 +125,7 @@ fn byte_of(token: &str) -> Option<u8> {
     (token.len() == 6).then_some(byte)
 }
 
-/// True if the decoder gives each token, except byte tokens, a text that does not depend on other tokens.
+/// True if the decoder gives each token, except byte tokens, a text that does not depend on the neighboring tokens.
 /// [`TextStream`] is exact only for such decoders.
 pub(super) fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
     let is_one = |decoder: &DecoderWrapper| {

@@ -9,8 +9,8 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-/// The tensors that a training step reads, without autodiff. All steps that a graph runs read the same number of
-/// tensors, with the same sizes.
+/// The tensors that a training step reads, without autodiff. All steps that run with one graph read the same number of
+/// tensors, and corresponding tensors have equal sizes.
 #[derive(Default)]
 pub(super) struct Sources {
     floats: Vec<FloatTensor<Dispatch>>,
@@ -31,8 +31,8 @@ impl Sources {
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,
-    /// The shapes of the sources, which are the tensors that are copied into the buffers. The shapes of all float tensors
-    /// come first, and the shapes of all integer tensors follow.
+    /// The shapes of the tensors that are copied into the buffers. The shapes of all float tensors come first, and the
+    /// shapes of all integer tensors follow.
     shapes: Vec<Vec<usize>>,
 }
 
@@ -95,7 +95,7 @@ pub(super) struct Reader<'a> {
 
 type Shaped<'a, T> = std::iter::Zip<std::slice::Iter<'a, T>, std::slice::Iter<'a, Vec<usize>>>;
 
-/// The panic text for a step that takes more tensors from the reader than there are buffers.
+/// The panic message for a step that takes more tensors from the reader than the reader has buffers.
 const AS_MANY: &str = "a step reads as many tensors as it has sources";
 
 impl Reader<'_> {

@@ -17,12 +17,13 @@ use burn::{
 };
 use std::rc::Rc;
 
-/// The maximum number of tokens in the batch of a captured step. If the host launches a step as fast as the GPU runs it, a
-/// graph saves no time. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
+/// The maximum number of tokens in the batch of a captured step. A graph saves no time if the host launches a step as
+/// fast as the GPU runs the step. For E2B with an adapter on an H200, this is true at 8,192 tokens.
 const CAPTURE_MAX_ROWS: usize = 4096;
 
-/// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are all
-/// parameters of models with a few hundred million parameters.
+/// The maximum size in bytes of all trained parameters together. The limit exists because a captured step keeps a copy
+/// of these parameters. All adapters are smaller. The trained parameters of models with a few hundred million
+/// parameters are smaller, too.
 const MOST_COPIED: usize = 1 << 30;
 
 /// A captured training step, which can run every batch that has the shape of the captured batch.
@@ -118,8 +119,9 @@ impl Captured {
 
 /// True if a step needs data on the host. A graph cannot capture such a step.
 ///
-/// The host selects the experts if the model has more experts than the router's kernels support. In layer-by-layer mode the
-/// host may read the selected experts, to run one tensor-core GEMM per expert.
+/// There are two reasons. If the model has more experts than the router's kernels support, the host selects the
+/// experts. In layer-by-layer mode, the host may read which experts were selected, to run one tensor-core GEMM per
+/// expert.
 fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
     let config = model.config();
     config.experts.as_ref().is_some_and(|experts| {
@@ -128,7 +130,7 @@ fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
     })
 }
 
-/// Returns the tensors that a step reads, in the order in which the step takes them from the buffers.
+/// Returns the tensors that a step reads, in the order in which the step reads their copies from the buffers.
 fn sources(model: &Gemma4Model, read: &Read, factor: f64) -> Sources {
     let Read { text, targets } = read;
     let device = text.ids.device();
@@ -218,8 +220,9 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// The number of steps before the capture. The first step is captured, because no other thread may use the device
-    /// during a capture. In later steps, other threads of the trainer read losses and write checkpoints.
+    /// The number of steps that run before the step that is captured. The value is 0, so the first step is captured.
+    /// The reason is that no other thread may use the device during a capture. In later steps, other threads of the
+    /// trainer read losses and write checkpoints.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 

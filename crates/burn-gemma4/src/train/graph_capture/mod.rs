@@ -24,12 +24,12 @@ use std::{fmt, marker::PhantomData};
 /// batches of the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape,
 /// or a change of the set of trained parameters, drops the graph permanently, and no other graph is captured.
 ///
-/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On NVIDIA
-/// GPUs before Hopper, half-precision experts with [`by_layer`](Self::by_layer) also need such data. The gradients do
-/// not depend on whether a graph is used.
+/// A step that needs data on the host is not captured. This is the case for a model with more than 512 experts. On
+/// NVIDIA GPUs before Hopper, this is also the case for half-precision experts with [`by_layer`](Self::by_layer). The
+/// gradients do not depend on whether a graph is used.
 ///
-/// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
-/// allocate device memory. Programs whose threads share a CUDA device should use
+/// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the
+/// device or allocate device memory. Programs whose threads share a CUDA device should use
 /// [`without_graph_capture`](Self::without_graph_capture).
 ///
 /// ```
@@ -55,21 +55,21 @@ use std::{fmt, marker::PhantomData};
 pub struct GradientRecorder {
     by_layer: bool,
     graph: Graph,
-    /// Makes the type `!Send`. The thread that captured a graph must also replay it, because the device orders the replay
-    /// only after this thread's earlier work.
+    /// Makes the type `!Send`. The thread that captured a graph must also replay the graph. The device orders a replay
+    /// after the earlier work of this thread, but not after the work of other threads.
     _of_one_thread: PhantomData<*const ()>,
 }
 
 /// The state of the recorder's graph.
 #[derive(Default)]
 enum Graph {
-    /// The next step may capture the graph.
+    /// There is no graph yet. The next step may be captured.
     #[default]
     Possible,
     /// The graph has been captured for batches of the first batch's shape.
     #[cfg(feature = "cube")]
     Captured(Box<Captured>),
-    /// There is no graph, and none will be captured.
+    /// There is no graph, and no step will be captured.
     None,
 }
 
@@ -136,8 +136,8 @@ impl GradientRecorder {
         read.gradients(model, self.by_layer, |loss| loss * factor)
     }
 
-    /// Computes the gradients of a batch with a graph, which the first batch captures. Returns `None` if no graph can be
-    /// used for the batch.
+    /// Computes the gradients of a batch with the recorder's graph. If no step has been captured yet, first captures
+    /// this batch. Returns `None` if no graph can be used for the batch.
     #[cfg(feature = "cube")]
     fn of_graph(
         &mut self,

@@ -1,10 +1,11 @@
 //! Grouped GEMM on Hopper: the rows of each group times the group's own matrix, as in a mixture of experts.
 //!
-//! A group's rows fill whole tiles of the left operand, so that no tile contains rows of two groups. The table of tiles is on
-//! the device: the launch does not depend on the sizes of the groups.
+//! A group's rows fill whole tiles of the left operand, so that no tile contains rows of two groups. The table of tiles
+//! is on the device, so the launch does not depend on the sizes of the groups.
 //!
 //! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, each tile reads one or two
-//! numbers of the table. The producer reads them while the ring buffer still holds chunks of the previous tile.
+//! numbers of the table. The producer reads these numbers while the ring buffer still holds chunks of the previous
+//! tile.
 
 use super::kernel::{left_operand, load, right_operand};
 use super::mainloop::multiply_matrices;
@@ -25,18 +26,18 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GroupSizes {
     pub groups: u32,
-    /// The number of tile rows in the result of one group. Only [`Grouping::Inner`] reads it.
+    /// The number of tile rows in the result of one group. Only the grouping [`Grouping::Inner`] uses this number.
     pub rows: u32,
     /// The number of tile columns.
     pub columns: u32,
-    /// The number of chunks along the inner dimension. Only [`Grouping::Rows`] reads it.
+    /// The number of chunks along the inner dimension. Only the grouping [`Grouping::Rows`] uses this number.
     pub chunks: u32,
-    /// The number of rows that are divided into groups: rows of the left operand, and with [`Grouping::Inner`] also of
-    /// the right operand.
+    /// The number of rows that are divided into groups. These rows are the rows of the left operand and, with
+    /// [`Grouping::Inner`], also the rows of the right operand.
     pub slots: u32,
 }
 
-/// A tile of the result, and the chunks that it sums over.
+/// A tile of the result, and the chunks of the inner dimension that are summed for this tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct GroupTile {
@@ -60,7 +61,7 @@ fn tile_count(table: &Tensor<i32>, sizes: &GroupSizes, #[comptime] grouping: Gro
 }
 
 /// Returns the tile with index `item`. Tiles are numbered row by row, so that the tiles of a group are in flight
-/// together. These tiles then share the reads of the group's matrix in the L2 cache.
+/// together. The group's matrix is then read into the L2 cache once, and all these tiles use the cached matrix.
 #[cube]
 fn group_tile(
     table: &Tensor<i32>,
@@ -84,7 +85,8 @@ fn group_tile(
         let group = row / sizes.rows;
         let first = u32::cast_from(table[group as usize]);
         let count = u32::cast_from(table[group as usize + 1]) - first;
-        // A group without rows sums over one chunk beyond the operands, which TMA reads as zeros.
+        // The tile of a group without rows sums over one chunk. This chunk lies beyond the operands, so TMA reads
+        // zeros.
         GroupTile {
             group,
             row: row % sizes.rows * rows,
@@ -98,8 +100,8 @@ fn group_tile(
     }
 }
 
-/// Multiplies the groups. `table` holds the first tile row of each group and the number of tile rows, then the group of each
-/// tile row.
+/// Multiplies the groups. `table` holds the first tile row of each group, then the number of tile rows of all groups,
+/// and then the group of each tile row.
 #[cube(launch_unchecked)]
 pub(crate) fn product_of_groups<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,
@@ -177,7 +179,7 @@ pub(crate) fn product_of_groups<E: Float, N: Size>(
     }
 }
 
-/// Returns the index of a group's matrix in a stack of matrices. An operand that is not a stack has the index 0.
+/// Returns the index of a group's matrix in a stack of matrices. Returns 0 if the operand is not a stack.
 #[cube]
 fn matrix_if(group: u32, #[comptime] is_stack: bool) -> u32 {
     if comptime!(is_stack) {

@@ -12,17 +12,19 @@ use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::{CubeCount, CubeDim};
 
-/// Multiplies the rows of each group by the group's matrix: f16 or bf16, summed in f32 and rounded once.
+/// Multiplies the rows of each group by the group's matrix. The operands are f16 or bf16. Sums are in f32, and each sum
+/// is rounded once.
 ///
-/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an operand
-/// or write the result. Each operand must be contiguous along its last dimension, and its other strides must be multiples of
-/// 16 bytes; `rhs` may also be contiguous along its second dimension. `columns` must be a multiple of 8.
+/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an
+/// operand or write the result. Each operand must be contiguous along its last dimension, and its other strides must be
+/// multiples of 16 bytes. Alternatively, `rhs` may be contiguous along its second dimension. `columns` must be a
+/// multiple of 8.
 ///
 /// # Shapes
 /// - `lhs`: `[slots, inner]`. The rows of a group begin at a multiple of [`MatrixTiles::ROWS`], which divides `slots`.
 /// - `rhs`: `[groups, inner, columns]`.
-/// - `table`: i32, `[groups + 1 + slots / MatrixTiles::ROWS]`. It holds the first tile row of each group and the number of
-///   tile rows of all groups, then the group of each tile row.
+/// - `table`: i32, `[groups + 1 + slots / MatrixTiles::ROWS]`. It holds the first tile row of each group, then the
+///   number of tile rows of all groups, and then the group of each tile row.
 /// - output: `[slots, columns]`. Rows behind the last group are not written.
 ///
 /// # Panics
@@ -42,12 +44,12 @@ pub fn grouped_rows(lhs: &CubeTensor, rhs: &CubeTensor, table: &CubeTensor) -> O
     problem.launch(lhs, rhs, table, vec![slots, columns])
 }
 
-/// Multiplies the transpose of a group's rows of `lhs` by the group's rows of `rhs`, for each group. See [`grouped_rows`] for
-/// the dtypes and for the cases without a result.
+/// Multiplies the transpose of a group's rows of `lhs` by the group's rows of `rhs`, for each group. The dtypes, and
+/// the cases in which the function returns `None`, are those of [`grouped_rows`].
 ///
 /// # Shapes
-/// - `lhs`: `[slots, rows]`, and `rhs`: `[slots, columns]`. The rows of a group begin at a multiple of [`MatrixTiles::ROWS`].
-///   Behind a group, rows up to the next multiple must be zero.
+/// - `lhs`: `[slots, rows]`, and `rhs`: `[slots, columns]`. The rows of a group begin at a multiple of
+///   [`MatrixTiles::ROWS`]. The rows between the end of a group and the next multiple must be zero.
 /// - `table`: see [`grouped_rows`].
 /// - output: `[groups, rows, columns]`, which is zero for a group without rows.
 ///
@@ -76,8 +78,8 @@ pub fn grouped_inner(
 struct Problem {
     lhs: Operand,
     rhs: Operand,
-    /// The rows of the result, the inner size, and the columns of the result, from which the tiles are chosen. With
-    /// [`Grouping::Inner`], the inner size is the average over all groups.
+    /// The sizes from which the tiles are chosen: the number of result rows, the inner size, and the number of result
+    /// columns. With [`Grouping::Inner`], the inner size is the average over all groups.
     lengths: [usize; 3],
     grouping: Grouping,
     groups: usize,
@@ -144,8 +146,8 @@ impl Problem {
             slots as u32,
         );
         // SAFETY: the kernel accesses the operands and the output only by TMA, which accesses only elements inside its
-        // tensor maps. The kernel reads the table at indices below `groups + 1`, and behind them at the indices of used
-        // tile rows.
+        // tensor maps. The kernel reads the table's first `groups + 1` elements. Behind these elements, the kernel
+        // reads only the elements of used tile rows.
         unsafe {
             product_of_groups::launch_unchecked(
                 &client,

@@ -46,8 +46,8 @@ struct Corner {
     column: u32,
 }
 
-/// Returns the first row and the first column of the tile with index `item`. Tile rows are divided into groups of `together`
-/// rows. Within a group, tiles are numbered column by column.
+/// Returns the first row and the first column of the tile with index `item`. The rows of the grid are divided into
+/// groups of `together` rows. Within a group, tiles are numbered column by column.
 #[cube]
 fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corner {
     let of_group = grid.together * grid.columns;
@@ -60,7 +60,7 @@ fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corne
     }
 }
 
-/// The indices of the result columns at which the second and the third right operand begin.
+/// The index of the first result column of the second right operand, and that of the third right operand.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Starts {

@@ -105,13 +105,13 @@ fn mainloop_text(mainloop: &Mainloop) -> String {
     )
 }
 
-/// Multiplies a tile over all inner chunks. The function waits for each chunk, and releases the chunk's stage after use. The
-/// result has [`Mainloop::sums`] accumulator registers per thread, which `N` must equal. The registers of the first row tile
-/// come first.
+/// Multiplies a tile over all inner chunks. The function waits for each chunk, and releases the chunk's stage after
+/// use. The result has [`Mainloop::sums`] accumulator registers per thread, which `N` must equal. The registers of the
+/// first row tile come first.
 ///
-/// `lhs` and `rhs` are the descriptors of both operands in the first stage of the ring buffer. `full` and `empty` are the
-/// addresses of the first barriers. `elected` is nonzero in one thread per warp, which arrives at the empty barriers.
-/// `stage` and `parity` belong to the first chunk.
+/// `lhs` and `rhs` are the descriptors of both operands in the first stage of the ring buffer. `full` and `empty` are
+/// the addresses of the first stage's barriers. `elected` is nonzero in one thread per warp, which arrives at the empty
+/// barriers. `stage` and `parity` belong to the first chunk.
 #[cube]
 pub fn multiply_matrices<N: Size>(
     lhs: u32,

@@ -11,7 +11,8 @@ pub(super) const BOX_ALIGNMENT: usize = 16;
 
 /// The layout of a matrix, or of a stack of matrices.
 pub(super) struct Operand {
-    /// The shape and the strides, `[matrices, rows in memory, contiguous elements]`.
+    /// The size of each dimension of `[matrices, rows in memory, contiguous elements]`. The field `strides` holds the
+    /// strides of these dimensions.
     shape: [usize; 3],
     strides: [usize; 3],
     /// The dimension of the GEMM along which the operand is contiguous.
@@ -38,8 +39,8 @@ impl Operand {
         } else {
             return None;
         };
-        // Set the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it
-        // never uses it.
+        // Set the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride, although TMA
+        // never uses the stride.
         let row = match shape[apart] {
             1 => shape[together].next_multiple_of(SUBTILE),
             _ => strides[apart],

@@ -42,15 +42,16 @@ pub struct MatrixTiles {
 /// staging area.
 const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 
-/// The time that a tile takes for filling the ring buffer and writing the output. The unit is the time to multiply one
-/// column of one chunk.
+/// The time, per tile, for filling the ring buffer and writing the output. The unit is the time to multiply one column
+/// of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The smallest tile width at which the multiplication limits the time of a wgmma. A narrower wgmma takes as long as
-/// one of this width, because it also reads 64 rows of its left operand from shared memory.
+/// The smallest tile width at which the multiplication limits the time of a wgmma. A narrower wgmma takes as long as a
+/// wgmma of this width, because both read 64 rows of the left operand from shared memory.
 const LEAST_WIDTH: usize = 96;
 
-/// The number of tile rows that are in flight at the same time. Neighboring tiles in flight share their reads in the L2 cache.
+/// The number of tile rows that are in flight at the same time. Neighboring tiles read the same parts of the operands.
+/// If these tiles are in flight at the same time, most of their reads hit the L2 cache.
 #[cfg(feature = "cuda")]
 pub(crate) const TOGETHER: usize = 16;
 
@@ -107,7 +108,8 @@ impl MatrixTiles {
         let divides = |width: usize| starts.iter().all(|start| start.is_multiple_of(width));
         let widths = WIDTHS.into_iter().filter(|(width, _)| divides(*width));
         let [.., narrowest] = WIDTHS;
-        // If several widths have the same time, `min_by_key` takes the first of these widths, which is the widest.
+        // If several widths have the same time, `min_by_key` takes the first of these widths. The widths are in
+        // descending order, so the first is the widest.
         let (columns, stages) = widths
             .min_by_key(|(width, _)| time(*width))
             .unwrap_or(narrowest);

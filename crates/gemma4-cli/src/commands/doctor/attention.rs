@@ -1,4 +1,5 @@
-//! The part of the report about attention: the engine for each of Gemma 4's shapes, its time, and why other engines refuse.
+//! The part of the report about attention. For each of Gemma 4's shapes, the report gives the engine, its time, and the
+//! reasons why faster engines refuse the shape.
 
 use super::measure::seconds;
 use attention_cube::{
@@ -14,7 +15,7 @@ struct Shape {
     name: &'static str,
     head_dim: usize,
     window: Option<usize>,
-    /// True for a decode step, which has one query.
+    /// True for a decode step, which has one query per head.
     is_decode: bool,
 }
 
@@ -48,8 +49,8 @@ const SHAPES: [Shape; 4] = [
 /// The number of query heads in every shape.
 const HEADS: usize = 8;
 
-/// Returns a table of the engines with the time of the forward, and the list of refusals. `tokens` is the number of keys.
-/// Without `measures`, the table has no times.
+/// Returns a table of the engines, with the time of each forward. The reasons why faster engines refused a shape follow
+/// the table. `tokens` is the number of keys. If `measures` is false, the table has no times.
 pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: bool) -> String {
     let mut text = format!(
         "\nAttention in {dtype:?}, {HEADS} query heads, 1 key head, {tokens} keys:\n\n\
@@ -114,7 +115,7 @@ struct Inputs {
 
 fn inputs(shape: &Shape, device: &Device, dtype: DType, tokens: usize) -> Inputs {
     let q_len = if shape.is_decode { 1 } else { tokens };
-    // A decode step reads a ring buffer of one window.
+    // In a sliding layer, a decode step reads only the keys in the ring buffer, which holds one window.
     let keys = match (shape.is_decode, shape.window) {
         (true, Some(window)) => window.min(tokens),
         _ => tokens,

@@ -13,7 +13,7 @@ use std::time::Instant;
 pub(super) struct DeviceReport {
     pub text: String,
     pub advice: Vec<String>,
-    /// True if the device runs kernels and their results are right.
+    /// True if the device runs kernels and the results of these kernels are right.
     pub works: bool,
 }
 
@@ -38,7 +38,7 @@ const ON_CPU: Sizes = Sizes {
 };
 
 impl DeviceReport {
-    /// Checks the best device of a backend. If `quick`, measures no speeds.
+    /// Checks the best device of a backend. If `quick` is true, the check measures no speeds.
     pub fn of(name: DeviceName, quick: bool) -> Self {
         let chosen = match choose(name) {
             Ok(chosen) => chosen,
@@ -124,7 +124,7 @@ fn per_second(measured: Result<Result<f64, String>, String>, unit: &str) -> Stri
     }
 }
 
-/// Compiles and runs a first kernel, and checks its result. Returns the time in seconds.
+/// Compiles and runs a first kernel, and checks its result. Returns the total time in seconds.
 fn first_kernel(chosen: &Chosen) -> Result<f64, String> {
     const COUNT: usize = 1000;
     let start = Instant::now();

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
 
-/// The time limit of a measurement. The last run may exceed it.
+/// The time limit of a measurement. The last run may end after this limit.
 const MOST_TIME: Duration = Duration::from_millis(500);
 /// The largest number of runs per measurement.
 const MOST_RUNS: usize = 20;
@@ -34,7 +34,8 @@ pub(super) fn seconds<T>(device: &Device, work: impl Fn() -> T) -> Result<f64, S
     Ok(least.as_secs_f64().max(1e-9))
 }
 
-/// Measures the bandwidth of a copy that reads and writes `bytes` bytes each. Returns bytes per second.
+/// Measures the memory bandwidth of a kernel that reads `bytes` bytes and writes `bytes` bytes. Returns the bandwidth
+/// in bytes per second.
 ///
 /// # Errors
 /// Returns the device's error.
@@ -44,7 +45,7 @@ pub(super) fn copy_bandwidth(device: &Device, bytes: usize) -> Result<f64, Strin
     Ok(2.0 * bytes as f64 / time)
 }
 
-/// Measures the product of two square matrices of `size` rows. Returns floating-point operations per second.
+/// Measures the speed of multiplying two square matrices of `size` rows. Returns floating-point operations per second.
 ///
 /// # Errors
 /// Returns the device's error.

@@ -46,7 +46,7 @@ pub(crate) struct MessagesRequest {
     output_format: Option<Value>,
 }
 
-/// A tool that the client defines. The server refuses tools of other types, which Anthropic's platform would run.
+/// A tool that the client defines. The server refuses all other tools, because they would run on Anthropic's platform.
 #[derive(Debug, Deserialize)]
 struct ToolField {
     #[serde(rename = "type")]
@@ -179,8 +179,8 @@ impl MessagesRequest {
         })
     }
 
-    /// Returns the largest number of tokens of a thought, or `None` if thinking is off. Without a limit the number is
-    /// `usize::MAX`.
+    /// Returns the largest number of tokens of a thought, or `None` if thinking is off. If thinking is on without a
+    /// limit, the number is `usize::MAX`.
     fn thinking_budget(&self) -> Result<Option<usize>, RequestError> {
         let Some(thinking) = &self.thinking else {
             return Ok(None);

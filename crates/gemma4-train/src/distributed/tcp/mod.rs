@@ -1,11 +1,12 @@
 //! The control plane over TCP. The first process listens. All other processes connect to the first process and stay
 //! connected.
 //!
-//! A process that disconnects without a farewell message has failed. All other processes end too, because they would wait
-//! forever for the failed process's gradients. TCP's keepalive detects within [`SILENCE`] that a machine has disappeared.
+//! A process that disconnects without a farewell message has failed. All other processes end too, because they would
+//! wait forever for the failed process's gradients. TCP's keepalive detects within [`SILENCE`] that a machine has
+//! disappeared.
 //!
-//! The first process rejects unrelated connections, and processes with another run's id or size. Rejections do not stop the
-//! rendezvous, the phase in which processes connect.
+//! The first process rejects connections of unrelated programs, and processes whose run has another id or size.
+//! Rejections do not stop the rendezvous, the phase in which processes connect.
 
 mod address;
 mod arrival;
@@ -35,7 +36,7 @@ use std::{
 
 /// The longest time that processes wait until all of them are connected.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The time without an answer from a machine after which its processes are treated as gone.
+/// If a machine does not answer for this time, its processes are treated as gone.
 const SILENCE: Duration = Duration::from_secs(60);
 /// The number of TCP keepalive probes within [`SILENCE`]. The first probe is sent after half of [`SILENCE`].
 const PROBES: u32 = 3;
@@ -131,8 +132,8 @@ impl Tcp {
                             }
                             continue;
                         }
-                        // If another process with the same rank is connected, the run ends with an error. If that process
-                        // has disconnected, the new process takes the rank.
+                        // If another connected process has the same rank, the run ends with an error. If the other
+                        // process has disconnected, the new process takes the rank.
                         if streams.get(&rank).is_some_and(is_there) {
                             let refusal = format!("two processes have the rank {rank}");
                             for stream in streams.values().chain([&stream]) {

@@ -5,8 +5,8 @@ use crate::cube::TensorMap;
 use crate::fault::Fault;
 
 /// Returns a kernel in which each thread copies its 32-bit word to shared memory with `cp.async` and then reads the
-/// copy. The instructions `before_reading` are between the copy and the read. `read` is appended to the copy's
-/// operands. It is empty, or a comma and the number of bytes to read.
+/// copy. The instructions `before_reading` stand between the copy and the read. `read` is appended to the operands of
+/// `cp.async`. `read` is either empty, or a comma and the number of bytes to read.
 fn copied(before_reading: &str, read: &str) -> String {
     format!(
         ".shared .align 16 .b8 tile[128];
@@ -181,8 +181,8 @@ fn mbarrier_without_arrivals_is_a_deadlock() {
     assert!(matches!(fault, Fault::Deadlock(_)), "{fault}");
 }
 
-/// Returns a kernel whose first input is the tensor map of its second input. The tensor has 3 rows of 12 halves, with a
-/// row stride of 32 bytes. Each element is 100 · row + column.
+/// Returns a kernel with two inputs. The second input is a tensor, and the first input is the tensor map of that
+/// tensor. The tensor has 3 rows of 12 halves, with a row stride of 32 bytes. Each element is 100 · row + column.
 fn with_tensor(body: &str) -> Kernel {
     let mut tensor = vec![0xff; 96 + 16];
     let start = tensor.as_ptr().align_offset(16);

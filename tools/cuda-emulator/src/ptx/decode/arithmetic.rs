@@ -319,8 +319,8 @@ impl Decoder<'_> {
     }
 
     /// Returns the type of a comparison's operands. The function does not consume the modifier `ftz`, so that the
-    /// decoder refuses comparisons with this modifier. The emulator's comparisons do not flush subnormals, although
-    /// flushing could change their result.
+    /// decoder refuses comparisons with this modifier. The reason is that the emulator's comparisons do not flush
+    /// subnormals, and flushing could change the result of a comparison.
     fn compared(&mut self) -> Result<Type> {
         let number = self.take_type()?;
         match number {

@@ -76,8 +76,8 @@ pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option
     }
 }
 
-/// Returns the register rows of three operands. The row of a missing operand is arbitrary, because the loop ignores its
-/// values.
+/// Returns the register rows of three operands. An operation may have fewer operands. The row of a missing operand is
+/// arbitrary, because the operation's loop ignores the values in that row.
 fn rows(from: [Register; 4]) -> [u32; 3] {
     [0, 1, 2].map(|k| match from[k] {
         Register::Predicate(row) | Register::Word(row) | Register::Double(row) => row,

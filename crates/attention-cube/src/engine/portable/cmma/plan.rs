@@ -118,8 +118,8 @@ fn choice<'a>(
 }
 
 impl Choice<'_> {
-    /// Returns the tiles of the first table entry for `width` columns that has at least `min_rows` rows and fits the
-    /// device's limits.
+    /// Searches the table for the first entry that serves `width` columns, has at least `min_rows` rows and fits the
+    /// device's limits. Returns the tiles of this entry.
     fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
         table
             .iter()
@@ -129,9 +129,9 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if there is enough room left for the streamed operand
-                // of the second GEMM (such as V in P V). With less room, the kernel would copy that operand in more pieces,
-                // and each piece costs a barrier.
+                // Keep the stationary operands in shared memory only if there is enough room left for the streamed
+                // operand of the second GEMM (such as V in P V). With less room, the kernel would copy the streamed
+                // operand in more pieces, and each piece costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -144,7 +144,8 @@ impl Choice<'_> {
             })
     }
 
-    /// Returns the setting that keeps all stationary operands in shared memory. The streamed operands overwrite each other.
+    /// Returns the setting that keeps all stationary operands in shared memory. With this setting, the streamed
+    /// operands overwrite each other.
     fn all_resident(&self) -> Kept {
         Kept {
             held: self.stationary,
@@ -152,11 +153,12 @@ impl Choice<'_> {
         }
     }
 
-    /// Tries the entries of both tables in order, and returns the first tiles that have `width` columns and fit the device.
-    /// The stationary operands stay in shared memory.
+    /// Tries the entries of both tables in order, and returns the first tiles that have `width` columns and fit the
+    /// device. The stationary operands stay in shared memory.
     ///
-    /// With tiles of the first table, both streamed operands and `left` left operands of the second GEMMs (P or dS) also stay
-    /// in shared memory. With tiles of the second table, the streamed operands, P and dS overwrite each other.
+    /// With tiles of the first table, both streamed operands also stay in shared memory, and so do the left operands of
+    /// the second GEMMs (P or dS). `left` is the number of these left operands. With tiles of the second table, the
+    /// streamed operands, P and dS overwrite each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,
@@ -178,9 +180,9 @@ impl Choice<'_> {
 
     /// Computes the tiles of a table entry. Returns `None` if the planes cannot divide the entry's fragments evenly.
     ///
-    /// Each operand in `kept` has its own region of shared memory. All other operands share one region, which is as large as
-    /// the operands of the first GEMM (such as Q Kᵀ). The kernel copies the streamed rows of the second GEMM (such as V in P
-    /// V) to this region piece by piece.
+    /// Each operand in `kept` has its own region of shared memory. All other operands share one region. The shared
+    /// region has room for the operands of the first GEMM (such as Q Kᵀ). The kernel copies the streamed rows of the
+    /// second GEMM (such as V in P V) to the shared region piece by piece.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -367,7 +369,7 @@ mod tests {
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
-                        // Each operand that stays in shared memory is copied with all its columns at once. All operands
+                        // If an operand stays in shared memory, the kernel copies all its columns at once. All operands
                         // start at multiples of the alignment that fragment loads require.
                         assert!(held == 0 || tiles.depth >= width, "{context}");
                         let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };

@@ -1,27 +1,27 @@
-//! The forward kernel. A cube keeps a tile of queries in shared memory, and streams all blocks of keys that any of these
-//! queries sees. The cube applies the online softmax.
+//! The forward kernel. A cube keeps a tile of queries in shared memory, and streams all blocks of keys that any of
+//! these queries sees. The cube applies the online softmax.
 //!
 //! Tensors:
 //!
 //! - Query `[batch, q_heads, q_len, head_dim]`.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the first dimension holds the row maxima, the
-//!   second half the natural logarithms of the row sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the first dimension holds the row maxima,
+//!   the second half the natural logarithms of the row sums.
 //!
 //! Budget: [`UnitTiles::shared_memory`] of shared memory. A unit's registers hold `4 · rows_per_unit` elements of S,
-//! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A unit has `rows_per_unit` rows
-//! of S, and `output_rows` rows of O with `output_vectors` vectors of 4 columns each. A tile of `rows` queries and a block
-//! of `columns` keys take `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see
-//! `tile_ops/product.rs`. The kernel writes the output, and two f32 values of the logsumexp per query.
+//! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A unit has `rows_per_unit`
+//! rows of S, and `output_rows` rows of O with `output_vectors` vectors of 4 columns each. A tile of `rows` queries and
+//! a block of `columns` keys take `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory
+//! loads, see `tile_ops/product.rs`. The kernel writes the output, and two f32 values of the logsumexp per query.
 //!
-//! Decoding uses this kernel too. `packed` puts the query heads of a GQA group into the rows of one tile, so each key is
-//! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalized partial
-//! output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
+//! Decoding uses this kernel too. `packed` puts the query heads of a GQA group into the rows of one tile, so each key
+//! is loaded once for all heads of the group. With `split`, each cube gets a range of the keys (split-KV), and writes a
+//! normalized partial output and the logsumexp of this range. `auxiliary/combine/kernel.rs` combines the splits.
 //!
-//! Keys and values may be 8-bit codes, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the codes. The
-//! kernel multiplies the scores of a key by the key's scale. Before the second GEMM, the kernel multiplies the probabilities
-//! by the scales of the values. The row sums do not include the scales of the values.
+//! Keys and values may be 8-bit codes, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the
+//! codes. The kernel multiplies the scores of a key by the key's scale. Before the second GEMM, the kernel multiplies
+//! the probabilities by the scales of the values. The row sums do not include the scales of the values.
 //!
 //! Keys and values may lie in pages. The kernel looks up the page of each block in a page table.
 
@@ -461,10 +461,12 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of `s` by scales of quantized rows. Scores are multiplied by the scales of their
-/// keys, and probabilities by the scales of their values. For float keys and values, the function does nothing.
+/// Multiplies the unit's elements of `s` by scales of quantized rows. A score is multiplied by the scale of the score's
+/// key. A probability is multiplied by the scale of the row of V that the probability weights. For float keys and
+/// values, the function does nothing.
 ///
-/// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no effect.
+/// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no
+/// effect.
 #[cube]
 fn times_scales(
     s: &mut Array<f32>,

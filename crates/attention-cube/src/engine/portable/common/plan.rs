@@ -17,7 +17,7 @@ pub(crate) use self::packing::Packing;
 pub struct PortableForwardPlan {
     /// The tile sizes of the forward kernel.
     pub tiles: UnitTiles,
-    /// True if the query heads of a group share a tile (decoding).
+    /// True if the query heads of a GQA group share a tile, as in decoding.
     pub packed: bool,
     /// The number of key splits (split-KV). If the number is 1, the kernel writes the output itself, and no second kernel
     /// runs.
@@ -31,8 +31,8 @@ pub struct PortableBackwardPlan {
     pub query: UnitTiles,
     /// The tiles of the kernel that computes the gradients of keys and values.
     pub key_value: UnitTiles,
-    /// The number of partial gradients of the query if one kernel, with the tiles `key_value`, computes all three
-    /// gradients. `None` if a separate kernel computes the query's gradient.
+    /// If one kernel with the tiles `key_value` computes all three gradients, the number of partial gradients of the
+    /// query. `None` if a separate kernel computes the query's gradient.
     pub parts: Option<usize>,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,

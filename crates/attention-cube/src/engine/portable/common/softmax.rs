@@ -14,15 +14,15 @@ use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The largest difference between a row's true maximum and its reference maximum. A larger difference forces a rescale.
-/// The value is ln(2^8).
+/// The largest difference between the true maximum of a row and the row's reference maximum, which the softmax
+/// subtracts. A larger difference forces a rescale. The value is ln(2^8).
 const HELD: f32 = 5.545_177;
 
 /// The maxima, factors and sums of a tile's rows, which all units of a cube share.
 #[derive(CubeType)]
 pub(crate) struct RowStatistics {
-    /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, to avoid bank
-    /// conflicts.
+    /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float. The unused
+    /// float avoids bank conflicts.
     pub partial: Shared<[f32]>,
     /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima
     /// instead. A reference changes only if the true maximum exceeds the reference by more than ln(2^8).
@@ -30,12 +30,12 @@ pub(crate) struct RowStatistics {
     /// For each row, the factor that rescales earlier results. At the end, the field holds the factors that normalize
     /// the output.
     pub factor: Shared<[f32]>,
-    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if the factor of one
-    /// of the rows is not 1, so that the output needs a rescale.
+    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if at least one row
+    /// of the group has a factor other than 1. The output then needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the output
-    /// in fragments use the flag. The running maximum cannot replace the flag, because its initial value, the lowest f32, is
-    /// also a valid score.
+    /// A flag that is 1 if the unit's row had a visible key in an earlier block. Only kernels whose planes hold the
+    /// output in fragments use the flag. The running maximum cannot replace the flag, because the initial maximum is
+    /// the lowest f32, which is also a valid score.
     pub seen: Array<u32>,
 }
 

@@ -34,7 +34,7 @@ const STACK: usize = 256 << 20;
 
 /// Writes machine code for every AMD GPU that the environment variable `CARDS` lists, into one folder per GPU. Each
 /// line of the folder's `kernels.txt` gives a kernel's name, its units per cube, and its bytes of shared memory. If a
-/// kernel has no code, its line gives the reason.
+/// kernel has no machine code, the kernel's line gives the reason instead.
 #[test]
 #[ignore = "writes compiled kernels to files for inspection"]
 fn write() {

@@ -14,7 +14,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Pass};
 
-/// The largest number of partial gradients of the query. A larger number would not save enough time to be worth the memory.
+/// The largest number of partial gradients of the query. With a larger number, the saved time would not be worth the
+/// memory.
 const MAX_PARTS: usize = 4;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal.
@@ -66,8 +67,8 @@ pub(super) fn backward(
 ///
 /// Several cubes can share a KV head only if each cube has its own partial gradient. With several partial gradients, a
 /// software driver can therefore use all cores of the CPU. The result is `None` for a GPU. For a software driver, the
-/// result is `None` if more than [`MAX_PARTS`] partial gradients are needed. It is also `None` if the buffers exceed
-/// the device's largest buffer even with one partial gradient.
+/// result is `None` if more than [`MAX_PARTS`] partial gradients are needed. The result is also `None` if the buffers
+/// exceed the device's largest buffer even with one partial gradient.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

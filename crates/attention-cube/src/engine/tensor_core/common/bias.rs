@@ -1,14 +1,15 @@
 //! The biases of a fragment's scores.
 //!
-//! If registers suffice, a thread loads all biases of a block before the GEMM of `q·k` has finished. The GEMM then hides the
-//! latency of the loads. The early load requires half-precision biases in which each pair of adjacent columns is an aligned
-//! 32-bit word. All other biases are loaded separately for each score, or once per tile if a head has one bias.
+//! If registers suffice, a thread loads all biases of a block before the GEMM of `q·k` has finished. The GEMM then
+//! hides the latency of the loads. The early load requires half-precision biases in which each pair of adjacent columns
+//! is an aligned 32-bit word. All other biases are loaded separately for each score, or once per tile if a head has one
+//! bias.
 //!
-//! A warp's load reads 16 bytes from each of 8 rows, which costs 8 accesses to the L1 cache. TMA loads biases eight times as
-//! fast. The kernel uses TMA if TMA supports the layout of the bias and the biases fit shared memory.
+//! A warp's load reads 16 bytes from each of 8 rows, which costs 8 accesses to the L1 cache. TMA loads biases eight
+//! times as fast. The kernel uses TMA if TMA supports the layout of the bias and the biases fit shared memory.
 //!
-//! A bias of −∞ hides its key, even if the score is NaN. The kernel tests each bias only if the minimum of the block's
-//! biases is −∞.
+//! A bias of −∞ hides the key, even if the score without the bias is NaN. The kernel tests each bias only if the
+//! minimum of the block's biases is −∞.
 
 use super::scoring::Scoring;
 use super::softcap::capped;
@@ -33,8 +34,8 @@ pub(crate) enum BiasReads {
     OnceAHead,
 }
 
-/// A thread's biases for a block of up to 128 columns. Each word holds the two biases of a register pair, which are two
-/// adjacent columns of a row. The words are in the order of the pairs.
+/// A thread's biases for a block of up to 128 columns. Each word holds the two biases of a register pair, that is, of
+/// two adjacent columns of a row. The words are in the order of the pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
 /// Loads a thread's biases for `columns` columns, starting at `first_column`. If the kernel does not load biases before
@@ -135,8 +136,9 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
     smallest < LOWEST
 }
 
-/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases in `words`, which were loaded
-/// earlier. A bias of −∞ makes the score −∞, even if the dot product is NaN.
+/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases. `words` holds the biases,
+/// which the kernel loaded before the dot products were ready. A bias of −∞ makes the score −∞, even if the dot product
+/// is NaN.
 #[cube]
 pub(crate) fn add_words<NS: Size>(
     s: Vector<f32, NS>,
@@ -236,7 +238,8 @@ pub(crate) fn with_bias<F: Float, NB: Size>(
                     }
                 } else {
                     let own = row + at as usize * bias.stride(3);
-                    // The last column has no next column, so the bias of the last column is read twice.
+                    // If column `at` is the last column, there is no next column. The second read then reads the bias
+                    // of column `at` again.
                     let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
                     let first = f32::cast_from(bias[own].extract(0usize));
                     let second = f32::cast_from(bias[next].extract(0usize));

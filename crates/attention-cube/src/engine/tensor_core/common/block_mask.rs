@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BlockMask {
     /// True if every row sees every column of the block. If each score has its own bias, a bias of −∞ may still hide a
-    /// column.
+    /// column from a row.
     pub whole: bool,
     /// True if the block may contain a column that lies in the tile's visible range but is hidden from all rows of the tile.
     pub may_have_masked: bool,
@@ -42,8 +42,9 @@ pub(crate) fn block_mask(
     let size = comptime!(size as i32);
     let inside = is_inside(&tile_position.run, block * size, size);
     let mut whole = inside;
-    // If `inside`, the visible range of every row contains the block. Otherwise, a column can be hidden from all rows: the
-    // mask hides the column from some rows, and the visible ranges of the remaining rows exclude the column.
+    // If `inside`, the visible range of every row contains the block. Otherwise, mask and visible ranges together can
+    // hide a column from all rows: the mask hides the column from some rows, and the visible ranges of the remaining
+    // rows exclude the column.
     let mut may_have_masked = false;
     let side = comptime!(kind.fragment.side);
     let own = documents_of(
@@ -69,9 +70,9 @@ pub(crate) fn block_mask(
         whole = whole && shared;
         may_have_masked = !shared;
         if comptime!(!structure.mask) {
-            // The tile has rows in its first and in its last segment. If the whole block lies in one of these two
-            // segments, and `inside` is true, the rows in that segment see all columns. No column is then hidden from
-            // all rows.
+            // At least one row of the tile lies in the tile's first segment, and at least one in the tile's last
+            // segment. If the whole block lies in one of these two segments, and `inside` is true, the rows in that
+            // segment see all columns. No column is then hidden from all rows.
             let may_intersect = is_one && (other.first == own.first || other.first == own.last);
             may_have_masked = !(shared || (inside && may_intersect));
         }

@@ -21,8 +21,8 @@ pub(crate) struct KeepBits {
     pub minus_inverse_kept: f32,
 }
 
-/// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` joins their high
-/// halves. `EXCHANGED` exchanges the two bytes in each half of the first word.
+/// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` joins the high
+/// halves of two words. `EXCHANGED` exchanges the two bytes in each half of the first word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
 const EXCHANGED: u32 = 0x2301;
@@ -45,8 +45,8 @@ fn exchanged(word: u32) -> u32 {
 /// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). A cell has one word
 /// for each of two queries that are 8 positions apart. `shares_cells` is true if the thread's two rows are 8 positions
 /// apart, as in a tile of one head. The eight scores are then one cell, and words 0 and 1 are the words of the two
-/// rows. Otherwise, each row needs its own draw. Words 0 and 2 are then the words of the two rows, and words 1 and 3
-/// the unused words of their cells.
+/// rows. Otherwise, each row needs its own draw. Words 0 and 2 are then the words of the two rows. Words 1 and 3 are
+/// the unused second words of the two drawn cells.
 #[cube]
 pub(crate) fn draw_step<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -133,14 +133,14 @@ fn keep_masks_of_keys(
     masks
 }
 
-/// Returns the first of the thread's two adjacent columns in the eight columns that start at `column`.
+/// The eight columns that start at `column` are four pairs of adjacent columns, one pair per thread of a quad. Returns
+/// the first column of the thread's pair.
 #[cube]
 fn own_column_pair(column: i32) -> u32 {
     column as u32 + UNIT_POS % 4u32 * 2u32
 }
 
-/// Returns the random word of a cell for `query`, and then the cell's second word. A cell has one random word for each
-/// of its two queries.
+/// Returns the two random words of a cell: first the word of `query`, then the word of the cell's second query.
 #[cube]
 fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     let is_second = query / 8u32 % 2u32 == 1u32;
@@ -150,7 +150,8 @@ fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     )
 }
 
-/// Returns the keep bits of a fragment. Its `columns` columns begin at `first_column`. Without dropout, the bits are not used.
+/// Returns the keep bits of a fragment. The fragment has `columns` columns, and starts at column `first_column`.
+/// Without dropout, nothing reads the returned bits.
 #[cube]
 pub(crate) fn keep_bits<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -201,8 +202,8 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
     }
 }
 
-/// Returns the result of [`keep_bits`]. This function keeps the compiler from moving the computation of the bits behind
-/// the next wait.
+/// Returns the result of [`keep_bits`]. This function also keeps the compiler from moving the computation of the bits
+/// past the next wait.
 #[cube]
 pub(crate) fn keep_bits_ahead<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -273,8 +274,9 @@ pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>)
     }
 }
 
-/// Returns the factor that corrects the accumulated gradient of V. The factor is `1 / p_scale`, because P was
-/// multiplied by `p_scale`. With dropout, the factor includes `kept`, which is 1 / (1 − drop probability).
+/// Returns the factor that corrects the accumulated gradient of V. Without dropout, the factor is `1 / p_scale`,
+/// because P was multiplied by `p_scale`. With dropout, the factor is `kept / p_scale`, where `kept` is 1 / (1 − drop
+/// probability).
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,
@@ -292,8 +294,8 @@ pub(crate) fn value_factor(
 const SIGNS_OF_HALVES: u32 = 0xBB99;
 
 /// Sets dropped probabilities of the `pair`-th register pair to 0. `packed` holds the two probabilities in half
-/// precision. Kept probabilities stay unchanged, because their product with `kept_scale` could exceed the range of half
-/// precision. The kernel multiplies the result of the GEMM by `kept_scale` instead.
+/// precision. Kept probabilities stay unchanged, because the product of a probability and `kept_scale` could exceed the
+/// range of half precision. The kernel multiplies the result of the GEMM by `kept_scale` instead.
 #[cube]
 pub(crate) fn dropped_pair(
     packed: u32,

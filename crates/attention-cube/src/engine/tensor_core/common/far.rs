@@ -6,18 +6,19 @@
 //! of such an LSE to f32 would show in the probabilities. An LSE of 10⁸ has an error of 4, which changes a probability
 //! by a factor of 50.
 //!
-//! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference and the
-//! logarithm of row_sum. If a tile may have a far query, all its blocks take the code path for partially visible
-//! blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the reference is
-//! exactly 0. The path subtracts the logarithm afterwards.
+//! For a far query, the LSE tensor holds a mark in place of the LSE. Two other f32 of the tensor hold the query's
+//! reference and the logarithm of its row_sum. If a tile may have a far query, all its blocks take the code path for
+//! partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the
+//! reference is exactly 0. The path subtracts the logarithm afterwards.
 //!
-//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of consecutive
-//! queries. A flag is set if its group has a far query. A tile may have a far query if a flag of its queries is set. In
-//! such a tile, the warp votes for each block whether the block holds a far query. Only in blocks that do, the warp
-//! reads the two f32 of each far query.
+//! If the tile holds keys, the blocks that it streams hold queries. The `lse_delta` tensor holds one flag per group of
+//! consecutive queries. A flag is set if its group has a far query. A tile of keys may have a far query if a flag of
+//! the queries in its blocks is set. In such a tile, the warp votes for each block whether the block holds a far query.
+//! Only if the vote finds a far query, the warp reads the two f32 of each far query in the block.
 //!
-//! Keys whose scaled dot products round to the same f32 get equal probabilities in the backward. The forward distinguishes
-//! such keys, since it subtracts dot products before it scales them. A dot product beyond f32's range gives NaN.
+//! Keys whose scaled dot products round to the same f32 get equal probabilities in the backward. The forward
+//! distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's range
+//! gives NaN.
 
 use super::gradient::{Logsumexps, LseDelta};
 use super::{FragmentKind, RowPair};
@@ -29,8 +30,9 @@ use cube_kit::nvidia::ptx::{load_shared_pair, uniform};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// True if one of a warp's queries is far (its LSE needs two f32). For a tile of queries, the warp's queries are its rows.
-/// For a tile of keys, they are the `columns` columns of the block, with their LSE in shared memory.
+/// True if one of a warp's queries is far (its LSE needs two f32). For a tile of queries, the warp's queries are its
+/// rows. For a tile of keys, the warp's queries are the `columns` columns of the block, and shared memory holds the LSE
+/// of these queries.
 #[cube]
 pub(crate) fn has_far(
     lse_delta: &LseDelta<'_>,
@@ -60,8 +62,8 @@ pub(crate) fn has_far(
     }
 }
 
-/// The number of flags that a lane loads for the first head before it waits for any of them. Each flag covers 32 queries, so
-/// four flags in each of a warp's 32 lanes cover 4,096 queries.
+/// The number of flags that a lane loads for the first head before the lane waits for any of these loads. Each flag
+/// covers 32 queries, so four flags in each of a warp's 32 lanes cover 4,096 queries.
 const LOADS: usize = 4;
 
 /// Returns the sum of the flags that this lane loads. A flag is set if one of its `ROWS` queries is *far*, which means
@@ -93,8 +95,8 @@ pub(crate) fn sum_of_flags(
         #[unroll]
         for load in 0..LOADS {
             // A lane past the end of the range still reads a flag of the head, so that no branch is needed. If this
-            // flag is set, the tile takes the slower path of far queries (queries whose LSE needs two f32), even if it
-            // has none.
+            // flag is set, the tile takes the slower path of far queries (queries whose LSE needs two f32), even if the
+            // tile has no far query.
             sum += lse_delta[at + min(first + 32usize * load, last)];
         }
         let mut flag = first + 32usize * LOADS;
@@ -124,7 +126,7 @@ pub(crate) fn voted<'a>(lse_delta: &LseDelta<'a>, #[comptime] kind: FragmentKind
         logarithms_at: lse_delta.logarithms_at,
         far: lse_delta.far,
         may_have_far: if comptime!(kind.raw) {
-            // `uniform` waits for all lanes of the warp, and returns the bitwise or of their arguments.
+            // `uniform` waits for all lanes of the warp. It returns the bitwise or of the arguments of all lanes.
             uniform(u32::cast_from(lse_delta.far != 0.0f32)) != 0u32
         } else {
             false.runtime()
@@ -143,9 +145,9 @@ pub(crate) fn rows_are_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> 
     }
 }
 
-/// Returns the LSE of two queries, each as a reference (the row maximum that the softmax subtracts) and a logarithm of
-/// row_sum. `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the reference is the whole LSE
-/// and the logarithm is 0.
+/// Returns the LSE of two queries. Each LSE is the sum of a reference (the row maximum that the softmax subtracts) and
+/// a logarithm of row_sum. `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the
+/// returned reference is the whole LSE, and the returned logarithm is 0.
 #[cube]
 pub(crate) fn logsumexps_of_queries(
     lse_delta: &LseDelta<'_>,

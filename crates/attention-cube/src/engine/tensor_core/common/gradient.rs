@@ -24,8 +24,9 @@ use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// If the rows are queries, the LSE and delta of the thread's two rows. If the columns are queries, the shared-memory
-/// addresses of their LSE and delta.
+/// The LSE and delta of the queries in a thread's registers. If the rows are queries, this struct holds the LSE and
+/// delta of the thread's two rows. If the columns are queries, this struct holds the shared-memory addresses of the
+/// columns' LSE and delta.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
@@ -33,19 +34,21 @@ pub(crate) struct LseDelta<'a> {
     /// LSE, or the mark −0 for a far query. Row 1 holds delta, and row 2 the logarithm of row_sum. Row 3 holds the reference
     /// of far queries, and row 4 the flags of far queries.
     pub all: &'a Tensor<f32>,
-    /// The reference of each row's LSE (the row maximum), or the whole LSE if one f32 holds the LSE. The value −0 marks a
+    /// One f32 per row. If the LSE of each row is stored as two f32 (the row maximum and a logarithm), this f32 is the
+    /// row maximum. If the LSE is stored as one f32, this f32 is the LSE itself. The value −0 marks a
     /// [`far`](super::far) query.
     pub references: Pair,
     pub deltas: Pair,
-    /// The logarithm of each row's row_sum in log2 units. row_sum is the sum after the subtraction of the reference.
+    /// The logarithm of each row's row_sum in log2 units. row_sum is the sum of the exponentials after the subtraction
+    /// of the row maximum.
     pub logarithms: Pair,
     pub references_at: u32,
     pub deltas_at: u32,
     pub logarithms_at: u32,
-    /// Not 0 if this lane found a [`far`](super::far) query. The lane tests its own rows if the rows are queries, or else
-    /// the flags of far queries.
+    /// Not 0 if this lane found a [`far`](super::far) query (a query whose LSE needs two f32). If the rows are queries,
+    /// the lane tests its own rows. If the rows are keys, the lane tests the flags of far queries.
     pub far: f32,
-    /// True if `far` is not 0 in some lane of the warp. [`voted`](super::far::voted) sets this field, which is false before.
+    /// True if `far` is not 0 in some lane of the warp. The field is false until [`voted`](super::far::voted) sets it.
     pub may_have_far: bool,
 }
 
@@ -70,8 +73,9 @@ pub(crate) fn lse_delta_of_block<'a>(
     }
 }
 
-/// Returns the LSE and delta of rows `row` and `row + 8`, if the rows are queries. If the rows are keys, the result only
-/// holds `far`, which the caller computes from the flags of far queries.
+/// If the rows are queries, returns the LSE and delta of rows `row` and `row + 8`. If the rows are keys, only the field
+/// `far` of the result has a meaning: it holds the argument `far`, which the caller computes from the flags of far
+/// queries.
 #[cube]
 pub(crate) fn lse_delta_of_rows<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -124,8 +128,9 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one f32 for each register of the `pair`-th register pair: an LSE/delta value (such as delta) of the
-/// register's query. If the rows are queries, the f32 comes from `rows`, else from shared memory at `address`.
+/// Returns one f32 for each register of the `pair`-th register pair. The f32 belongs to the register's query: it is the
+/// LSE, the delta or the logarithm of row_sum, depending on the arguments. If the rows are queries, the f32 comes from
+/// `rows`, else from shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -174,8 +179,8 @@ fn is_plain(block_mask: &BlockMask, lse_delta: &LseDelta<'_>) -> bool {
     block_mask.whole && !lse_delta.may_have_far
 }
 
-/// The weights (P times the slope of the softcap) of a fragment's scores, and P if requested. P is packed as the left
-/// operand of a GEMM.
+/// The weights (P times the slope of the softcap) of a fragment's scores. If requested, this struct also holds P,
+/// packed as the left operand of a GEMM.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct PAndDs<NS: Size, NP: Size> {
@@ -355,13 +360,15 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     PAndDs::<NS, NP> { w, p }
 }
 
-/// The LSE for the two registers of a register pair, each as a reference (the row maximum) and the logarithm of row_sum.
+/// The LSEs that belong to the two registers of a register pair. Each LSE is the sum of a reference (the row maximum)
+/// and the logarithm of row_sum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Logsumexps {
-    /// The reference of each LSE, or the whole LSE if one f32 holds the LSE.
+    /// If an LSE is stored as two f32 (the row maximum and a logarithm), the row maximum. If the LSE is stored as one
+    /// f32, the LSE itself.
     pub references: Pair,
-    /// The logarithm of each LSE in log2 units; 0 if one f32 holds the LSE.
+    /// The logarithm of each row_sum in log2 units, or 0 if the LSE is stored as one f32.
     pub logarithms: Pair,
 }
 
@@ -373,8 +380,8 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
-/// True if the queries of the `pair`-th register pair differ from the queries of the preceding pair. If the rows are keys,
-/// pairs `2i` and `2i + 1` have the same columns, and so the same queries.
+/// True if the `pair`-th register pair has other queries than the preceding register pair. If the rows are keys, pairs
+/// `2i` and `2i + 1` have the same columns, and so the same queries.
 const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
     matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
 }
@@ -535,8 +542,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         second: f32::new(1.0),
     };
     // A `raw` kernel (unscaled dot products, no softcap) needs no slopes. If the kernel has loaded the biases early,
-    // `s` already holds scores. Such a kernel needs no slopes either: there is no softcap or score mod, or the kernel
-    // computes the bias gradient. In both cases, each slope is 1.
+    // `s` already holds scores. A kernel with early loads needs no slopes either: such a kernel has no softcap and no
+    // score mod, or it computes the bias gradient. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,

@@ -33,23 +33,24 @@ pub(crate) struct GradientLaunch<'a, T> {
 
 /// The arguments that a gradient kernel takes in every engine.
 pub(crate) struct GradientArguments<'a> {
-    /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
+    /// The operand of S = Q Kᵀ whose rows the stationary tile holds: Q for a tile of queries, K for a tile of keys.
     pub stationary_qk: &'a CubeTensor,
-    /// The rows of the stationary tile: dO for a tile of queries, V for a tile of keys.
+    /// The operand of dP = dO Vᵀ whose rows the stationary tile holds: dO for a tile of queries, V for a tile of keys.
     pub stationary_v_do: &'a CubeTensor,
-    /// The blocks that the tile streams: K for a tile of queries, Q for a tile of keys.
+    /// The operand of S = Q Kᵀ that the CTA streams in blocks: K for a tile of queries, Q for a tile of keys.
     pub q_or_k: &'a CubeTensor,
-    /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
+    /// The operand of dP = dO Vᵀ that the CTA streams in blocks: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: &'a CubeTensor,
     /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`.
     pub lse_delta: &'a CubeTensor,
-    /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
+    /// The gradients that the kernel writes: first the gradient of Q or K, then the gradient of V. A gradient that the
+    /// kernel does not compute is `None`.
     pub gradients: [Option<CubeTensor>; 2],
     /// The tensor for the gradient of Q or K. If the kernel does not compute this gradient, the launch passes
-    /// `stationary_qk`, since the signature requires a tensor.
+    /// `stationary_qk` in its place, because the kernel's signature requires a tensor.
     pub qk_target: CubeTensor,
     /// The tensor for the gradient of V. If the kernel does not compute this gradient, the launch passes
-    /// `stationary_v_do`, since the signature requires a tensor.
+    /// `stationary_v_do` in its place, because the kernel's signature requires a tensor.
     pub value_target: CubeTensor,
     /// The bias. The bias is transposed if the tile's rows are keys and the kernel loads a separate bias for each
     /// score.
@@ -59,7 +60,7 @@ pub(crate) struct GradientArguments<'a> {
     pub kind: TileKind,
     /// The element types of the operands, of the gradients, and of the bias.
     pub elements: [ElemType; 3],
-    /// Two vector sizes, in elements: the size of an access to a gradient, and the size of a load of the bias.
+    /// The number of elements per access to a gradient, and the number of elements per load of the bias.
     pub vectors: [usize; 2],
 }
 

@@ -31,7 +31,8 @@ use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Size};
 use std::fmt::Debug;
 
-/// Returns the compile-time settings of a kernel. `side` tells whether the rows of its fragments are queries or keys.
+/// Returns the compile-time settings of a kernel. `side` tells whether the rows of the kernel's fragments are queries
+/// or keys.
 pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentKind {
     let score = score_kind(problem);
     FragmentKind {
@@ -55,10 +56,10 @@ pub(crate) struct ForwardTiling {
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
-    /// The number of heads whose tiles the launch order interleaves, so that the longest tiles of all these heads start
-    /// first. Heads of different sequences count separately. Without a causal mask, segments and key intervals, the
-    /// tiles are about equally long, and the number is 1. With one of them, the plan limits the number so that the
-    /// operands of these heads stay in the L2 cache.
+    /// The number of heads whose tiles the launch order interleaves. With interleaving, the longest tiles (those with
+    /// the most blocks) of all these heads start first. Heads of different sequences count separately. Without a causal
+    /// mask, segments and key intervals, the tiles are about equally long, and the number is 1. With any of these
+    /// three, the plan limits the number so that the operands of the interleaved heads stay in the L2 cache.
     pub together: usize,
 }
 
@@ -232,8 +233,8 @@ impl ForwardPass {
         ]
     }
 
-    /// Returns the vector sizes of the output and of the bias, followed by `fragments`, the vector sizes of the
-    /// register fragments.
+    /// Returns vector sizes: first those of the output and of the bias, then those in `fragments`. `fragments` holds
+    /// the vector sizes of the register fragments.
     pub(crate) fn sizes<const FRAGMENTS: usize, const SIZES: usize>(
         &self,
         fragments: [usize; FRAGMENTS],
@@ -333,10 +334,10 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 pub(crate) struct GradientDivision {
     /// The number of splits. The CTAs of different splits process different blocks of the same tile.
     pub splits: usize,
-    /// The number of heads whose tiles the launch order interleaves, so that the longest tiles of all these heads start
-    /// first. Heads of different sequences count separately. Without a causal mask, segments and key intervals, the
-    /// tiles are about equally long, and the number is 1. With one of them, the plan limits the number so that the
-    /// operands of these heads stay in the L2 cache.
+    /// The number of heads whose tiles the launch order interleaves. With interleaving, the longest tiles (those with
+    /// the most blocks) of all these heads start first. Heads of different sequences count separately. Without a causal
+    /// mask, segments and key intervals, the tiles are about equally long, and the number is 1. With any of these
+    /// three, the plan limits the number so that the operands of the interleaved heads stay in the L2 cache.
     pub together: usize,
 }
 
@@ -369,9 +370,9 @@ impl GradientDivision {
 
 /// Computes the requested gradients with respect to `inputs`.
 ///
-/// The closure `launch` runs one kernel of the plan. It returns two gradients: the gradient of Q or K, and the gradient
-/// of V. A gradient that the kernel does not compute is `None`. The function then computes the gradients of the bias
-/// and of the sinks.
+/// The closure `launch` runs one kernel of the plan. The closure returns two gradients: the gradient of Q or K, and the
+/// gradient of V. A gradient that the kernel does not compute is `None`. After all kernels, the function computes the
+/// gradients of the bias and of the sinks.
 pub(crate) fn gradients<T: BackwardTiles + Debug>(
     inputs: AttentionInputs<CubeBackend>,
     saved: AttentionSaved<CubeBackend>,

@@ -17,7 +17,7 @@ pub(crate) struct BitPair {
 }
 
 /// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment.
-/// Bit 0 of a word is the bit of the thread's first column.
+/// Each word is shifted, so that bit 0 belongs to the first of these columns that the thread holds.
 #[cube]
 pub(crate) fn bits_of_word(
     mask_words: MaskWords,
@@ -35,9 +35,9 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if mask, segments and key intervals leave
-/// its column visible. Word `2i` covers 32 columns of the first row, and word `2i + 1` the same columns of the second
-/// row.
+/// The mask words of a thread's two rows, for up to 128 columns. The bit of a column is set if mask, segments and key
+/// intervals leave the column visible to the row. Word `2i` covers 32 columns of the first row, and word `2i + 1` the
+/// same columns of the second row.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
 /// Loads the mask words of a thread's two rows for `columns` columns, starting at word `first_word` of the row's mask.
@@ -76,8 +76,8 @@ pub(crate) fn mask_words(
     words
 }
 
-/// Clears the bits of columns whose segment differs from the row's segment. The words cover `columns` columns, starting
-/// at `first_column`.
+/// If a column and a row are in different segments, clears the column's bit in the row's words. The words cover
+/// `columns` columns, starting at `first_column`.
 ///
 /// `documents` holds the smallest and the largest segment id of the block. If `share`, all rows of the tile and all
 /// columns of the block are in one segment, and no bit is cleared.
@@ -130,8 +130,8 @@ pub(crate) fn words_of_segments(
                 words = restricted(words, all_0, all_1, word);
             }
         } else {
-            // Each lane loads the segment ids of columns `lane`, `lane + 32`, and so on. The warp loops over the distinct
-            // segment ids of its rows, which are few, and compares each of them with the ids of all columns.
+            // Each lane loads the segment ids of columns `lane`, `lane + 32`, and so on. The rows of a warp have few
+            // distinct segment ids. The warp loops over these ids, and compares each id with the ids of all columns.
             let lane = UNIT_POS % 32u32;
             let mut ids = Vector::<i32, Const<4>>::zeroed();
             #[unroll]
@@ -266,7 +266,8 @@ fn bits_of_queries(
 /// `first_query + i` contains the key.
 ///
 /// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each
-/// key of the warp, every lane compares the intervals of its query with the key.
+/// key of the warp, every lane compares the intervals of its query with the key. A ballot collects the results of all
+/// lanes in the key's word.
 #[cube]
 fn bits_of_keys(
     masking: &Masking,
@@ -328,7 +329,8 @@ fn contains(keys: Keys, key: i32) -> bool {
     key >= keys.first && key < keys.end
 }
 
-/// Clears the bits of the `word`-th mask word that are not in `bits_0` (first row) or `bits_1` (second row).
+/// Clears bits of the two mask words with index `word`. The first row's word keeps only bits that are also set in
+/// `bits_0`. The second row's word keeps only bits that are also set in `bits_1`.
 #[cube]
 fn restricted(words: MaskWords, bits_0: u32, bits_1: u32, #[comptime] word: usize) -> MaskWords {
     let mut words = words;
@@ -345,6 +347,6 @@ fn ballot(says: bool) -> u32 {
     plane_ballot(says).extract(0usize)
 }
 
-/// The number of a thread's register pairs per mask word, which covers 32 columns: 4 pairs in each of the thread's two
-/// rows.
+/// The number of register pairs that a thread holds in the 32 columns of a mask word: 4 pairs in each of the thread's
+/// two rows.
 pub(crate) const PAIRS_PER_WORD: usize = 8;

@@ -4,8 +4,8 @@
 //! other threads of its quad hold the remaining columns.
 //!
 //! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns are the *other side*: keys for
-//! a tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold
-//! two adjacent columns of one row.
+//! a tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread. The two
+//! registers hold two adjacent columns of one row.
 
 pub(crate) mod bias;
 pub(crate) mod block_mask;
@@ -58,12 +58,12 @@ pub(crate) struct FragmentKind {
     pub side: Side,
     pub structure: Structure,
     pub score: ScoreKind,
-    /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. The problem
-    /// must have no softcap, no bias and a positive scale.
+    /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. This is
+    /// possible only if the problem has no softcap, no bias and a positive scale.
     pub raw: bool,
     /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernel that computes the bias
-    /// gradient sets this field to false. The bias is added after softcap and score mod, so its gradient does not have
-    /// these factors.
+    /// gradient sets this field to false. The forward adds the bias after softcap and score mod, so the bias gradient
+    /// does not have these derivatives as factors.
     pub has_slope: bool,
     pub bias_reads: BiasReads,
 }
@@ -119,7 +119,7 @@ impl FragmentKind {
     }
 }
 
-/// Returns the thread's first column of the `pair`-th register pair. The fragment starts at `first_column`.
+/// Returns the first column of the thread's `pair`-th register pair. The fragment starts at column `first_column`.
 #[cube]
 pub(crate) fn own_column(first_column: i32, #[comptime] pair: usize) -> i32 {
     first_column + ((UNIT_POS % 4u32) * 2u32) as i32 + comptime!(column(2 * pair) as i32)
@@ -177,7 +177,7 @@ pub(crate) fn known<F: Float, NB: Size>(
     }
 }
 
-/// The number of rows in the problem: `q_len` if the rows are queries, else `kv_len`.
+/// Returns the number of rows in the problem: `q_len` if the rows are queries, else `kv_len`.
 #[cube]
 pub(crate) fn rows_end(seq_lens: &SeqLens, #[comptime] side: Side) -> i32 {
     if comptime!(side == Side::Queries) {
@@ -187,7 +187,7 @@ pub(crate) fn rows_end(seq_lens: &SeqLens, #[comptime] side: Side) -> i32 {
     }
 }
 
-/// The number of columns in the problem: `kv_len` if the rows are queries, else `q_len`.
+/// Returns the number of columns in the problem: `kv_len` if the rows are queries, else `q_len`.
 #[cube]
 pub(crate) fn columns_end(seq_lens: &SeqLens, #[comptime] side: Side) -> i32 {
     if comptime!(side == Side::Queries) {

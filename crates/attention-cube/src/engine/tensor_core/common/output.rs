@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 pub(crate) struct Finished<NO: Size> {
     pub o: Vector<f32, NO>,
     pub reference: Pair,
-    /// The row_sum of each row, over all columns of the row.
+    /// The row_sum of each of the thread's two rows. The row_sum covers the columns of all threads that share the row.
     pub sums: Pair,
 }
 
@@ -303,10 +303,11 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     }
 }
 
-/// Writes columns `first_column` to `first_column + 15` of the thread's two rows. Columns at or past `width` are skipped.
+/// Writes columns `first_column` to `first_column + 15` of the thread's two rows. Columns at or past `width` are
+/// skipped.
 ///
-/// In each row, the thread holds four adjacent columns. The lower half of the thread's registers holds the first and
-/// the third of them, the upper half the second and the fourth.
+/// In each row, the thread holds four adjacent columns. Registers 0 to 3 hold the first and the third of these columns,
+/// for both rows. Registers 4 to 7 hold the second and the fourth.
 #[cube]
 pub(crate) fn write_fours<O: Float, N: Size>(
     written: OutputPart<Const<STEP_REGISTERS>>,
@@ -349,8 +350,8 @@ fn row_start<O: Float, N: Size>(output: &mut Tensor<Vector<O, N>>, row: OutputRo
         + row.position as usize * output.stride(2)
 }
 
-/// Writes the even column `column` and the next column of the row that starts at the offset `base`. Columns at or past
-/// `width` are skipped.
+/// Writes two columns of the row that starts at the offset `base`: the even column `column` and the next column.
+/// Columns at or past `width` are skipped.
 #[cube]
 fn write_pair<O: Float, N: Size>(
     low: f32,

@@ -136,8 +136,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
     } else if comptime!(!kind.raw) {
         // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one of the scores is
-        // NaN, both become NaN. This does no harm, because the row's softmax is NaN anyway. In a partly visible block,
-        // a hidden NaN would spoil a visible score, so each score has its own reciprocal.
+        // NaN, both become NaN. The second NaN does no harm, because one NaN already makes the row's softmax NaN. In a
+        // partly visible block, a hidden NaN would spoil a visible score, so each score has its own reciprocal.
         let pairs = comptime!(
             kind.score.softcap
                 && !kind.score.wide_softcap

@@ -10,11 +10,11 @@ use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
 /// Returns the query and key positions of the two scores of the `pair`-th register pair, in a block that begins at
-/// `first_column`. The pair's first column is `at`. For a pair past the last column of the head, `at` is the first column of
-/// the last pair instead.
+/// `first_column`. The pair's first column is `at`. For a pair past the last column of the head, `at` is the first
+/// column of the last pair instead.
 ///
-/// The result also holds the distance between query and key as f32. To compute it, the kernel converts one integer to
-/// f32 per row, and adds one constant per column.
+/// The result also holds the distance between query and key as f32. To compute this distance, the kernel converts one
+/// integer per row to f32, and adds one constant per column.
 #[cube]
 fn places(
     known: &Known,

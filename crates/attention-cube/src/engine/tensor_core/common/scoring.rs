@@ -1,4 +1,4 @@
-//! The kernel arguments for the computation of scores, and the operands of kernels that load them through pointers
+//! The kernel arguments for the computation of scores. Also the operands of kernels that load operands through pointers
 //! instead of TMA.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
@@ -58,13 +58,13 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
 /// tile of queries and the tensor for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
-    /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
+    /// The operand of S = Q Kᵀ whose rows the stationary tile holds: Q for a tile of queries, K for a tile of keys.
     pub stationary_qk: OwnedTensor<E>,
-    /// The rows of the stationary tile: dO for a tile of queries, V for a tile of keys.
+    /// The operand of dP = dO Vᵀ whose rows the stationary tile holds: dO for a tile of queries, V for a tile of keys.
     pub stationary_v_do: OwnedTensor<E>,
-    /// The blocks that the tile streams: K for a tile of queries, Q for a tile of keys.
+    /// The operand of S = Q Kᵀ that the CTA streams in blocks: K for a tile of queries, Q for a tile of keys.
     pub q_or_k: OwnedTensor<E>,
-    /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
+    /// The operand of dP = dO Vᵀ that the CTA streams in blocks: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: OwnedTensor<E>,
     /// The LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. `auxiliary/delta/kernel.rs` lists the five
     /// rows.

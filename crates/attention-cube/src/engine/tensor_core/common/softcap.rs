@@ -50,13 +50,15 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
 }
 
 /// The upper limit of the exponent in the softcap's exponential, in log2 units. At this limit, `tanh` is already 1 in
-/// f32. `capped_together` multiplies two such exponentials. Their product at this limit is below the largest f32.
+/// f32. `capped_together` multiplies two such exponentials. At this limit, the product of the two is below the largest
+/// f32.
 const CAPPED: f32 = 60.0;
 
-/// Computes two capped scores with only one reciprocal. A capped score needs `1 / a`, where `a` is 1 plus an
-/// exponential of the score. `b` is the same sum for the second score. With `r = 1 / (a · b)`, `1 / a = b · r` and
-/// `1 / b = a · r`. One reciprocal less saves time, because the MUFU unit, which computes reciprocals and exponentials,
-/// limits the speed of the softcap. If one of the scores is NaN, both scores become NaN.
+/// Computes two capped scores with only one reciprocal. The first capped score needs `1 / a`, where `a` is 1 plus an
+/// exponential of the first score. The second capped score needs `1 / b`, where `b` is 1 plus the exponential of the
+/// second score. With `r = 1 / (a · b)`, `1 / a = b · r` and `1 / b = a · r`. The MUFU unit computes reciprocals and
+/// exponentials, and limits the speed of the softcap. One reciprocal less therefore saves time. If one of the scores is
+/// NaN, both scores become NaN.
 #[cube]
 pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);

@@ -62,8 +62,8 @@ pub(crate) struct RowMax {
     /// The reference of each row: the row's maximum so far, or a value at most [`RESCALE_THRESHOLD`] log2 units below
     /// this maximum.
     pub reference: Pair,
-    /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is
-    /// true, because the references are then already subtracted from the scores.
+    /// The references in log2 units, which the exponential subtracts from the scaled scores. If `far` is true, both
+    /// numbers are 0, because the softmax has already subtracted the references from the unscaled scores.
     pub shift: Pair,
     /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. The softmax then subtracts the references
     /// from the scores before it applies the scale.
@@ -84,12 +84,14 @@ pub(crate) struct Rescaled<NS: Size> {
 }
 
 /// Updates the references, which are the row maxima that the softmax subtracts from the scores. If a score of the warp
-/// exceeds the reference of its row by more than [`RESCALE_THRESHOLD`], the reference of each row becomes the row's maximum.
-/// If a reference exceeds [`FAR`] in magnitude, this threshold does not apply: the references are updated after each block of
-/// keys. The softmax then subtracts the references before it applies the scale.
+/// exceeds the reference of the score's row by more than [`RESCALE_THRESHOLD`], the references of all rows of the warp
+/// change: each becomes the maximum of its row. If a reference exceeds [`FAR`] in magnitude, this threshold does not
+/// apply: the references are updated after each block of keys. The softmax then subtracts the references before it
+/// applies the scale.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
-/// `agreed`, `largest` is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.
+/// `agreed`, `largest` already covers the scores of the whole row. `scale_log2` is the factor from scores to log2
+/// units.
 #[cube]
 pub(crate) fn rescaled<NS: Size>(
     s: Vector<f32, NS>,
@@ -208,7 +210,7 @@ pub(crate) fn softmax_state<NS: Size>(
     }
 }
 
-/// Returns `reference`, or 0 if `reference` is −∞ because the row has seen no key.
+/// Returns `reference`. If `reference` is −∞ because the row has seen no key, returns 0 instead.
 #[cube]
 pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
@@ -225,8 +227,8 @@ const FAR: f32 = 2048.0;
 pub(crate) struct ExpScores {
     pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
-    /// A bit mask of the thread's columns. A bit is 1 if at least one of the thread's two rows sees the column. The
-    /// mask is 0 if it was not requested.
+    /// A bit mask of the columns that the thread holds. A bit is 1 if at least one of the thread's two rows sees the
+    /// column. If the caller did not request the bit mask, the field is 0.
     pub used: u32,
 }
 
@@ -286,8 +288,8 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// If `moved`, multiplies each row of O by its rescale factor, because the row maxima that the softmax subtracts have
-/// changed. O has `columns` columns.
+/// If `moved`, multiplies each row of O by the row's rescale factor. `moved` is true if the references (the row maxima
+/// that the softmax subtracts) have changed. O has `columns` columns.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,

@@ -34,12 +34,13 @@ pub(crate) struct Stationary {
     pub row_block: u32,
     /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
-    /// The range of keys (or queries) that window and sequence length leave visible to at least one row of the tile.
+    /// The tile's visible range: the keys (or queries) that window and sequence length leave visible to at least one
+    /// row of the tile.
     pub run: Run,
     pub first_block: i32,
     pub end_block: i32,
-    /// The tile streams the blocks of one or several heads. This field is the first of these heads: a KV head for a tile of
-    /// queries, a query head for a tile of keys.
+    /// The tile streams the blocks of one or several heads. This field is the index of the first streamed head: a KV
+    /// head for a tile of queries, a query head for a tile of keys.
     pub first_head: u32,
     pub heads: u32,
     /// The index in the gradient's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
@@ -64,12 +65,14 @@ pub(crate) fn stationary_tile(
     let first_row = (work_tile.tile * comptime!(rows as u32)) as i32;
     let size = comptime!(columns as i32);
     let existing = min(comptime!(rows as i32), rows_end(seq_lens, side) - first_row);
-    // The tile's keys past the sequence's length do not count as existing rows, since no query sees them.
+    // The tile may hold keys past the sequence's length. These keys do not count as existing rows, because no query
+    // sees them.
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
-        // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor
-        // has no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden from
-        // all queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial tile.
+        // A partial tile has rows past the last query. In a fully visible block, the kernel also computes scores for
+        // these rows. The bias tensor has no biases for these rows. With a mask mod, these rows could mark a key as
+        // used although the key is hidden from all queries. With per-score biases or a mask mod, no block therefore
+        // counts as fully visible for a partial tile.
         let full =
             existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
@@ -343,8 +346,8 @@ pub(crate) fn lse_delta_of_tile<'a>(
 }
 
 /// Returns one factor for each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The caller
-/// sets a row with the factor 0 to zeros. Without this step, the row could be NaN, because its GEMM multiplies dS = 0
-/// by keys that may be NaN.
+/// sets a gradient row with the factor 0 to zeros. Without this step, the gradient row could be NaN, because the GEMM
+/// multiplies dS = 0 by keys that may be NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

@@ -69,9 +69,10 @@ pub(crate) struct Tile {
     pub first_query: i32,
     /// The number of tile rows that hold queries. The remaining rows lie past the last query of the problem.
     pub rows: i32,
-    /// The number of rows per head: the tile's row count, or `q_len` if several heads share the tile.
+    /// The number of tile rows per head. If several heads share the tile, the number is `q_len`. Otherwise, the number
+    /// is the tile's row count.
     pub head_rows: i32,
-    /// The tile's index in the table of segment bounds, which has the bounds of each block of queries.
+    /// The tile's index in the table of segment bounds. The table holds the bounds of each block of queries.
     pub query_block: u32,
     /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
@@ -93,9 +94,8 @@ pub(crate) struct AssignedTile {
     pub first: i32,
 }
 
-/// Returns the tile that the CTA processes in iteration `turn` of its loop. The tile is part of the work item `item`,
-/// which is one tile or a pair of tiles. A pair takes two iterations. The tile has `rows` queries, and its blocks have
-/// `block` keys each.
+/// Returns the tile that the CTA processes in iteration `turn` of its loop. The work item `item` is one tile, which
+/// takes one iteration, or a pair of tiles, which takes two. A tile has `rows` queries, and a block has `block` keys.
 #[cube]
 pub(crate) fn assigned_tile(
     scheduler: &TileScheduler,
@@ -162,10 +162,10 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor
-    // has no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden
-    // from all queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial
-    // tile.
+    // A partial tile has rows past the last query. In a fully visible block, the kernel also computes scores for these
+    // rows. The bias tensor has no biases for these rows. With a mask mod, these rows could mark a key as used although
+    // the key is hidden from all queries. With per-score biases or a mask mod, no block therefore counts as fully
+    // visible for a partial tile.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);
@@ -235,8 +235,8 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
     let mut position_0 = tile.first_query + first;
     let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
-        // A row past the tile's last query gets the head of that query, so that reads of mask and bias stay inside the
-        // tensors.
+        // A row past the tile's last query gets the head of the last query, so that reads of mask and bias stay inside
+        // the tensors.
         let last = tile.rows - 1i32;
         head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
         head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;

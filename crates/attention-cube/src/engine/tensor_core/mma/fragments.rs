@@ -1,5 +1,6 @@
-//! Helpers for the registers of a warp. All fragments of a warp lie one after another in one vector. Other helpers exchange
-//! one f32 per row between warps, through shared memory.
+//! Helpers for the registers of a warp. One vector holds the registers of all 16-row fragments of a warp, one fragment
+//! after another. Other helpers store and load one f32 per row in shared memory, so that warps can exchange these
+//! values.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};
@@ -39,8 +40,9 @@ pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
     all
 }
 
-/// Finds the rows of a block (the right operand) that contribute to a warp's GEMM. Returns one bit for each block row
-/// that this lane multiplies. A bit is set if the matching column of the warp's left operand has a nonzero element.
+/// Finds the rows of a block that contribute to a warp's GEMM, whose right operand is the block. Returns one bit for
+/// each block row that this lane multiplies. A bit is set if the matching column of the warp's left operand has a
+/// nonzero element.
 ///
 /// A block has `depth` rows. See [`add_product`](cube_kit::ampere::mma::add_product) for the order of the bits.
 #[cube]
@@ -70,11 +72,13 @@ pub(crate) fn used_by_warp<A: Size>(
     used
 }
 
-/// Returns one bit for each column of P or dS (the left operand, in shared memory) that this lane multiplies. A bit is
-/// set if any of `warps` warps has a nonzero element in the column.
+/// Returns one bit for each column of P or dS that this lane multiplies. P or dS is the left operand of a GEMM, and
+/// lies in shared memory. A bit is set if any of the `warps` warps that stored P or dS has a nonzero element in the
+/// column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. The words mark the used columns among the
-/// 32 columns of that warp. `groups` consecutive warps have the same rows and different columns.
+/// Each warp has stored four words at `table`, one for each lane of a quad. The set bits of these words mark the
+/// columns with nonzero elements, among the warp's 32 columns. `groups` consecutive warps have the same rows and
+/// different columns.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,
@@ -91,7 +95,8 @@ pub(crate) fn used_by_warps(
     used
 }
 
-/// The distance in bytes between the words of a thread's two rows (8 rows apart), in a table with one word per row.
+/// The distance in bytes between two words in a table with one word per row. The two words belong to the two rows of a
+/// thread, which are 8 rows apart.
 const TO_SECOND: u32 = 4 * 8;
 
 /// Stores two f32 of a thread, one for each of its two rows, in a table with one word per row. One lane of each quad stores.

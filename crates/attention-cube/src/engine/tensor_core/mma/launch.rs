@@ -55,8 +55,8 @@ pub(super) fn forward(
         && lengths.is_some_and(is_as_read);
     let cubes = pass.work_tiles as u32;
     let element = dtype_to_storage_type(problem.dtype);
-    // Codes of every format have the element type u32, because the kernel copies K and V as bytes. The tiles tell the
-    // format.
+    // Codes of every format have the element type u32, because the kernel copies K and V as bytes. The code format is a
+    // field of the tiles.
     let key_element = match scales {
         Some(_) => ElemType::UInt(UIntKind::U32),
         None => element,

@@ -39,9 +39,9 @@ use crate::types::request::{Layouts, Operands, Pass};
 use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 use cube_kit::nvidia::Half;
 
-/// The largest number of query rows (`q_len` times the query heads of a group) for which selection tries this engine's
-/// forward before all other engines. The table gives GB/s on one H200 (2026-11-23, bf16, 32,768 keys), measured by the
-/// benchmark with `--engine mma,unit` and `--engine wgmma,unit`:
+/// The largest number of query rows (`q_len` times the query heads of a group) for which the selection tries this
+/// engine's forward before all other engines. The columns `mma` and `wgmma` of the table give GB/s on one H200
+/// (2026-11-23, bf16, 32,768 keys), measured by the benchmark with `--engine mma,unit` and `--engine wgmma,unit`:
 ///
 /// | head size | rows | mma | wgmma |
 /// |---|---|---|---|
@@ -66,26 +66,29 @@ pub(super) const FIRST_ROWS: usize = 32;
 /// The plan of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaForwardPlan {
-    /// The tiles of the kernel. Their type also says how the warps divide the tiles.
+    /// The tiles of the kernel. The variant of this enum tells how the warps divide the tiles.
     pub tiles: MmaForwardTiles,
     /// The number of query heads that share a tile, all from one GQA group. In a shared tile, the rows of one head precede
     /// the rows of the next head.
     pub heads: usize,
-    /// The number of key splits (split-KV). With 1 split, no second kernel combines partial outputs.
+    /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output, and no second
+    /// kernel combines partial outputs.
     pub splits: usize,
     /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
     /// The number is 1 if the problem has no causal mask, no segments and no key intervals. Otherwise the plan limits
     /// the number so that the operands of these heads stay in the L2 cache.
     pub together: usize,
-    /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
+    /// The operands that must be copied before the kernel starts. The rows of a copy start and end at multiples of 16
+    /// bytes.
     pub copies: Operands,
 }
 
-/// The table of the forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each
-/// head size has entries for 227, 163 and 99 KB.
+/// The table of the forward's tiles. The plan takes the first entry that serves the problem's head sizes and fits the
+/// device's shared memory. Every head size has an entry that fits 99 KB, and may have others that fit only 163 or 227
+/// KB.
 ///
-/// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the first is
-/// without a mask and the second is causal.
+/// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the
+/// first is for the problem without a mask, and the second for the problem with a causal mask.
 const FORWARD: &[Shape] = &[
     // At head size 64, the next tiles reach 316 TFLOP/s on an H200 without a mask and 298 causal. Other tiles under a
     // causal mask, in TFLOP/s: 294 with blocks of 32 keys; 302 with blocks of 128 keys; 295 with warps of 16 rows; 289
@@ -133,8 +136,8 @@ const FORWARD: &[Shape] = &[
 /// The largest head size of Q and K that leaves room in shared memory for the slots of operand chunks.
 const WIDEST_DOTS: usize = 576;
 
-/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in
-/// the order of the backward, so that both round each score alike.
+/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the plan takes tiles whose
+/// kernel sums `q·k` in the order in which the backward sums it. Forward and backward then round each score alike.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -177,7 +180,8 @@ pub(super) fn forward(
     })
 }
 
-/// Returns the tiles of the kernel that reads quantized keys and values directly, without converting them to bf16 beforehand.
+/// Returns the tiles of the kernel that reads quantized keys and values directly. The keys and values are not converted
+/// to bf16 in memory beforehand.
 fn code_tiles(
     rows: usize,
     problem: &AttentionProblem,
@@ -186,7 +190,8 @@ fn code_tiles(
     half: Half,
     limits: [usize; 2],
 ) -> Result<MmaForwardTiles, Refusal> {
-    // Refuse operands that would first need an aligned copy. Copying all of K and V takes longer than running another engine.
+    // Refuse keys and values that would first need a copy to aligned rows. The copy of all of K and V would take longer
+    // than another engine takes.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
             "this engine reads rows of codes in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
@@ -204,8 +209,8 @@ fn code_tiles(
     ))
 }
 
-/// Returns the first tiles in the table that serve these head sizes and fit a CTA of `shared_memory` bytes of shared
-/// memory and `units` threads.
+/// Returns the first tiles in the table that serve these head sizes and that the device can run. A CTA of the device
+/// has at most `shared_memory` bytes of shared memory and `units` threads.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -283,12 +288,13 @@ mod tests {
             tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
             "{context}"
         );
-        // A lane keeps one bit for each key that it multiplies, four bits per group of 16 keys. The bit tells whether
-        // the key has a nonzero probability. One 32-bit word therefore covers at most 128 keys.
+        // A lane keeps one bit for each key that it multiplies, which is four bits for each group of 16 keys. The bit
+        // tells whether the key has a nonzero probability. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
-        // After chunk `i` of a pass (main loop iteration), a warp starts to copy chunk `i + slots − 1`. This chunk must
-        // be one of this pass or of the next, so the ring buffer can use at most `chunks + 1` slots.
+        // When a warp has read chunk `i` of a pass (main loop iteration), it starts to copy chunk `i + slots − 1`. This
+        // chunk must belong to the current pass or to the next pass. The ring buffer can therefore use at most
+        // `chunks + 1` slots.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"

@@ -1,5 +1,6 @@
-//! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the ring and
-//! read chunks from it. A pass is one iteration of the main loop, which reads a fixed number of chunks.
+//! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the
+//! ring and read chunks from it. A pass is one iteration of the main loop. In each pass, the warps read the same number
+//! of chunks.
 //!
 //! A slot is full when all threads have completed their copy operations into the slot, and empty when all warps have read
 //! the slot. A warp continues with the next chunk as soon as that chunk's slot is full, without a CTA-wide barrier.
@@ -28,8 +29,8 @@ pub(super) fn make_ring(
     }
 }
 
-/// A slot of the ring buffer in shared memory, and the mbarrier parity of the chunk in that slot. The parity flips each time
-/// the ring buffer wraps around.
+/// A slot of the ring buffer in shared memory, and the mbarrier parity of the chunk in this slot. The parity flips each
+/// time the ring wraps around from its last slot to its first.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingTurn {
@@ -47,8 +48,8 @@ pub(super) fn turn_after(
     let slots = comptime!(ring.slots as u32);
     let rounds = comptime!((count / ring.slots % 2) as u32);
     if comptime!(ring.chunks.is_multiple_of(ring.slots)) {
-        // The slot is a compile-time constant, because the chunks of a pass (main loop iteration) fill the ring a whole
-        // number of times.
+        // The slot is a compile-time constant, because the number of chunks in a pass (main loop iteration) is a
+        // multiple of the number of slots.
         RingTurn {
             slot: u32::new(comptime!((count % ring.slots) as i64)),
             parity: first.parity ^ rounds,
@@ -63,19 +64,20 @@ pub(super) fn turn_after(
     }
 }
 
-/// The addresses of a chunk's slot and its barriers, and the mbarrier parity to wait for.
+/// The addresses of the slot that a chunk fills and of the slot's two barriers, and the mbarrier parity to wait for.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingSlot {
     pub slot: u32,
-    /// The addresses of the two barriers, on which warps signal that the slot is full or empty.
+    /// The addresses of the slot's two barriers (`full` and `empty`). Completion of `full` means that the slot is full,
+    /// and completion of `empty` that all warps have read the slot.
     full: u32,
     empty: u32,
     parity: u32,
 }
 
-/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration), whose first chunk has the slot `first`. An
-/// index past the pass's last chunk means a chunk of the next pass.
+/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration). `first` is the slot of the pass's first
+/// chunk. If `chunk` is past the pass's last chunk, it means a chunk of the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,
@@ -97,7 +99,7 @@ pub(super) fn ring_slot_of(
     }
 }
 
-/// Waits until all warps have read the previous chunk of the slot, so that the calling thread may refill the slot.
+/// Waits until all warps have read the chunk that the slot held before. The calling thread may then refill the slot.
 #[cube]
 pub(super) fn await_empty(place: &RingSlot) {
     await_phase(place.empty, place.parity ^ 1u32);
@@ -110,7 +112,7 @@ pub(super) fn signal_full(place: &RingSlot) {
     arrive_with_copies(place.full);
 }
 
-/// Waits until all threads have completed their copy operations into the slot of the ring buffer.
+/// Waits until all threads have completed their copy operations into the slot.
 #[cube]
 pub(super) fn await_full(place: &RingSlot) {
     await_phase(place.full, place.parity);

@@ -1,4 +1,4 @@
-//! Writes the CUDA C++ source of the engine's kernels, see [`source`](crate::source::nvidia).
+//! Writes the CUDA C++ source of the engine's kernels: see [`source`](crate::source::nvidia).
 
 use super::backward::bias_gradient::bias_gradient_split_m::BiasGradientSplitM;
 use super::backward::bias_gradient::{BiasGradientOperandsCompilationArg, BiasGridCompilationArg};
@@ -59,7 +59,7 @@ fn write() {
 const MOST_SHARED_MEMORY: usize = 232_448;
 
 /// Returns the bytes of shared memory per CTA of the target GPU: the value of the environment variable `SHARED_MEMORY`,
-/// or the bytes of an H200 if the variable is not set.
+/// or the number of an H200 if the variable is not set.
 fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY")
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
@@ -93,8 +93,8 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     write_forward(wanted, folder, name, tiles, kind(wanted, Side::Queries));
 }
 
-/// Writes the source of the forward for `rows` query rows. If `shared`, eight heads share the tile, and the keys are
-/// split (split-KV). Otherwise all rows are queries of one head.
+/// Writes the source of the forward for `rows` query rows. If `shared`, the rows of eight heads share one tile, and the
+/// keys are split (split-KV). Otherwise all rows are queries of one head.
 fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: bool) {
     let Wanted {
         head_dim,
@@ -117,8 +117,8 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
     write_forward(wanted, folder, name, tiles, kind);
 }
 
-/// Writes the source of the forward over int8 keys and values, for `rows` query rows of eight heads that share a tile. The
-/// keys are split (split-KV).
+/// Writes the source of the forward over int8 keys and values, for `rows` query rows. The rows belong to eight heads
+/// that share one tile. The keys are split (split-KV).
 fn code_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
     let widths = [wanted.head_dim, wanted.value_dim];
     let tiles = decode_code_tiles(

@@ -1,5 +1,5 @@
-//! GEMMs whose right operand streams through a ring of shared-memory buffers (*stages*). A *chunk* is the rows or columns of
-//! the operand that fill one stage.
+//! GEMMs whose right operand streams through a ring of shared-memory buffers (*stages*). A *chunk* is some rows or
+//! columns of the operand, as many as fill one stage.
 //!
 //! The functions `*_text` emit PTX.
 
@@ -17,14 +17,15 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of keys per block for which one split-D warpgroup computes the scores of its 64 queries.
+/// The number of scores per query that one split-D warpgroup computes for a block, which is half the keys of the block.
+/// The warpgroup computes them for the 64 queries of the tile.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// Emits PTX that steps through the chunks in a ring of shared-memory buffers (stages), and computes the addresses of each
 /// chunk's barriers and data.
 ///
-/// If the chunks of every operand fill the ring a whole number of times, these addresses are constant offsets. Otherwise the
-/// PTX computes the stage of each chunk.
+/// If every operand's number of chunks is a multiple of the number of stages, the addresses lie at constant offsets
+/// from those of the first chunk. Otherwise the PTX computes the stage of each chunk.
 struct Walk {
     ring: RingShape,
     /// The PTX register with the address of the first stage's full barrier.
@@ -33,16 +34,17 @@ struct Walk {
     empty: String,
     /// The PTX register with the shared memory descriptor of the ring's first stage.
     data: String,
-    /// The distance in chunks from one chunk that the warpgroup uses to the next.
+    /// The number of chunks from one chunk that the warpgroup uses to the next chunk that it uses.
     step: usize,
-    /// The distance in stages from the stage in the PTX register `stage` to the stage of the current chunk.
+    /// The distance in stages to the stage of the current chunk, counted from the stage that the PTX register `stage`
+    /// holds.
     offset: usize,
     text: String,
 }
 
 impl Walk {
-    /// Creates a `Walk` that begins at ring stage `stage`, whose full barrier has the parity `parity`. Each string is
-    /// the name of a PTX register.
+    /// Creates a `Walk`. Each string is the name of a PTX register. The walk begins at the ring stage in the register
+    /// `stage`. The register `parity` holds the parity of the full barrier of this stage.
     fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
@@ -78,7 +80,8 @@ impl Walk {
         self.text += "wgmma.fence.sync.aligned;\n";
     }
 
-    /// Returns the offset from the descriptor in the PTX register `chunk` to the descriptor of the current chunk's data.
+    /// Returns the distance from the descriptor in the PTX register `chunk` to the descriptor of the current chunk's
+    /// data.
     const fn data(&self) -> usize {
         units(self.offset * WgmmaSplitDTiles::STAGE_BYTES)
     }
@@ -108,13 +111,14 @@ impl Walk {
 /// The outputs are the registers of S. The inputs are, in this order:
 /// 1. The registers of the first query chunks, which stay in registers.
 /// 2. The descriptors of the queries and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
+/// 3. The full and the empty barrier of the ring's first stage, and `elected`, which is 1 in the lane that frees chunks
+///    for its warp.
 /// 4. The stage and the parity of the first chunk.
 ///
 /// The PTX frees each chunk except the last. The caller frees the last chunk, after it has waited for S.
 ///
-/// With `frees_before`, the PTX also frees the last chunk of the preceding GEMM. Two more inputs follow in this case: the
-/// chunk's empty barrier, and the `elected` flag for this barrier.
+/// With `frees_before`, the PTX also frees the last chunk of the preceding GEMM. In this case, two more inputs follow:
+/// the empty barrier of that last chunk, and the `elected` flag for this barrier.
 fn chunked_scores_text(product: &ChunkedScores) -> String {
     let first_query = HALF_KEYS / 2;
     let after = first_query + product.query_fragment;
@@ -164,7 +168,7 @@ fn chunked_scores_text(product: &ChunkedScores) -> String {
     format!("{{\n{}}}\n", walk.text)
 }
 
-/// Emits the wgmma that multiply P (or dS) by the current chunk.
+/// Emits the wgmma instructions that multiply P (or dS) by the current chunk.
 fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize) {
     for part in 0..WgmmaSplitDTiles::VALUE_KEYS / STEP {
         let step = chunk * (WgmmaSplitDTiles::VALUE_KEYS / STEP) + part;
@@ -187,15 +191,16 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
 /// 2. The descriptors of P and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
+/// 3. The full and the empty barrier of the ring's first stage, and `elected`, which is 1 in the lane that frees chunks
+///    for its warp.
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The stage and the parity of the other warpgroup's first chunk.
 ///
 /// The PTX frees each chunk except the last. The caller frees the last chunk, after it has waited for the sum.
 ///
-/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. Otherwise the warpgroup would
-/// skip a phase of the chunk's full barrier. A wait by parity cannot tell the phases before and after the skipped phase
-/// apart.
+/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. Without this wait, the
+/// warpgroup would skip a phase of the full barrier of that chunk's stage. The phases before and after the skipped
+/// phase have the same parity, so a later wait by parity could not tell them apart.
 fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
     let [
@@ -256,15 +261,15 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// The outputs are the registers of O. The inputs are, in this order:
 /// 1. The registers of O.
 /// 2. The descriptors of P and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
+/// 3. The full and the empty barrier of the ring's first stage, and `elected`, which is 1 in the lane that frees chunks
+///    for its warp.
 /// 4. The stage and the parity of the warpgroup's first chunk.
-/// 5. The empty barrier of the last chunk of the next block's K, and a flag that is 1 in the lanes that free that
-///    chunk.
+/// 5. The empty barrier of the next block's last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
-/// The caller frees the chunks of V, with one exception. If the block's last chunk of V reuses the stage of its first
-/// chunk, the PTX helps to free the warpgroup's first chunk. The PTX then arrives once at that chunk's empty barrier.
-/// The barrier expects eight arrivals, but a warpgroup has only four warps. `share_first_chunk` or
-/// `free_own_first_chunk` adds the other four arrivals.
+/// The caller frees the chunks of V, with one exception. In some tiles, the last chunk of V of the block reuses the
+/// stage of the first chunk of V. The PTX then helps to free the first chunk of V that the warpgroup multiplies. In the
+/// PTX, each warp arrives once at the empty barrier of that chunk. This barrier expects eight arrivals, but a warpgroup
+/// has only four warps. `share_first_chunk` or `free_own_first_chunk` adds the other four arrivals.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -294,8 +299,8 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After the wait that follows, S of the next block is complete, so the kernel can free the last chunk of
-            // that block's K.
+            // The wait that follows also waits for S of the next block. After the wait, the kernel can therefore free
+            // the last chunk of K of that block.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );
@@ -323,8 +328,8 @@ pub(crate) struct Ring {
     pub elected: u32,
 }
 
-/// Starts the GEMM `S = Q Kᵀ` of a block. `at` is the ring stage and the parity of the block's first chunk of K. The
-/// returned registers are valid only after a wait for the wgmma group.
+/// Starts the GEMM `S = Q Kᵀ` of a block. `at` has the ring stage and the parity of the first chunk of K of the block.
+/// The returned registers are valid only after a wait for the wgmma group.
 #[cube]
 pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     first_queries: Vector<u32, NQ>,
@@ -353,8 +358,8 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
 
 /// Starts the GEMM `S = left · rightᵀ` of a block. All chunks of `left` are in shared memory.
 ///
-/// If `product.frees_before` is true, this call also frees the shared-memory buffer of the preceding GEMM's last chunk.
-/// `before` is the empty barrier of that buffer.
+/// If `product.frees_before` is true, this call also frees the shared-memory buffer that holds the last chunk of the
+/// preceding GEMM. `before` is the address of the empty barrier of that buffer.
 #[cube]
 pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,
@@ -384,8 +389,8 @@ pub(crate) fn multiply_chunks<NS: Size>(
 }
 
 /// Starts the GEMM `sum += P V` over `chunks` chunks, beginning with chunk number `first`. Both numbers count only the
-/// chunks that the warpgroup multiplies. `at` and `other` are the stage and parity of the first chunk of this warpgroup
-/// and of the other warpgroup.
+/// chunks that the warpgroup multiplies. `at` has the stage and parity of this warpgroup's first chunk. `other` has the
+/// stage and parity of the other warpgroup's first chunk.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,
@@ -430,8 +435,8 @@ pub(crate) fn load_first_queries<NQ: Size>(
     )
 }
 
-/// Starts the GEMM `O += P V` of a block, over every second chunk of the ring. `at` is the stage and parity of the
-/// warpgroup's first chunk.
+/// Starts the GEMM `O += P V` of a block. The warpgroup multiplies every second chunk of V in the ring. `at` has the
+/// stage and parity of the first of these chunks.
 #[cube]
 pub(crate) fn multiply_chunked_output<NO: Size>(
     o: Vector<f32, NO>,

@@ -3,9 +3,11 @@
 //! Terms that recur in the kernels:
 //! - *split-M*: each warpgroup of a CTA computes some rows of a tile, with all columns.
 //! - *split-D*: each warpgroup computes all rows of a tile, with half of the columns.
-//! - *ring*: buffers in shared memory (*stages*) through which blocks stream. Each stage has a *full* and an *empty* mbarrier.
-//! - *chunk*: in split-D, the rows or columns of a block that fill one stage of the ring.
-//! - *ping-pong*: the warpgroups take turns to issue wgmma, so that one warpgroup computes its softmax during another's GEMMs.
+//! - *ring*: buffers in shared memory (*stages*) through which blocks stream. Each stage has a *full* mbarrier (its
+//!   data has arrived) and an *empty* mbarrier (all warps have read its data).
+//! - *chunk*: in split-D, some rows or columns of a block, as many as fill one stage of the ring.
+//! - *ping-pong*: the warpgroups take turns to issue wgmma, so that one warpgroup computes its softmax during another
+//!   warpgroup's GEMMs.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod backward;

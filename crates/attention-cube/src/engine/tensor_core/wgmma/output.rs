@@ -1,5 +1,5 @@
-//! The epilogue of a kernel. Each warpgroup writes the rows and columns of the output or gradient that it has computed.
-//! If the output's shape allows TMA, TMA does the writes.
+//! The epilogue of a kernel. Each warpgroup writes to global memory the rows and columns of the output or gradient that
+//! it has computed. If the shape of the tile and of the tensor allows it, TMA does these writes.
 
 use crate::engine::tensor_core::common::output::{
     Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
@@ -14,7 +14,8 @@ use cube_kit::hopper::tma::store_tma_tiles;
 use cube_kit::nvidia::accumulator::Pair;
 use cubecl::prelude::*;
 
-/// The destination to which a warpgroup writes its rows and columns of a tile.
+/// The places that a warpgroup needs to write its rows and columns of a tile: the staging buffer, the tensor map, and
+/// the position of the rows in the tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputTarget {
@@ -85,8 +86,9 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The function overwrites an
-/// operand in the staging buffer in shared memory, so all warps must have read that operand before the call.
+/// Multiplies the part of a gradient that a warpgroup has computed by `factors`, and writes the products. The function
+/// stages them in a shared-memory buffer that still holds an operand. All warps must have read that operand before the
+/// call.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,

@@ -32,7 +32,8 @@ pub struct WgmmaForwardPlan {
     pub tiles: WgmmaForwardTiles,
     /// The number of query heads that share a tile, all from one GQA group.
     pub heads: usize,
-    /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
+    /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output, and no second
+    /// kernel combines partial outputs.
     pub splits: usize,
     /// The number of heads whose tiles are in flight at the same time. Heads of different sequences count separately.
     /// The number is 1 if the problem has no causal mask, no segments and no key intervals. Otherwise the plan limits
@@ -40,7 +41,8 @@ pub struct WgmmaForwardPlan {
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
-    /// The operands whose layout TMA cannot read. They are copied to a suitable layout before the kernel starts.
+    /// The operands whose layout TMA cannot read. Before the kernel starts, these operands are copied to a layout that
+    /// TMA can read.
     pub copies: Operands,
 }
 
@@ -54,8 +56,9 @@ pub enum Scheduler {
     SingleTile,
     /// A fixed number n of CTAs. CTA i processes the tiles i, i + n, i + 2n, ….
     StaticPersistent(usize),
-    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and its mirror image in the
-    /// sequence, so all pairs have equal work under a causal mask.
+    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair consists of the k-th tile from
+    /// the start of the sequence and the k-th tile from its end. Under a causal mask, all pairs therefore have equal
+    /// work.
     StaticPersistentPairs(usize),
     /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory, because tiles differ in
     /// work.
@@ -65,7 +68,7 @@ pub enum Scheduler {
 /// The bytes of the scheduler's mailbox in shared memory: two messages, each with one word and two barriers.
 pub(crate) const MAILBOX_BYTES: usize = 48;
 
-/// One entry of the split-M table: the parameters of one [`WgmmaSplitMTiles`].
+/// One entry of the split-M table: the parameters that determine a [`WgmmaSplitMTiles`].
 struct SplitMShape {
     /// The largest head size of Q and K that this entry serves.
     head_dim: usize,
@@ -74,8 +77,8 @@ struct SplitMShape {
     keys: usize,
     stages: usize,
     ordering: Ordering,
-    /// The sizes for problems whose biases TMA copies to shared memory: the number of keys in a block, and the number
-    /// of stages in the ring of biases.
+    /// Two sizes for problems whose biases TMA copies to shared memory: the number of keys in a block, and the number
+    /// of stages for blocks of biases.
     biased: [usize; 2],
 }
 
@@ -83,9 +86,9 @@ struct SplitMShape {
 #[derive(Clone, Copy)]
 enum Ordering {
     Always,
-    /// Ping-pong, except under a causal mask, because ping-pong is slower there.
+    /// The warpgroups take turns, except under a causal mask, where taking turns is slower.
     UnlessCausal,
-    /// Ping-pong, except with a mask or a bias, because ping-pong is slower there.
+    /// The warpgroups take turns, except with a mask or a bias, where taking turns is slower.
     UnlessMasked,
 }
 
@@ -109,25 +112,28 @@ const fn split_m_shape(
     }
 }
 
-/// The split-M table. A problem takes the first entry whose sizes are large enough. The comments give TFLOP/s on one H200 in
-/// bf16, at 4,096 queries and keys (docs/forward-split-m.md).
+/// The split-M table. A problem takes the first entry whose largest head sizes are not below the problem's head sizes.
+/// The comments give TFLOP/s on one H200 in bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // At head size 64 under a causal mask, the next tile reaches 463 TFLOP/s on an H200. Other tiles under a causal mask, in
-    // TFLOP/s: 449 with two stages; 414 with blocks of 80 keys; 426 with 112 keys; 460 with 128 keys; 450 without ping-pong.
+    // At head size 64 under a causal mask, the next tile reaches 463 TFLOP/s on an H200. Variants of this tile under a
+    // causal mask, in TFLOP/s: 449 with two stages; 414 with blocks of 80 keys; 426 with blocks of 112 keys; 460 with
+    // blocks of 128 keys; 450 without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // At head size 128 on an H200, the next tile reaches 649 TFLOP/s with a causal mask, 691 without, and 460 with a bias.
-    // Other tiles under a causal mask, in TFLOP/s: 629 with ping-pong; 622 with blocks of 112 keys; 618 with 144 keys.
-    // Without a mask, blocks of 144 keys reach 697 TFLOP/s. With a bias, blocks of 96 keys and two stages reach 461 TFLOP/s.
+    // At head size 128 on an H200, the next tile reaches 649 TFLOP/s with a causal mask, 691 without, and 460 with a
+    // bias. Variants of this tile under a causal mask, in TFLOP/s: 629 with ping-pong; 622 with blocks of 112 keys; 618
+    // with blocks of 144 keys. Without a mask, blocks of 144 keys reach 697 TFLOP/s. With a bias, blocks of 96 keys and
+    // two stages reach 461 TFLOP/s.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // At head size 256 on an H200, the next tile reaches 788 TFLOP/s without a mask, and 534 with a bias. Other tiles without
-    // a mask, in TFLOP/s: 796 with blocks of 64 keys; 779 without ping-pong. With a bias, one stage also reaches 534 TFLOP/s.
+    // At head size 256 on an H200, the next tile reaches 788 TFLOP/s without a mask, and 534 with a bias. Variants of
+    // this tile without a mask, in TFLOP/s: 796 with blocks of 64 keys; 779 without ping-pong. With a bias, one stage
+    // also reaches 534 TFLOP/s.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
-/// The split-D table: the largest head size of each entry, and the number of ring stages that fit in shared memory beside
-/// the queries.
+/// The split-D table. Each entry has the largest head size that it serves, and the number of ring stages that fit in
+/// shared memory beside the queries.
 const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
 /// The largest head size of Q and K for which shared memory has room for a ring beside the queries.
@@ -206,10 +212,11 @@ pub(super) fn forward(
     })
 }
 
-/// True if TMA can copy a tile's biases: one element for each pair of a query and a key, in the precision of the queries.
+/// True if TMA can copy a tile's biases. The bias must have one element for each pair of a query and a key, in the
+/// precision of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    // With a score mod or a mask mod, TMA copies no biases. The kernel would add TMA's biases to S before the score
-    // mod, but the score mod must get the score without the bias.
+    // With a score mod or a mask mod, TMA copies no biases. The kernel would add the biases from TMA to S before it
+    // calls the score mod. But the score mod must get the score without the bias.
     let bias = problem.bias.filter(|_| !problem.has_code());
     bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
@@ -265,9 +272,10 @@ pub(crate) fn forward_tiles(
 
 /// Chooses the assignment of tiles to CTAs.
 ///
-/// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter. In
-/// all other cases, CTAs are persistent if there are more tiles than multiprocessors and all tiles (or mirrored pairs) have
-/// equal work.
+/// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter.
+/// In all other cases, CTAs are persistent under two conditions. There are more tiles (counted once per split) than
+/// multiprocessors, and all tiles have equal work. Instead of the tiles, pairs of a tile and its mirror image in the
+/// sequence may have equal work.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,

@@ -1,4 +1,4 @@
-//! Writes the CUDA C++ of the engine's kernels: see [`source`](crate::source::nvidia).
+//! Writes the CUDA C++ source of the engine's kernels: see [`source`](crate::source::nvidia).
 
 use super::backward::load::GradientMapsCompilationArg;
 use super::backward::split_d::backward_split_d::BackwardSplitD;
@@ -102,7 +102,7 @@ impl Wanted {
                 };
             }
             let settings = settings(tiles.units());
-            // The split-M kernel has two gradient arguments. The split-D kernel has one.
+            // The split-M kernel has two arguments for gradients, and the split-D kernel has one.
             macro_rules! definition {
                 ($kernel:ident, $tiles:expr, [$($gradient:expr),*]) => {
                     $kernel::new(

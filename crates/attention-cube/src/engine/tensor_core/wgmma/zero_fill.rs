@@ -1,9 +1,9 @@
-//! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and
-//! `0 · NaN` is NaN.
+//! Writes zeros over those rows of a block of V, K, Q or dO that no row of the tile sees. These hidden rows may hold
+//! NaN, and `0 · NaN` is NaN.
 //!
-//! The *used bits* in shared memory have one bit for each row of a block. A warp sets the bit if one of the tile rows
-//! that the warp computes sees the block row. Each block has four 32-bit *used words*. Three sets of four words serve
-//! consecutive blocks in turn: every third block uses the same set.
+//! The *used bits* in shared memory have one bit for each row of a block. Each warp computes scores for some rows of
+//! the tile. The warp sets the bit of a block row if one of these tile rows sees the block row. The bits of a block lie
+//! in four 32-bit *used words*. There are three sets of four words. Consecutive blocks use the three sets in turn.
 
 use crate::math::visibility::Run;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -11,8 +11,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::{load_shared, or_shared, store_shared, zero_fill_shared};
 use cubecl::prelude::*;
 
-/// True if the tile's visible range `run` begins or ends inside the block that starts at row `first`. Rows at or past
-/// `length` do not count, because TMA writes zeros there.
+/// True if the block that starts at row `first` has rows outside of the tile's visible range `run`. Rows at or past
+/// `length` do not count, because TMA has already written zeros there.
 #[cube]
 pub(crate) fn has_out_of_range(
     run: &Run,
@@ -23,8 +23,8 @@ pub(crate) fn has_out_of_range(
     first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
 }
 
-/// Returns one bit for each column of P that the thread holds. The bit is 1 if the thread holds a nonzero element of the
-/// column.
+/// Returns one bit for each column of P of which the thread holds elements. The bit is 1 if one of these elements is
+/// not 0.
 #[cube]
 pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: usize) -> u32 {
     let mut used = 0u32;
@@ -40,9 +40,9 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
     used
 }
 
-/// Sets the used bits of the `count`-th block for the columns of S that the warp's rows see. A used bit tells whether
-/// some row of the tile sees a certain row of a block, which is a column of S. `used` holds the bits of this thread.
-/// Bit 0 of `used` becomes bit `shift` of the stored word.
+/// Sets *used bits* of the `count`-th block in shared memory. A used bit tells whether some row of the tile sees a
+/// certain row of the block, which is a column of S. `used` holds the bits that this thread contributes, and the
+/// function combines the bits of the warp's lanes. Bit 0 of `used` becomes bit `shift` of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -55,8 +55,9 @@ pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) 
     }
 }
 
-/// Clears the *used words* of block `count + 2`, whose bits mark the block's rows that the tile sees. Block `count − 1`
-/// used the same words. All warps must have passed a barrier since they read the words for block `count − 1`.
+/// Clears the *used words* of block `count + 2`. Each bit of these words tells whether the tile sees a certain row of
+/// the block. Block `count − 1` used the same words. Before this call, all warps must have read these words for block
+/// `count − 1` and then passed a barrier.
 #[cube]
 pub(crate) fn forget_used(used_at: u32, count: u32) {
     if UNIT_POS < 4u32 {
@@ -64,14 +65,15 @@ pub(crate) fn forget_used(used_at: u32, count: u32) {
     }
 }
 
-/// Returns the address of the *used words* of the `turn`-th block, whose bits mark the block's rows that the tile sees.
-/// Consecutive blocks use three sets of words in turn.
+/// Returns the address of the *used words* of the `turn`-th block. Each bit of these words tells whether the tile sees
+/// a certain row of the block. There are three sets of words, and consecutive blocks use the three sets in turn.
 #[cube]
 pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
     used_at + turn % 3u32 * 16u32
 }
 
-/// True if the block has a column that no row of the tile sees, according to the bits at `words` in shared memory.
+/// True if the block has a row (a column of S) that no row of the tile sees. The bits at `words` in shared memory tell
+/// which block rows the tile sees.
 #[cube]
 pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     let all = comptime!(match block / 4 {
@@ -82,9 +84,9 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// True if the block has rows that no row of the tile sees. If `masked`, the *used words* of the `count`-th block
-/// decide: their bits mark the rows that the tile sees. The function then also clears the used words of a later block.
-/// Without `masked`, the tile's visible range `run` decides.
+/// True if the block has rows that no row of the tile sees. If `masked`, the function reads the *used words* of the
+/// `count`-th block, whose set bits mark the rows that the tile sees. The function then also clears the used words of a
+/// later block. Without `masked`, the function compares the block with the tile's visible range `run`.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,
@@ -103,13 +105,15 @@ pub(crate) fn has_unseen(
     unseen
 }
 
-/// Writes zeros over the rows of a block that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
+/// Writes zeros over those rows of a block that no row of the tile sees. These hidden rows may hold NaN, and `0 · NaN`
+/// is NaN.
 ///
-/// The block starts at position `first`. The call covers `count` rows from row `first_row` on, at `address` in shared
-/// memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group.
+/// The block starts at position `first` of the sequence. The call covers only `count` rows of the block, from its row
+/// `first_row` on. These rows lie at `address` in shared memory. A group of `units` threads shares the work, and `unit`
+/// is this thread's index in the group.
 ///
-/// If `masked`, the bits at `words` in shared memory tell which rows the tile sees. Otherwise the tile's visible range `run`
-/// tells which rows the tile sees.
+/// If `masked`, the bits at `words` in shared memory tell which block rows the tile sees. Otherwise the tile's visible
+/// range `run` tells it.
 #[cube]
 pub(crate) fn zero_fill_unseen(
     address: u32,

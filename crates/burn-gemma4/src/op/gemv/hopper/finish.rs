@@ -1,8 +1,11 @@
 //! The end of a batch GEMM: adds up the partial sums of the cluster's cubes, and writes the outputs.
 //!
-//! The input rows are divided into slices, and each cube of the cluster finishes the sums of one slice. A part is the
-//! partial sums of one cube. The shared memory of a cube holds
-//! `[part, input row of the slice, weight row of the tile]`. Each cube of the cluster writes one of the parts.
+//! The cubes of a cluster divide the inner dimension. For every input row, each of these cubes has partial sums over
+//! its share of the inner dimension. The input rows are divided into slices. For each slice, one cube of the cluster
+//! adds up the partial sums of all cubes.
+//!
+//! The partial sums of one cube are called a part. In shared memory, a cube holds the parts of its slice, one from each
+//! cube of the cluster: `[part, input row of the slice, weight row of the tile]`.
 
 use super::super::concat::Side;
 use super::super::sums::{Epilogue, EpilogueInputs, apply_epilogue};
@@ -14,7 +17,7 @@ use cube_kit::nvidia::ptx::{load_shared_four, store_shared};
 use cubecl::prelude::*;
 
 /// Writes the warpgroup's sums to the shared memory of the cubes that add them up. `partials` is the address of the
-/// partial sums in shared memory, and `rank` is the cube's index within the cluster.
+/// partial sums in shared memory, and `rank` is the index of this cube within the cluster.
 #[cube]
 pub(super) fn leave_partials<N: Size>(
     sums: Vector<f32, N>,
@@ -55,8 +58,8 @@ pub(super) fn leave_partials<N: Size>(
     }
 }
 
-/// Adds up the partial sums of the cube's slice of input rows, applies the epilogue, and writes the outputs. `first` is the
-/// first output of the tile within its matrix.
+/// Adds up the partial sums of the cube's slice of input rows, applies the epilogue, and writes the outputs. `first` is
+/// the index of the tile's first output among the outputs of the matrix.
 #[cube]
 pub(super) fn finish_outputs<E: Float>(
     partials: u32,

@@ -1,20 +1,23 @@
 //! GEMM of a batch of input rows on Hopper: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: the weights are the left operand of `wgmma`, and the input rows are the right operand. A cube computes 64 or
-//! 128 outputs of all input rows, so that each weight is read once. Several cubes may divide the inner dimension (split-K).
-//! These cubes form a cluster, and add up their sums through distributed shared memory in a fixed order.
+//! Algorithm: the weights are the left operand of `wgmma`, and the input rows are the right operand. A cube computes 64
+//! or 128 outputs of all input rows, so that each weight is read once. Several cubes may divide the inner dimension
+//! (split-K). These cubes form a cluster, and add up their sums through distributed shared memory in a fixed order.
 //!
-//! Tensors: input `[rows, columns in]`, weights `[columns out, columns in]`, output `[rows, columns out]`, in f16 or bf16.
+//! Tensors: input `[rows, columns in]`, weights `[columns out, columns in]`, output `[rows, columns out]`, in f16 or
+//! bf16.
 //!
-//! Budget: shared memory holds a ring buffer and the partial sums, so that two cubes fit on a multiprocessor. A stage has a
-//! chunk of 64 inner elements of the weights and of the input rows. A consumer thread has at most 64 accumulator registers.
+//! Budget: shared memory holds a ring buffer and the partial sums. Both are small enough that two cubes fit on a
+//! multiprocessor. A chunk is 64 elements of the inner dimension. A stage of the ring buffer holds one chunk of the
+//! weights and of the input rows. A consumer thread has at most 64 accumulator registers.
 //!
 //! Schedule: warp specialization. One thread of the producer warp fills the ring buffer by TMA. If no launch writes the
 //! weights, this thread fills the stages with weights before it waits for the previous launch (PDL). After the wait,
 //! the thread fills the stages with input rows.
 //!
-//! Bound: memory bandwidth. A chunk of 64 outputs has 8 KB of weights. A multiprocessor's share of the memory bandwidth
-//! loads them in 450 clocks. The tensor cores multiply them by 64 input rows in 128 clocks.
+//! Bound: memory bandwidth. The weights of 64 outputs and one chunk take 8 KB. With its share of the memory bandwidth,
+//! a multiprocessor loads these weights in 450 clocks. The tensor cores multiply the weights by 64 input rows in 128
+//! clocks.
 
 use super::super::concat::{ConcatRows, Side, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs};
@@ -32,10 +35,11 @@ use cube_kit::nvidia::ptx::{named_barrier, uniform};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The number of the named barrier that synchronizes the consumer warpgroup.
+/// The index of the named barrier that synchronizes the consumer warpgroup.
 const CONSUMER_BARRIER: u32 = 1;
 
-/// The tensor maps of a GEMM. Matrices that do not exist have the map of the first matrix.
+/// The tensor maps of a GEMM with up to three matrices. If the second or third matrix does not exist, the map of the
+/// first matrix takes its place.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Maps {
@@ -53,9 +57,9 @@ struct Chunks {
     count: u32,
 }
 
-/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, multiplies the second matrix's output by the GELU of
-/// the first matrix's output. Otherwise concatenates the outputs. `rows` is the number of input rows, and `chunks` is the
-/// number of chunks of the inner dimension.
+/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, multiplies the second matrix's output by the
+/// GELU of the first matrix's output. Otherwise concatenates the outputs. `rows` is the number of input rows, and
+/// `chunks` is the number of chunks of the inner dimension.
 #[cube(launch_unchecked, address_type = "dynamic", cluster_dim = plan.cluster())]
 pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
     input: &TensorMap<E, Tiled>,
@@ -91,8 +95,8 @@ pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
     let ring = prepare_ring(comptime!(plan.ring()));
     let partials = ring.stages + comptime!(plan.partials_at() as u32);
     let is_split = comptime!(plan.parts > 1);
-    // Arrive at the cluster's barrier, whose first phase ends when all cubes of the cluster have started. Only then may
-    // a cube write to the shared memory of another cube.
+    // Arrive at the cluster's barrier. The first phase of this barrier ends when all cubes of the cluster have started.
+    // Only then may a cube write to the shared memory of another cube.
     if is_split {
         cluster_arrive();
     }

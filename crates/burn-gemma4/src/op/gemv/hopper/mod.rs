@@ -21,7 +21,8 @@ use plan::{BatchPlan, Shape, UNITS, WIDTH};
 /// columns must have this alignment too.
 const ALIGNMENT: usize = 8;
 
-/// Returns the plan of a GEMM with float weights for [`multiply`], or `None` if [`multiply`] does not support this GEMM.
+/// Returns the plan of a GEMM with float weights for [`multiply`], or `None` if [`multiply`] does not support this
+/// GEMM.
 pub(super) fn plan_of(
     input: &CubeTensor,
     weight: &CubeTensor,
@@ -104,7 +105,8 @@ pub(super) fn multiply(
     };
     let addresses = address_type([&output].into_iter().chain(&factor));
     // SAFETY: TMA reads only elements inside its tensor maps, which have the shapes of the input and of the matrices. A
-    // thread writes only elements of `output` whose row is below `rows` and whose column belongs to its own matrix.
+    // thread writes only elements of `output` whose row is below `rows` and whose column belongs to the matrix of the
+    // thread's cube.
     unsafe {
         project_batch_by_wgmma_pdl::launch_unchecked(
             &client,

@@ -11,23 +11,24 @@ use cubecl::prelude::CubeDim;
 /// The number of threads per cube: a consumer warpgroup and a producer warp.
 pub(super) const UNITS: usize = WARPGROUP + 32;
 
-/// The smallest number of columns of a `wgmma`, which are the input rows here.
+/// The smallest number of input rows per tile. The input rows are the columns of a `wgmma`, which has at least 8
+/// columns.
 const LEAST_TOKENS: usize = 8;
 
-/// The number of neighboring outputs that a thread finishes at once. The number of rows of each matrix must be a multiple of
-/// this number.
+/// The number of neighboring outputs that a thread finishes at once. The number of rows of each matrix must be a
+/// multiple of this number.
 pub(super) const WIDTH: usize = 4;
 
-/// The largest number of bytes of shared memory per cube with which two cubes fit on a multiprocessor. A multiprocessor has
-/// 228 KB, and the system reserves 1 KB per cube.
+/// The largest number of bytes of shared memory per cube with which two cubes fit on a multiprocessor. A multiprocessor
+/// has 228 KB, and the system reserves 1 KB per cube.
 const SHARED_MEMORY: usize = 113 * 1024;
 
 /// The limits of a plan. They were tuned for decode speed.
 ///
 /// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
 /// tokens of context. An empty cell has no measurement. The first row has the limits in [`LIMITS`]. The second row
-/// differs from it in the number of chunks. Each further row differs from the second row only in the setting that it
-/// names.
+/// differs from the first row only in the number of chunks. Each further row differs from the second row only in the
+/// setting that it names.
 ///
 /// | limits | 1 | 8 | 16 | 64 |
 /// |---|---|---|---|---|
@@ -86,8 +87,8 @@ pub(in super::super) struct BatchPlan {
     /// The number of input rows per tile, a power of two. If the input has fewer rows, the other rows of the tile are
     /// zeros.
     pub tokens: usize,
-    /// The number of row tiles of weights per cube. A row tile has 64 weight rows. A gated GEMM has one row tile of the gate
-    /// projection and one of the up projection.
+    /// The number of row tiles of weights per cube. A row tile has 64 weight rows. A gated GEMM has one row tile of the
+    /// gate projection and one of the up projection.
     pub row_tiles: usize,
     /// True for GeGLU.
     pub gated: bool,
@@ -97,7 +98,7 @@ pub(in super::super) struct BatchPlan {
     pub parts: usize,
     /// The number of stages in the ring buffer.
     pub stages: usize,
-    /// The precision of the input and of the weights.
+    /// The dtype of the input and of the weights, f16 or bf16.
     pub half: Half,
     /// True if the kernel uses programmatic dependent launch.
     pub pdl: bool,
@@ -152,18 +153,19 @@ impl BatchPlan {
         PRODUCT_ROWS * self.row_tiles / if self.gated { 2 } else { 1 }
     }
 
-    /// The dimension of a cluster: the cubes of an output tile.
+    /// The size of a cluster. A cluster consists of all cubes that compute the same output tile.
     pub const fn cluster(&self) -> CubeDim {
         CubeDim::new_1d(self.parts as u32)
     }
 
-    /// The number of input rows whose sums one cube finishes. The cube adds up the partial sums of all parts for these
-    /// rows.
+    /// The number of input rows per slice. A slice is the input rows for which one cube adds up the partial sums of all
+    /// cubes in the cluster.
     pub const fn slice(&self) -> usize {
         self.tokens / self.parts
     }
 
-    /// The distance between two input rows of the partial sums, in f32 numbers. The padding avoids bank conflicts.
+    /// The distance between the partial sums of two consecutive input rows, in f32 numbers. The padding avoids bank
+    /// conflicts.
     pub const fn partials_stride(&self) -> usize {
         PRODUCT_ROWS * self.row_tiles + 4
     }
@@ -172,7 +174,7 @@ impl BatchPlan {
         self.tokens * self.partials_stride() * size_of::<f32>()
     }
 
-    /// The offset of the input rows within a stage, in bytes. The weights come first.
+    /// The offset of the input rows within a stage, in bytes. The weights are stored before the input rows.
     pub const fn input_at(&self) -> usize {
         self.row_tiles * SUBTILE_BYTES
     }
@@ -181,7 +183,7 @@ impl BatchPlan {
         self.input_at() + self.tokens * ROW_BYTES
     }
 
-    /// The offset of the partial sums from the first stage in shared memory, in bytes.
+    /// The offset of the partial sums in shared memory, in bytes, relative to the beginning of the first stage.
     pub const fn partials_at(&self) -> usize {
         self.stages * self.stage_bytes()
     }
@@ -222,7 +224,8 @@ mod tests {
         BatchPlan::new(shape, Half::Bf16, 132, true)
     }
 
-    /// Checks that two cubes fit on a multiprocessor, that every part has chunks, and that the parts divide the input rows.
+    /// Checks that two cubes fit on a multiprocessor, that every part of the inner dimension has chunks, and that the
+    /// number of parts divides the number of input rows in a tile.
     #[test]
     fn plan_of_every_shape_fits_shared_memory() {
         for rows in 1..=64 {

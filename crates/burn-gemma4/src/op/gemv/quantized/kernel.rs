@@ -1,16 +1,16 @@
 //! GEMV with quantized weights: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a vector
-//! belong to one quantization group of columns.
+//! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a
+//! vector belong to one quantization group of columns.
 //!
-//! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by unscaled
-//! codes. It then multiplies the sum over each vector by the group's scale. Otherwise the kernel scales each weight, which is
-//! cheaper for several rows.
+//! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by
+//! unscaled codes. It then multiplies the sum over each vector by the group's scale. Otherwise the kernel scales each
+//! weight, which is cheaper for several rows.
 //!
-//! Budget: shared memory holds the planes' partial sums, as in the float GEMV. A group of units handles `weights` weight
-//! rows. For each row, a unit keeps `unroll` vectors of `vector` words in flight. Registers hold `rows · weights` sums,
-//! `vector · unroll · weights` words, and the dequantized weights of one word per weight row. The sums, the words and the
-//! dequantized weights take at most 32 registers each.
+//! Budget: shared memory holds the planes' partial sums, as in the float GEMV. A group of units handles `weights`
+//! weight rows. For each weight row, a unit keeps `unroll` vectors of `vector` words in flight. For `rows` input rows,
+//! registers hold `rows · weights` sums, `vector · unroll · weights` words, and the dequantized weights of one word per
+//! weight row. The sums, the words and the dequantized weights take at most 32 registers each.
 //!
 //! Bound: memory bandwidth.
 
@@ -36,8 +36,8 @@ pub(super) struct WordMatrix<M: Size> {
     pub codes: OwnedTensor<Vector<u32, M>>,
 }
 
-/// Multiplies `input` by the transposes of the quantized matrices, as the float GEMV does. Each matrix is bound twice: as
-/// single words, and as vectors of words with codes.
+/// Multiplies `input` by the transposes of the quantized matrices, as the float GEMV does. Each matrix is bound twice:
+/// as single words, and as vectors of words with codes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
     input: &Tensor<Vector<E, N>>,
@@ -89,7 +89,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
         sums[index] = 0.0f32;
     }
     let scales_sums = comptime!(format.format.is_linear() && plan.rows == 1);
-    // The sums over one vector of codes before the multiplication by the scale, one sum per weight row.
+    // One sum per weight row, over one vector of codes. These sums have not been multiplied by the scale yet.
     let mut part_sums = Array::<f32>::new(weights);
     let mut numbers = Array::<f32>::new(comptime!(weights * columns_of_word));
     let mut vector = UNIT_POS_X;
@@ -107,8 +107,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             plan,
         );
     }
-    // Wait for the previous launch. The compiler may move the loads above behind this wait. A variant that forced the loads
-    // before the wait was slower: 524 tokens/s against 549 for a small model in 4 bits.
+    // Wait for the previous launch. The compiler may delay the preceding loads until after this wait. A variant that
+    // forced these loads to be issued before the wait was slower: 524 tokens/s against 549 for a small model in 4 bits.
     wait_prior_launch(plan.reads_ahead);
     mark_volatile(input, plan.pdl);
     mark_owned_volatile_if_present(&experts.shares, plan.pdl);
@@ -183,8 +183,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             }
         }
         vector = next;
-        // Load the next vectors here, at the end of the loop body. Loads at its start were slower: 487 tokens/s against 509
-        // for a small model in 4 bits.
+        // Load the next vectors here, at the end of the loop body. Loads at the start of the loop body were slower: 487
+        // tokens/s against 509 for a small model in 4 bits.
         if vector < vectors {
             load(
                 &matrices,
@@ -244,18 +244,19 @@ impl WordsFormat {
     /// Otherwise the trigger follows the loads of the last words.
     ///
     /// Decode speeds on an H200 with 16 words in flight, in tokens/s:
-    /// - The later trigger gives 656 for E2B and 209 for 12B in Q4_0, and 588 and 187 in Q8_0.
-    /// - The earlier trigger gives 677 for E2B and 211 for 12B in Q4_0, and 565 and 177 in Q8_0.
+    /// - The later trigger gives 656 for E2B and 209 for 12B in Q4_0. In Q8_0 it gives 588 for E2B and 187 for 12B.
+    /// - The earlier trigger gives 677 for E2B and 211 for 12B in Q4_0. In Q8_0 it gives 565 for E2B and 177 for 12B.
     fn ends_first(self) -> bool {
         self.format.bits == 8
     }
 }
 
-/// Vectors of codes, with the upper bits and group parameters that dequantize them.
+/// Vectors of codes, and the upper bits and group parameters that are needed to dequantize these codes.
 #[derive(CubeType)]
 struct Loaded<M: Size> {
     codes: Array<Vector<u32, M>>,
-    /// The upper bits of each word's codes. A row stores these bits behind the lower bits of all its codes.
+    /// The upper bits of the codes in each word. A row stores the upper bits of its codes after the lower bits of all
+    /// its codes.
     tops: Array<u32>,
     zeros: Array<f32>,
     scales: Array<f32>,
@@ -296,8 +297,8 @@ fn load<M: Size>(
         let at = of_vector.vector;
         #[unroll]
         for o in 0..plan.outputs {
-            // Let units without an output load the last weight row again, so that the load stays in bounds. `finish` does
-            // not write their sums.
+            // Let units without an output load the last weight row again, so that the load stays in bounds. The
+            // function `finish` does not write the sums of these units.
             let row = of_vector.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             let place = VectorOfRow {
@@ -357,7 +358,7 @@ fn read_if_there<M: Size>(
     }
 }
 
-/// Reads a vector of codes, with the upper bits and group parameters that dequantize them.
+/// Reads a vector of codes, and the upper bits and group parameters that are needed to dequantize these codes.
 #[cube]
 fn read<M: Size>(
     matrix: &WordMatrix<M>,

@@ -17,11 +17,12 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes. Adjacent units read inputs that are one vector of codes apart. With
-/// twice as many columns, the loads of inputs would touch twice as many cache lines, and the cache would be the bottleneck.
+/// The largest number of columns in a vector of codes. The distance between the inputs of two adjacent units is the
+/// number of columns in a vector of codes. With twice as many columns, the loads of inputs would touch twice as many
+/// cache lines, and the cache would be the bottleneck.
 const VECTOR_COLUMNS: usize = 16;
-/// The largest number of vectors that a unit keeps in flight. The last measurement in [`words_in_flight`] was slower
-/// with 32 vectors.
+/// The largest number of vectors that a unit keeps in flight. With 32 vectors, decoding was slower: see the last
+/// measurement in [`words_in_flight`].
 const VECTORS_IN_FLIGHT: usize = 16;
 
 /// Returns the number of words that a unit should keep in flight.
@@ -41,8 +42,8 @@ fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
     }
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices in
-/// `options` must have the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices
+/// in `options` must have the same layout.
 pub(super) fn launch(
     input: CubeTensor,
     words: CubeTensor,
@@ -106,9 +107,9 @@ pub(super) fn launch(
     let argument = |words: CubeTensor| {
         WordMatrixLaunch::new(words.clone().into_tensor_arg(), words.into_tensor_arg())
     };
-    // SAFETY: each unit reads input rows of its work item, and words of weight rows up to the last row of its matrix. The
-    // indices of chosen experts are below the number of experts. Each unit writes only elements of `output` that belong
-    // to its own work item and matrix. Tensors that are bound twice are only read.
+    // SAFETY: each unit reads input rows of its work item, and words of weight rows up to the last row of its matrix.
+    // The indices of chosen experts are below the number of experts. Each unit writes only elements of `output` that
+    // belong to its own work item and matrix. Tensors that are bound twice are only read.
     unsafe {
         project_words_pdl::launch_unchecked(
             &client,

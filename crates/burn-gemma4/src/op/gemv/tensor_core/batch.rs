@@ -2,19 +2,19 @@
 //! `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32. Decoding of several sequences uses this kernel,
 //! except for GEMMs that the [`hopper`](super::super::hopper) kernel supports.
 //!
-//! Algorithm: a team of warps computes up to 32 outputs, and the warps divide the inner dimension. Each weight is read once,
-//! and multiplies all input rows. The input rows form row tiles of 16 rows. [`kernel`](super::kernel) uses the same algorithm
-//! for at most 8 rows.
+//! Algorithm: a team of warps computes up to 32 outputs per input row. The warps of a team divide the inner dimension
+//! among themselves. Each weight is read once, and multiplies all input rows. The input rows form row tiles of 16 rows.
+//! [`kernel`](super::kernel) uses the same algorithm for at most 8 rows.
 //!
 //! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. A step is the 32 columns that a warp
-//! multiplies at once. With 64 rows, registers per thread hold 64 sums, 32 words of weights, and 64 words of input for two
-//! steps.
+//! multiplies at once. With 64 rows, the registers of a thread hold 64 sums, 32 words of weights, and 64 words of input
+//! for two steps.
 //!
-//! Schedule: each thread keeps the weights of `unroll` steps in flight. While a thread multiplies one step, it loads the
-//! input of the next step.
+//! Schedule: each thread keeps the weights of `unroll` steps in flight. While a thread multiplies one step, it loads
+//! the input of the next step.
 //!
-//! Bound: memory bandwidth, up to about 32 rows. With more rows, the warps' reads of the input rows from the caches take as
-//! long as the reads of the weights.
+//! Bound: memory bandwidth, up to about 32 rows. With more rows, the warps' reads of the input rows from the caches
+//! take as long as the reads of the weights.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
@@ -30,12 +30,12 @@ use cubecl::prelude::*;
 /// The number of rows in a row tile, which is the number of rows of the left operand of `mma.sync`.
 pub(super) const TILE_ROWS: usize = 16;
 
-/// The number of 16-byte pieces of input that a thread loads per row tile. Lane `l` of a warp loads a piece of row `l / 4`,
-/// and a piece of row `l / 4 + 8`.
+/// The number of 16-byte pieces of input that a thread loads per row tile. Lane `l` of a warp loads a piece of row
+/// `l / 4`, and a piece of row `l / 4 + 8`.
 const PIECES: usize = TILE_ROWS / PRODUCT_ROWS;
 
-/// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8 input
-/// rows.
+/// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8
+/// input rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     input: &Tensor<E>,
@@ -86,7 +86,8 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     let piece_distance = u64::cast_from(columns) * comptime!(2 * PRODUCT_ROWS as u64);
     let mut rows = Array::<Vector<u32, Const<4>>>::new(comptime!(PIECES * tiles));
     read_rows(&mut rows, rows_address, piece_distance, lane, 0usize, plan);
-    // The distance in columns between consecutive blocks of a warp. A block is the columns that a warp keeps in flight.
+    // The distance in columns between consecutive blocks of a warp. A block is the range of columns whose weights a
+    // warp keeps in flight.
     let block = comptime!(of_block * plan.team.parts());
     let blocks = columns / comptime!(block as u32);
     let mut done = 1u32;
@@ -136,8 +137,8 @@ pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
     );
 }
 
-/// Adds up the warps' sums, applies the epilogue, and writes the outputs. The function handles one row tile after the other,
-/// because all row tiles use the same shared memory. `first` is the team's first output. Synchronizes the cube.
+/// Adds up the warps' sums, applies the epilogue, and writes the outputs. The function handles one row tile after the
+/// other, because all row tiles use the same shared memory. `first` is the team's first output. Synchronizes the cube.
 #[cube]
 pub(super) fn finish_tiles<E: Float>(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -219,8 +220,8 @@ fn leave_tile_parts(
 }
 
 /// Loads the thread's input for one step, which is 32 columns, in all row tiles. The thread loads 16 bytes of each of
-/// its rows. Rows of the last tile that the input does not have are loaded as zeros. `rows_address` is the address of
-/// the thread's bytes of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
+/// its rows. If the last tile has more rows than the input has left, the surplus rows are zeros. `rows_address` is the
+/// address of the thread's bytes of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
 #[cube]
 fn read_rows(
     rows: &mut Array<Vector<u32, Const<4>>>,
@@ -237,8 +238,8 @@ fn read_rows(
     }
 }
 
-/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the thread's lane. The bytes begin `offset` bytes after
-/// the thread's address in this row. If the input has no such row, the result is zeros.
+/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the thread's lane. The bytes begin `offset` bytes
+/// after the thread's address in this row. If the input has no such row, the result is zeros.
 #[cube]
 pub(super) fn read_input_piece(
     rows_address: u64,

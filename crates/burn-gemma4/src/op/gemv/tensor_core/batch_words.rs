@@ -1,12 +1,13 @@
 //! GEMM of 9 to 64 input rows with quantized weights on NVIDIA's tensor cores:
-//! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding of several sequences uses this kernel.
+//! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding of several sequences uses this
+//! kernel.
 //!
-//! Algorithm: each group of codes is converted to half precision once, and multiplies all input rows. The input rows form row
-//! tiles of 16 rows. [`quantized`](super::quantized) uses the same algorithm for at most 8 rows.
+//! Algorithm: each group of codes is converted to half precision once, and multiplies all input rows. The input rows
+//! form row tiles of 16 rows. [`quantized`](super::quantized) uses the same algorithm for at most 8 rows.
 //!
 //! Budget: shared memory holds the warps' sums of one row tile, at most 16 KB. A step is the 64 columns that a warp
-//! multiplies at once. With 64 rows, registers per thread hold 32 sums and at most 32 words of codes. Another 16 words hold
-//! the input of one row tile and one step.
+//! multiplies at once. With 64 rows, the registers of a thread hold 32 sums, at most 32 words of codes, and 16 words of
+//! input for one row tile and one step.
 //!
 //! Bound: memory bandwidth, unless the conversion of codes or the reads of the input take longer.
 
@@ -79,7 +80,8 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
-    // The index of the quarter of a quantization group that the thread multiplies, after the threads have exchanged codes.
+    // After the threads have exchanged codes, each thread multiplies one quarter of every quantization group. This is
+    // the index of the thread's quarter.
     let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
     let column =
         lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
@@ -166,8 +168,8 @@ fn multiply<N: Size>(
     let tiles = comptime!(plan.row_tiles());
     let fragments = comptime!(plan.fragments());
     let half_words = comptime!(codes.words() / 2);
-    // The converted codes of both quantization groups in the step. Per group and fragment there are four words, with two
-    // 16-bit floats each.
+    // The converted codes of both quantization groups in the step. For each group and fragment there are four words.
+    // Each word holds two 16-bit floats.
     let mut weights = Array::<u32>::new(comptime!(8 * fragments));
     // The scales of the thread's two outputs, for both quantization groups in the step.
     let mut factors = Array::<f32>::new(comptime!(4 * fragments));

@@ -7,7 +7,8 @@ use cubecl::prelude::*;
 
 /// The number of columns in a quantization group.
 pub(super) const GROUP: usize = 32;
-/// The number of columns in a step: two quantization groups. The scales of these two groups, for one row, fill one word.
+/// The number of columns in a step. A step is two quantization groups, because the two 16-bit scales of a row fill one
+/// word.
 pub(super) const STEP: usize = 2 * GROUP;
 /// The number of codes that a thread reads per weight row in a step.
 const CODES: usize = STEP / 4;
@@ -15,7 +16,7 @@ const CODES: usize = STEP / 4;
 /// The width of codes, and the dtype of the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Codes {
-    /// The number of bits of a code, 4 or 8. The zero point is half of the code's range.
+    /// The number of bits of a code, 4 or 8. The zero point is 8 for 4 bits, and 128 for 8 bits.
     pub bits: usize,
     pub half: Half,
 }
@@ -30,8 +31,8 @@ impl Codes {
         STEP * self.bits / 8
     }
 
-    /// Returns a word with two equal 16-bit floats: a power of two whose lowest mantissa bit has the value 1. ORing a
-    /// code into the mantissa adds the code to the float.
+    /// Returns a word with two equal 16-bit floats. Each float is the power of two for which the lowest mantissa bit
+    /// has the value 1. ORing a code into the mantissa therefore adds the code to the float.
     fn base(self) -> u32 {
         self.pair(self.base_number())
     }
@@ -43,13 +44,14 @@ impl Codes {
         }
     }
 
-    /// Returns a word with two equal 16-bit floats: minus the sum of the zero point and the power of two in
-    /// [`base`](Self::base).
+    /// Returns a word with two equal 16-bit floats. Each float is the negative sum of the zero point and the power of
+    /// two in [`base`](Self::base).
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }
 
-    /// The mask of the code bits that fit into the mantissa of a 16-bit float, for both floats of a word.
+    /// The mask of the code bits that fit into the mantissa of a 16-bit float. A word holds two floats, so the mask
+    /// appears twice.
     fn mask(self) -> u32 {
         match (self.bits, self.half) {
             (4, _) => 0x000f_000f,
@@ -58,8 +60,8 @@ impl Codes {
         }
     }
 
-    /// True if the top bit of a code does not fit into the mantissa of a 16-bit float. This is the case for 8-bit codes and
-    /// bf16.
+    /// True if the top bit of a code does not fit into the mantissa of a 16-bit float. This is the case for 8-bit codes
+    /// and bf16.
     fn has_top(self) -> bool {
         self.bits == 8 && self.half == Half::Bf16
     }
@@ -84,8 +86,9 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the top
-        // bit of an 8-bit code, with the value 128. If the top bit is 1, subtract only 128, which adds the missing 128.
+        // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the
+        // top bit of an 8-bit code. This top bit has the value 128. If it is 1, subtract only 128 instead of 256, to
+        // add the missing 128.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {
@@ -93,7 +96,8 @@ pub(super) fn numbers(
     }
 }
 
-/// Packs 8 input columns into four words of two 16-bit floats each, in the order of the codes that [`numbers`] converts.
+/// Packs 8 input columns into four words with two 16-bit floats each. The order of the inputs is the order in which
+/// [`numbers`] returns the codes.
 #[cube]
 pub(super) fn as_codes_lie(
     pairs: &mut Array<u32>,

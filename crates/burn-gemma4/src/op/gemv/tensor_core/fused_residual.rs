@@ -1,15 +1,16 @@
-//! GEMV of one row of the residual stream, fused with the preceding residual addition of [`residual`](crate::op::residual).
+//! GEMV of one row of the residual stream, fused with the preceding residual addition of
+//! [`residual`](crate::op::residual).
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the whole row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. The row has the same bits as in `residual` if a CTA has at least one thread per vector of
-//! the row.
+//! [`kernel`](super::kernel) does. The row has the same bits as in `residual` if a CTA has at least one thread per
+//! vector of the row.
 //!
 //! Budget: shared memory holds the warps' sums as in [`kernel`](super::kernel), the row, and two floats for each warp.
 //! Registers hold the weights and sums of [`kernel`](super::kernel), and the thread's vectors of the stream, the
 //! block's output and the norms' weights.
 //!
-//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three times
-//! before the products.
+//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three
+//! times before the products.
 //!
 //! Bound: latency. The fusion saves a launch.
 
@@ -28,7 +29,7 @@ use cube_kit::pdl::{
 };
 use cubecl::prelude::*;
 
-/// The number of 16-byte pieces in a step. A step is the columns of a row that a warp multiplies at once.
+/// The number of 16-byte pieces in a step. A step is the range of columns that a warp multiplies at once.
 const STEP_PIECES: usize = STEP_BYTES / PIECE_BYTES;
 
 /// The division of the stream's row among the threads of a CTA.
@@ -114,7 +115,8 @@ pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
 
     let mut piece = (column / comptime!(PIECE as u32)) as usize;
     let mut rows = Array::<Vector<u32, Const<4>>>::new(plan.unroll);
-    // The distance in columns between consecutive blocks of a warp. A block is the columns that a warp keeps in flight.
+    // The distance in columns between consecutive blocks of a warp. A block is the range of columns whose weights a
+    // warp keeps in flight.
     let block = comptime!(of_block * plan.team.parts());
     let blocks = comptime!(vectors * PIECE / block);
     #[unroll]
@@ -172,8 +174,8 @@ pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     );
 }
 
-/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. The
-/// tensor-core products take 8 input rows, and all 8 are copies of this row.
+/// Computes the row of the residual stream in shared memory. Callers must synchronize the CTA before they read the row.
+/// The tensor-core products take 8 input rows, so the row is used as all 8 input rows.
 #[cube]
 fn make_row<E: Float, N: Size>(
     inputs: &ResidualInputs<E, N>,

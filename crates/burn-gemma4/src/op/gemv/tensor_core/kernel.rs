@@ -1,16 +1,17 @@
 //! GEMV on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: `n` warps together compute 8 or 16 outputs of a matrix. In a gated GEMV they compute 8 outputs of the gate
-//! projection and 8 of the up projection. Each warp multiplies every `n`-th block of the inner dimension. A block is the
-//! columns that a warp keeps in flight. The warps' partial sums are added up in a fixed order, so every run gives the same
-//! bits.
+//! Algorithm: `n` warps together compute 8 or 16 outputs of a matrix. In a gated GEMV they compute 8 outputs of the
+//! gate projection and 8 of the up projection. Each warp multiplies every `n`-th block of the inner dimension. A block
+//! is the range of columns whose weights a warp keeps in flight. The warps' partial sums are added up in a fixed order,
+//! so every run gives the same bits.
 //!
-//! Budget: shared memory holds the warps' sums, at most 8 KB. For each fragment of 8 weight rows, registers hold `4 · unroll`
-//! words of weights and 4 sums. The weights of all fragments take at most 64 registers. The input takes at most 64 more.
+//! Budget: shared memory holds the warps' sums, at most 8 KB. For each fragment of 8 weight rows, registers hold
+//! `4 · unroll` words of weights and 4 sums. The weights of all fragments take at most 64 registers. The input takes at
+//! most 64 more.
 //!
 //! Schedule: each thread loads 16 bytes of weights at once, directly into its fragment, and has `unroll` such loads per
-//! fragment in flight. Right after the product of a step, the loop reloads the step's registers with weights of the next
-//! block.
+//! fragment in flight. As soon as a step has been multiplied, the loop loads weights of the next block into the step's
+//! registers.
 //!
 //! Bound: memory bandwidth. Every warp reads the input rows from the cache.
 
@@ -82,7 +83,8 @@ pub(super) fn project_by_matrix_units_pdl<E: Float>(
     for step in 0..plan.unroll {
         rows[step] = read_piece_if(rows_address, is_there, comptime!(step * STEP_BYTES));
     }
-    // The distance in columns between consecutive blocks of a warp. A block is the columns that a warp keeps in flight.
+    // The distance in columns between consecutive blocks of a warp. A block is the range of columns whose weights a
+    // warp keeps in flight.
     let block = comptime!(of_block * plan.team.parts());
     let blocks = columns / comptime!(block as u32);
     let mut done = 1u32;
@@ -188,7 +190,8 @@ fn address_if_there<E: Float>(
     found
 }
 
-/// Issues the loads of the weights of one step, for all fragments. A step is the columns that a warp multiplies at once.
+/// Issues the loads of the weights of one step, for all fragments. A step is the columns that a warp multiplies at
+/// once.
 #[cube]
 pub(super) fn read_weights(
     weights: &mut Array<Vector<u32, Const<4>>>,

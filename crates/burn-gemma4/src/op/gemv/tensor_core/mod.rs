@@ -1,5 +1,6 @@
-//! GEMVs on NVIDIA's tensor cores, mainly of several rows, which would be compute-bound on CUDA cores. The portable kernels
-//! compute GEMVs that tensor cores do not support: other dtypes, MoE experts, and some inner dimensions.
+//! GEMVs on NVIDIA's tensor cores. Most of these GEMVs have several input rows, and would be compute-bound on CUDA
+//! cores. The portable kernels compute GEMVs that tensor cores do not support: other dtypes, MoE experts, and some
+//! inner dimensions.
 
 mod batch;
 mod batch_words;
@@ -43,10 +44,12 @@ use kernel::project_by_matrix_units_pdl;
 use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
 use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
 
-/// The row strides of quantized matrices, in words, must be a multiple of this number, so that vectors of codes are aligned.
+/// The row strides of quantized matrices, in words, must be a multiple of this number, so that vectors of codes are
+/// aligned.
 const WORDS_OF_VECTOR: usize = 4;
 
-/// Returns the plan of a GEMV with float weights for [`multiply`], or `None` if [`multiply`] does not support this GEMV.
+/// Returns the plan of a GEMV with float weights for [`multiply`], or `None` if [`multiply`] does not support this
+/// GEMV.
 pub(super) fn plan_of_whole(
     input: &CubeTensor,
     weight: &CubeTensor,
@@ -61,8 +64,8 @@ pub(super) fn plan_of_whole(
     })?
 }
 
-/// Returns the plan of a GEMV for [`multiply_after_residual`]. Returns `None` if that function does not support the GEMV, or
-/// if two separate launches are faster.
+/// Returns the plan of a GEMV for [`multiply_after_residual`]. Returns `None` if that function does not support the
+/// GEMV, or if two separate launches are faster.
 pub(super) fn plan_after_residual(
     row: &Row,
     weight: &CubeTensor,
@@ -75,7 +78,8 @@ pub(super) fn plan_after_residual(
         row.scalar.as_ref(),
         row.next_weight.as_ref(),
     ];
-    // Require contiguous parameters of the stream's dtype. Other parameters would need an extra launch for a copy or a cast.
+    // Require contiguous parameters of the stream's dtype. Other parameters would need an extra launch for a copy or a
+    // cast.
     let stay = |parameter: &CubeTensor| {
         parameter.dtype == row.stream.dtype
             && !parameter.meta.is_tiled()
@@ -184,9 +188,10 @@ pub(super) fn multiply(
     macro_rules! launch {
         ($kernel:ident) => {{
             let matrices = product.matrices(weight, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once. A thread's 16-byte
-            // loads therefore lie within the rows of `input` and of the matrices. The index of a row is limited to the last
-            // row. A thread writes only elements of `output` that belong to its own matrix.
+            // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once. A thread's
+            // 16-byte loads therefore lie within the rows of `input` and of the matrices. The index of a weight row is
+            // clamped to the matrix's last row. A thread writes only elements of `output` that belong to its own
+            // matrix.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,
@@ -240,8 +245,8 @@ pub(super) fn multiply_after_residual(
         },
         vectors: columns / PIECE,
     };
-    // SAFETY: a thread accesses only vectors below `vectors`, the length of the stream, the block's output and the norm
-    // weights. For the weights and `output`, see `multiply`.
+    // SAFETY: a thread accesses only vectors below `vectors`. The stream, the block's output and each norm weight have
+    // `vectors` vectors. For the weights and `output`, see `multiply`.
     unsafe {
         project_after_residual_pdl::launch_unchecked(
             &client,
@@ -293,8 +298,8 @@ fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> Weig
     )
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices in
-/// `options` must have the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices
+/// in `options` must have the same layout.
 pub(super) fn multiply_words(
     input: CubeTensor,
     words: CubeTensor,
@@ -328,9 +333,9 @@ pub(super) fn multiply_words(
     macro_rules! launch {
         ($kernel:ident) => {{
             let matrices = product.matrices(words, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight. The codes and scales that
-            // a thread reads therefore lie within the rows of `words`. The index of a row is limited to the last row. A
-            // thread writes only elements of `output` that belong to its own matrix.
+            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight. The codes and
+            // scales that a thread reads therefore lie within the rows of `words`. The index of a weight row is clamped
+            // to the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,
@@ -358,7 +363,7 @@ pub(super) fn multiply_words(
     product.output
 }
 
-/// The input, the output and the work items, which the launches of all tensor-core kernels have in common.
+/// The input, the output and the work items. The launches of all tensor-core kernels need these values.
 struct Product {
     input: CubeTensor,
     items: Items,

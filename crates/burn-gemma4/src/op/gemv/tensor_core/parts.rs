@@ -12,8 +12,8 @@ pub(super) struct Lane {
     pub warp: u32,
     /// The thread's row in the input, and in each fragment of weights.
     pub row: u32,
-    /// The thread's index, 0 to 3, among the four threads of its row. The index selects the 16 bytes that the thread loads,
-    /// and the pair of outputs that the thread holds in a fragment.
+    /// The thread's index, 0 to 3, among the four threads of its row. The index selects the 16 bytes that the thread
+    /// loads, and the pair of outputs that the thread holds in a fragment.
     pub column: u32,
 }
 
@@ -27,7 +27,7 @@ pub(super) fn lane() -> Lane {
     }
 }
 
-/// Returns the row of a matrix that the thread reads for a fragment, limited to the last row of the matrix.
+/// Returns the row of a matrix that the thread reads for a fragment, clamped to the last row of the matrix.
 #[cube]
 pub(super) fn weight_row(
     first: u32,
@@ -40,8 +40,8 @@ pub(super) fn weight_row(
     min(first + comptime!(fragment as u32) + row, outputs - 1u32)
 }
 
-/// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds them
-/// up.
+/// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds
+/// them up.
 #[cube]
 pub(super) fn leave_parts(
     partial: &mut Shared<[f32]>,

@@ -1,7 +1,7 @@
 //! Selects the GEMVs that run on tensor cores, and divides them among warps.
 //!
-//! A fragment is 8 weight rows. A step is the columns that a warp multiplies at once. A block is the consecutive steps that a
-//! warp keeps in flight.
+//! A fragment is 8 weight rows. A step is the columns that a warp multiplies at once. A block is the consecutive steps
+//! whose weights a warp keeps in flight.
 
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
@@ -15,8 +15,8 @@ use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
 pub(super) const WARP: usize = 32;
 /// The largest number of warps in a CTA.
 const MOST_WARPS: usize = 16;
-/// The target number of warps in a CTA. A team of warps computes outputs together. If a team has fewer warps, the CTA holds
-/// several teams.
+/// The target number of warps in a CTA. A team of warps computes outputs together. If a team has fewer warps than this
+/// target, a CTA holds several teams.
 const WARPS: usize = 8;
 
 /// The step size of a tensor-core GEMV, and the parameters that were tuned by measurement.
@@ -31,8 +31,8 @@ pub(super) struct Tuning {
     /// The number of columns of the inner dimension that a warp multiplies at once.
     pub step: usize,
     pub at_once: AtOnce,
-    /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among more
-    /// warps.
+    /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among
+    /// more warps.
     pub threads: usize,
     /// True if the kernel reads weights before it waits for the previous launch, provided that no launch writes these
     /// weights.
@@ -51,10 +51,10 @@ pub(super) enum AtOnce {
 /// Tuning for float weights. A thread keeps 16 vectors in flight, and the target is 1,024 threads per multiprocessor.
 ///
 /// Decode speeds of E2B in bf16 on an H200, in tokens/s (for newer numbers see `docs/decode.md`):
-/// - One sequence with 128 tokens of context: 504 with this tuning, 483 with a target of 512 threads, 490 with 8 vectors, and
-///   489 on CUDA cores.
-/// - 8 sequences with 8,192 tokens of context: 2,947 with this tuning, 3,080 with a target of 512 threads, and 1,460 on CUDA
-///   cores.
+/// - One sequence with 128 tokens of context: 504 with this tuning, 483 with a target of 512 threads, 490 with 8
+///   vectors, and 489 on CUDA cores.
+/// - 8 sequences with 8,192 tokens of context: 2,947 with this tuning, 3,080 with a target of 512 threads, and 1,460 on
+///   CUDA cores.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
     last_rows: GEMV_MAX_ROWS,
@@ -65,8 +65,9 @@ pub(super) const WHOLE: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tuning for quantized weights. GEMVs of one row run on CUDA cores, which are faster. Decoding of one sequence of E2B on an
-/// H200, in tokens/s: 512 on tensor cores and 616 on CUDA cores in Q4_0, 477 and 539 in Q8_0.
+/// Tuning for quantized weights. GEMVs of one row run on CUDA cores, which are faster. Decoding of one sequence of E2B
+/// on an H200, in tokens/s: in Q4_0, 512 on tensor cores and 616 on CUDA cores; in Q8_0, 477 on tensor cores and 539 on
+/// CUDA cores.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
     last_rows: GEMV_MAX_ROWS,
@@ -77,12 +78,12 @@ pub(super) const WORDS: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose range
-/// contains the number of input rows.
+/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose
+/// range contains the number of input rows.
 ///
-/// The table lists decode speeds in tokens/s for 16, 32 and 64 sequences, measured on 2026-11-28 for E2B in bf16 on an H200
-/// with 1,024 tokens of context. An empty cell has no measurement. The first three columns are fragments per warp, weight
-/// vectors in flight per thread, and the target number of threads per multiprocessor.
+/// The table lists decode speeds in tokens/s for 16, 32 and 64 sequences, measured on 2026-11-28 for E2B in bf16 on an
+/// H200 with 1,024 tokens of context. An empty cell has no measurement. The first three columns are fragments per warp,
+/// weight vectors in flight per thread, and the target number of threads per multiprocessor.
 ///
 /// | fragments | vectors | threads | 16 | 32 | 64 |
 /// |---|---|---|---|---|---|
@@ -123,11 +124,12 @@ pub(super) const WORDS_BATCH: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
-/// recomputes the row of the residual stream, so large GEMVs are not fused.
+/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every
+/// CTA recomputes the row of the residual stream, so large GEMVs are not fused.
 ///
-/// Decode speeds of E2B in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with a limit
-/// of 1, 523.3 with a limit of 2, and 522.7 without a limit. With 8,192 tokens of context, a limit of 1 is also the fastest.
+/// Decode speeds of E2B in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with a
+/// limit of 1, 523.3 with a limit of 2, and 522.7 without a limit. With 8,192 tokens of context, a limit of 1 is also
+/// the fastest.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -160,7 +162,8 @@ impl ProjectPlan {
         Self { rows, ..self }
     }
 
-    /// The number of a warp's fragments that belong to the same matrix. A gated GEMV has two matrices per warp.
+    /// The number of fragments of a warp that belong to one matrix. In a gated GEMV, a warp's fragments belong to two
+    /// matrices.
     pub(super) fn fragments_of_matrix(self) -> usize {
         self.outputs / PRODUCT_ROWS
     }
@@ -246,7 +249,7 @@ mod tests {
         plan(shape, WHOLE, 132, true)
     }
 
-    /// Checks that all warps get equal numbers of columns in whole blocks, and that a CTA has at most 512 threads.
+    /// Checks that all warps get the same number of whole blocks of columns, and that a CTA has at most 512 threads.
     #[test]
     fn plan_divides_blocks_equally_among_warps() {
         for columns in (32..=24_576).step_by(32) {
@@ -263,8 +266,8 @@ mod tests {
 
     #[test]
     fn plan_with_few_outputs_uses_many_warps() {
-        // The shapes are the GEMVs of a small model: the down projection, the gate of per-layer embeddings, the gate and up
-        // projections, and the LM head.
+        // The shapes are the GEMVs of a small model: the down projection, the gate of per-layer embeddings, the gate
+        // and up projections, and the LM head.
         for (shape, outputs, warps) in [
             (shape(1536, 12_288, false), 16, 16),
             (shape(256, 1536, false), 8, 3),

@@ -1,15 +1,15 @@
-//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated
-//! in f32.
+//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`,
+//! accumulated in f32.
 //!
-//! Algorithm: a step is 64 columns, which are two quantization groups. Each of the four threads of a weight row reads 16
-//! adjacent codes, half of a group. The threads then exchange codes, so that each thread has a quarter of each group. Two
-//! tensor-core instructions sum over one group, and the sum is multiplied by the group's scale in f32. Four steps form a
-//! block. Each of the four threads reads the scales of one step of the block, and sends them to the other threads by
-//! shuffles.
+//! Algorithm: a step is 64 columns, which are two quantization groups. Four threads share each weight row. Each of
+//! these threads reads 16 adjacent codes, which are half of a group. The threads then exchange codes, so that each
+//! thread has a quarter of each group. Two tensor-core instructions sum over one group, and the sum is multiplied by
+//! the group's scale in f32. Four steps form a block. Each of the four threads reads the scales of one step of the
+//! block, and sends them to the other threads by shuffles.
 //!
 //! Budget: shared memory holds the warps' sums, as in the float kernel. Registers hold the codes of 4 steps (at most 32
-//! words), the 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows, registers
-//! also hold 2 sums and two words of scales.
+//! words), the 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows,
+//! registers also hold 2 sums and two words of scales.
 //!
 //! Bound: memory bandwidth, unless the unpacking of codes takes longer.
 
@@ -24,8 +24,8 @@ use cube_kit::nvidia::ptx::{unpack, word_address};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The number of steps in a block. A step is 64 columns. Four threads share a weight row, and each thread reads the scales of
-/// one step.
+/// The number of steps in a block. A step is 64 columns. Four threads share a weight row, and each thread reads the
+/// scales of one step.
 pub(super) const BLOCK: usize = 4;
 /// The number of bytes of an input row that a step of 64 columns covers.
 pub(super) const INPUT_BYTES: usize = 2 * STEP;
@@ -42,8 +42,8 @@ pub(super) struct WordRows {
     pub columns: u32,
 }
 
-/// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, multiplies the second matrix's output
-/// by the GELU of the first matrix's output. Otherwise concatenates the outputs.
+/// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, multiplies the second matrix's
+/// output by the GELU of the first matrix's output. Otherwise concatenates the outputs.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     input: &Tensor<E>,
@@ -97,7 +97,8 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
 
     let is_there = select(lane.row < comptime!(plan.rows as u32), 1u32, 0u32);
     let input_row = min(lane.row, comptime!(plan.rows as u32 - 1));
-    // The index of the quarter of a quantization group that the thread multiplies, after the threads have exchanged codes.
+    // After the threads have exchanged codes, each thread multiplies one quarter of every quantization group. This is
+    // the index of the thread's quarter.
     let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
     let column =
         lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
@@ -239,8 +240,9 @@ pub(super) fn read_codes<N: Size>(
     }
 }
 
-/// Exchanges codes of a weight row among the four threads of the row. `own` holds the thread's 16 adjacent codes of a step.
-/// Afterwards, the thread has a quarter of each of the step's two groups: `of_group` and `of_next`.
+/// Exchanges codes among the four threads that share a weight row. `own` holds the 16 adjacent codes that the thread
+/// has read in a step. A step has two groups. After the exchange, the thread has a quarter of the first group in
+/// `of_group`, and a quarter of the second group in `of_next`.
 #[cube]
 pub(super) fn exchange_codes<N: Size>(
     of_group: &mut Array<u32>,
@@ -301,9 +303,9 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the sums of input times code over one group, before the multiplication by the scale. The thread's arguments
-/// hold a quarter of the group's columns. The last two sums are 0, because they belong to rows 8 to 15 of the
-/// instruction, which the input does not have.
+/// Returns four sums of input times code over one group, before the multiplication by the scale. The thread's arguments
+/// hold a quarter of the group's columns. The last two sums are 0. They belong to rows 8 to 15 of the instruction's
+/// left operand, which are zeros.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

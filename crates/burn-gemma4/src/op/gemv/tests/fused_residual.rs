@@ -29,8 +29,8 @@ fn parameter(drawn: &Drawn<'_>, columns: usize) -> Tensor<1> {
     drawn.tensor([columns])
 }
 
-/// Checks the fused GEMV against two launches, with and without a next norm and a scalar factor. `outputs` are the
-/// numbers of rows of the matrices. If `has_same_bits`, the results must have the same bits.
+/// Checks the fused GEMV against two launches, with and without a norm of the sum, and with and without a scalar
+/// factor. `outputs` are the numbers of rows of the matrices. If `has_same_bits`, the results must have the same bits.
 fn check_columns(drawn: &Drawn<'_>, columns: usize, outputs: [usize; 3], has_same_bits: bool) {
     let next = || {
         let scalar = || parameter(drawn, 1);

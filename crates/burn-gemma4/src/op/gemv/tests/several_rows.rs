@@ -8,8 +8,8 @@ const BEHIND: usize = 512;
 /// The number of padding rows below the last row.
 const BELOW: usize = 16;
 
-/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns the larger matrix's elements
-/// and shape.
+/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns the larger matrix's
+/// elements and shape.
 fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) {
     let width = columns + BEHIND;
     let count = rows.len() / columns + BELOW;
@@ -36,8 +36,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks the error of each output. The error may be twice the largest rounding error of the exact output in the dtype. For
-/// the rounding of the f32 sums, another 1e-5 of the largest exact output is allowed.
+/// Checks the error of each output. The error may be twice the largest error with which the exact output can be rounded
+/// to the dtype. For the rounding of the f32 sums, another 1e-5 of the largest exact output is allowed.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -52,16 +52,16 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// The numbers of outputs of three matrices. No number is a multiple of a tile. No number is a multiple of 4 either, so
-/// Hopper's batch kernel does not support these matrices.
+/// The numbers of outputs of three matrices. No number is a multiple of a tile size. No number is a multiple of 4
+/// either, so Hopper's batch kernel does not support these matrices.
 const OUTPUTS: [usize; 3] = [37, 5, 70];
 
 /// Numbers of outputs for Hopper's batch kernel, which computes four neighboring outputs at once. Most numbers are not
-/// multiples of a tile. The last number is so large that a cube multiplies by two row tiles.
+/// multiples of a tile size. The last number is so large that each cube handles two row tiles of weights.
 const BATCH_OUTPUTS: [[usize; 3]; 3] = [[36, 4, 72], [204, 132, 68], [12, 64, 33_800]];
 
-/// Checks all variants of `Factors` and the soft cap for each number of input rows in `numbers`. `outputs` are the numbers of
-/// outputs of the matrices.
+/// Checks all variants of `Factors` and the soft cap for each number of input rows in `numbers`. `outputs` are the
+/// numbers of outputs of the matrices.
 fn check_rows(
     drawn: &Drawn<'_>,
     numbers: &[usize],
@@ -133,8 +133,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             device: &device,
             dtype,
         };
-        // Each case has one number of input columns and a list of numbers of rows. In each case a warp keeps a different
-        // number of columns in flight.
+        // Each case has one number of input columns and a list of numbers of rows. In each case a warp keeps a
+        // different number of columns in flight.
         let cases: [(usize, &[usize]); 4] = [
             (1536, &[2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65]),
             (512, &[3, 20]),
@@ -149,7 +149,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
     }
 }
 
-/// True if Hopper's batch kernel multiplies `rows` rows by a matrix of `outputs` rows, or if the device is not a Hopper card.
+/// True if Hopper's batch kernel multiplies `rows` rows by a matrix of `outputs` rows, or if the device is not a Hopper
+/// card.
 #[cfg(feature = "cuda")]
 fn runs_on_hopper_kernel(drawn: &Drawn<'_>, [rows, columns, outputs]: [usize; 3]) -> bool {
     use super::launch_options::LaunchOptions;

@@ -22,14 +22,15 @@ const UNITS: usize = 256;
 /// The direction of the rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The rotation by the head's position.
+    /// The rotation by the position of the head's token.
     Forward,
     /// The inverse rotation.
     Back,
 }
 
 /// Rotates `[batch, positions, heads, head_dim]`. Channel `j` is paired with channel `j + head_dim / 2`. The tables are
-/// `[positions, head_dim / 2]` if all sequences have the same positions, and `[batch · positions, head_dim / 2]` otherwise.
+/// `[positions, head_dim / 2]` if all sequences have the same positions, and `[batch · positions, head_dim / 2]`
+/// otherwise.
 pub(crate) fn rotated(heads: Tensor<4>, tables: &RotationTables) -> Tensor<4> {
     Tensor::from_dispatch(Dispatch::rotate(
         heads.into_dispatch(),
@@ -69,7 +70,8 @@ impl RotateBackend for CubeBackend {
         let [table_rows, pairs] = [cos.meta.shape()[0], cos.meta.shape()[1]];
         let count = shape.num_elements() / 2;
         // SAFETY: unit `i` works only if `i` is below `count`, the number of channel pairs. The unit reads pair `i` of
-        // `heads`, and writes pair `i` of `output`. It also reads an element of `cos` and `sin` in a row below `table_rows`.
+        // `heads`, and writes pair `i` of `output`. It also reads an element of `cos` and `sin` in a row below
+        // `table_rows`.
         unsafe {
             rotate::launch_unchecked(
                 &client,
@@ -103,8 +105,8 @@ mod tests {
     use crate::op::rope::Rotation;
     use burn::tensor::{DType, Device, Distribution};
 
-    /// Returns the rotated heads, and the gradient with respect to `heads`. The output has swapped dimensions, so that the
-    /// backward gets a gradient that is not contiguous.
+    /// Returns the rotated heads, and the gradient with respect to `heads`. The output's dimensions are swapped, so
+    /// that the backward gets a gradient that is not contiguous.
     fn outcome(
         heads: &Tensor<4>,
         [cos, sin]: [Tensor<4>; 2],

@@ -112,8 +112,9 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
     shape(128, 512, 128, 64, 128),
 ];
 
-/// The tiles of the kernel for dK and dV if shared memory holds all columns of K and V. Shared memory then holds either
-/// Q or dO of one block at a time. At head size 512, the backward runs at 33 TFLOP/s on an H200 with such a tile.
+/// The tiles of the kernel for dK and dV if shared memory holds all columns of K and V. In addition, shared memory
+/// holds Q or dO of one block, but not both at a time. At head size 512, the backward runs at 33 TFLOP/s on an H200
+/// with such a tile.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
     // With the next tile, the kernel takes 147 KB of shared memory and spills 48 bytes of registers. With 512 units per cube,
     // the kernel spills 192 bytes.

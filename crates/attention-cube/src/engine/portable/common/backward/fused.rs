@@ -1,22 +1,22 @@
-//! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on
-//! the few cores of a CPU, so few cubes are enough.
+//! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes
+//! on the few cores of a CPU, so few cubes are enough.
 //!
 //! `splits` cubes share a KV head, and each of them processes every `splits`-th key tile. For each key tile, a cube
-//! loops over all query blocks that see any of the tile's keys. For each pair of a key tile and a query block, it adds
-//! to dK, to dV and to its own partial dQ in memory. A second kernel adds the partial dQ of all cubes in a fixed order,
-//! without atomics. S (the scores) and dP (the gradient of the probabilities) are computed once, so there are 5 GEMMs.
-//! With a separate kernel for the query's gradient there would be 7.
+//! loops over all query blocks that see any of the tile's keys. For each pair of a key tile and a query block, the cube
+//! adds to dK, to dV and to the cube's own partial dQ in memory. A second kernel adds the partial dQ of all cubes in a
+//! fixed order, without atomics. S (the scores) and dP (the gradient of the probabilities) are computed once, so there
+//! are 5 GEMMs. With a separate kernel for the query's gradient there would be 7.
 //!
 //! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. A single loop
-//! keeps the kernel small. The size matters, because a software driver's compile time grows with the square of the
-//! number of loads and stores.
+//! keeps the kernel's code small. The code size matters, because a software driver's compile time grows with the square
+//! of the number of loads and stores.
 //!
 //! A software driver silently stops a unit's loops after a fixed number of iterations. A launch therefore covers only a
 //! [`Window`] of the tile pairs, and the host repeats the launch until all pairs are done.
 //!
-//! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any
-//! head size. Global memory holds the operands and `splits + 2` gradients in f32: the partial dQ of each split, dK and dV.
-//! Bound: loads, see `tile_ops/direct.rs`.
+//! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for
+//! any head size. Global memory holds the operands and `splits + 2` gradients in f32: the partial dQ of each split, dK
+//! and dV. Bound: loads, see `tile_ops/direct.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::BackwardKind;
@@ -126,7 +126,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     while key_tile < window.end_tile {
         let first_row = (key_tile * comptime!(tiles.rows as u32)) as i32;
         let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
-        // Leave out keys past the length of the sequence, because no query sees them.
+        // Leave out keys past the length of the sequence, because no query sees these keys.
         let exist = min(end_row, seq_info.length);
         let full = first_row + comptime!(tiles.rows as i32) <= exist;
         let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);

@@ -67,7 +67,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
 
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
-    // Leave out keys past the length of the sequence, since no query sees these keys.
+    // Leave out keys past the length of the sequence, because no query sees these keys.
     let exist = min(end_row, seq_info.length);
     let full = first_row + comptime!(tiles.rows as i32) <= exist;
     let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);

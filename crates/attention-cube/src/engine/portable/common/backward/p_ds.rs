@@ -145,11 +145,12 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Copies LSE and delta of a block's queries to shared memory. The references (the row maxima that the softmax subtracted)
-/// come first, then the deltas, then the logarithms of the row sums. The LSE of a query is its reference plus its logarithm.
+/// Copies the LSE and the delta of each query of a block to shared memory, as three lists. The references (the row
+/// maxima that the softmax subtracted) come first, then the deltas, then the logarithms of the row sums. The LSE of a
+/// query is its reference plus its logarithm.
 ///
-/// The caller must sync before the call, so that no unit still reads the previous block's data. The caller must also sync
-/// before other units read the new data.
+/// The caller must sync before the call, so that no unit still reads the previous block's data. The caller must also
+/// sync before other units read the new data.
 #[cube]
 fn share_terms(
     rows: &Tensor<f32>,

@@ -72,8 +72,9 @@ pub(crate) fn launch(
     pass.with_rest(gradients, plan.bias, offsets.last(), request)
 }
 
-/// Returns the windows of the kernel that computes all gradients. A window holds the tile pairs that one launch
-/// processes. Windows keep each cube within the iteration limit of software drivers.
+/// Returns the windows of the kernel that computes all gradients. A window holds the pairs of a key tile and a query
+/// block that one launch processes. The windows are so small that no cube exceeds the iteration limit of software
+/// drivers.
 fn windows(
     problem: &AttentionProblem,
     tiles: &UnitTiles,

@@ -21,11 +21,12 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Launches the forward. If `scales` are present, keys and values are 8-bit codes, packed four to a word; otherwise they are floats.
+/// Launches the forward. With `scales`, keys and values are 8-bit codes, packed four to a word. Without `scales`, keys
+/// and values are floats.
 ///
 /// # Shapes
-/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first half
-/// holds the row maxima, its second half the natural logarithms of the row sums.
+/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first
+/// half holds the row maxima, its second half the natural logarithms of the row sums.
 pub(crate) fn launch(
     inputs: AttentionInputs<CubeBackend>,
     scales: Option<RowScales>,
@@ -108,10 +109,10 @@ pub(crate) fn launch(
         .chain(&page_table)
         .chain(optional_inputs.tensors()),
     );
-    // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`. The kernel
-    // clamps page table entries to existing pages. It writes only at queries below `q_len`, and at indices below `parts` in
-    // the first dimension of `output` and of each half of `logsumexp`. The launch grid limits the indices of heads and
-    // sequences.
+    // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`. The
+    // kernel clamps page table entries to existing pages. The kernel writes only at queries below `q_len`, and at
+    // indices below `parts` in the first dimension of `output` and of each half of `logsumexp`. The launch grid limits
+    // the indices of heads and sequences.
     unsafe {
         forward::launch_unchecked(
             &client,
@@ -152,8 +153,8 @@ pub(crate) fn launch(
     }
 }
 
-/// Launches the forward over quantized keys and values. The 32-bit words of a row must be contiguous, so other tensors are copied
-/// first.
+/// Launches the forward over quantized keys and values. The 32-bit words of a row must be contiguous, so the function
+/// first copies tensors whose rows are not contiguous.
 pub(crate) fn launch_quantized(
     inputs: AttentionInputs<CubeBackend>,
     scales: RowScales,

@@ -113,7 +113,8 @@ mod tests {
                     );
                     assert!(tiles.is_direct() || tiles.column_vectors == 1, "{context}");
                     // The softmax gives each row of the tile to one unit, so there must be at least as many units as
-                    // rows. The kernel of all gradients has no softmax, so its tiles may have more rows.
+                    // rows. The kernel that computes all gradients has no softmax, so the tiles of this kernel may have
+                    // more rows.
                     let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
                     assert!(row_a_unit || only_software, "{context}");
                     assert!(

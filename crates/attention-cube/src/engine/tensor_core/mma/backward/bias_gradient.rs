@@ -3,26 +3,28 @@
 //!
 //! Algorithm. A CTA computes the gradient of one bias tile: the biases of a range of queries and a range of keys. If
 //! the bias is broadcast, the forward adds this bias tile to the scores of several query tiles. The CTA loops over
-//! these query tiles. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and adds dS to f32
-//! sums in registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and there are no
-//! atomics, so results are bitwise equal in every run. Half-precision biases are read once, before the loop.
+//! these query tiles, or over a part of them if several CTAs share the bias tile. Each iteration computes S = Q·Kᵀ, P
+//! from the saved logsumexp, and dP = dO·Vᵀ, and adds dS to f32 sums in registers. At the end, the CTA writes the
+//! summed tile. The order of the iterations is fixed and there are no atomics, so results are bitwise equal in every
+//! run. Half-precision biases are read once, before the loop.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
-//! `[batch, q_heads, 5, padded q_len]`. The kernel reads the first three of the five rows: row maximum, delta, and logarithm
-//! of the row sum. The gradient has the bias's shape. If several CTAs share a tile, their partial gradients are
-//! `[splits · batch, heads, queries, keys]` in f32.
+//! `[batch, q_heads, 5, padded q_len]`. The kernel reads the first three of the five rows: row maximum, delta, and
+//! logarithm of the row sum. The gradient has the bias's shape. If several CTAs share a tile, their partial gradients
+//! are `[splits · batch, heads, queries, keys]` in f32.
 //!
-//! Budget ([`BiasGradientTiles`]). Q, K, dO and V are copied in chunks of 64 columns. Shared memory holds three stages, each
-//! with a chunk of Q and K, or of dO and V. For 64 × 64 tiles, the stages take 48 KB at any head size. A thread uses 32
-//! registers for S (later P), 32 for dP, 32 for the sums and 16 for the biases. Three CTAs share a multiprocessor.
+//! Budget ([`BiasGradientTiles`]). Q, K, dO and V are copied in chunks of 64 columns. Shared memory holds three stages,
+//! each with a chunk of Q and K, or of dO and V. For 64 × 64 tiles, the stages take 48 KB at any head size. A thread
+//! uses 32 registers for S (later P), 32 for dP, 32 for the sums and 16 for the biases. Three CTAs share a
+//! multiprocessor.
 //!
-//! Schedule. All warps copy operands. The copies of a chunk start two chunks ahead, even across iterations. One CTA barrier
-//! per chunk separates the reads of a stage from the copies that overwrite the stage. The kernel skips query tiles that see
-//! no key of the CTA's key tile.
+//! Schedule. All warps copy operands. The copies of a chunk start two chunks ahead, even across iterations. One CTA
+//! barrier per chunk separates the reads of a stage from the copies that overwrite the stage. The kernel skips query
+//! tiles that see no key of the CTA's key tile.
 //!
-//! Bound. The kernel computes two GEMMs over all scores, while the rest of the backward computes seven. At small head sizes,
-//! the exponentials and the reads of the bias limit the kernel's speed.
+//! Bound. The kernel computes two GEMMs over all scores, while the rest of the backward computes seven. At small head
+//! sizes, the exponentials and the reads of the bias limit the kernel's speed.
 
 mod biases;
 mod block_range;
@@ -189,8 +191,8 @@ pub(crate) fn bias_gradient_split_m<
     }
 }
 
-/// Sums dS over the query tiles of the CTA, starting with visit number `first`. If the bias is broadcast, several query
-/// tiles use the CTA's bias tile, and the work on each of these query tiles is one visit.
+/// If the bias is broadcast, several query tiles use the CTA's bias tile. The work on each of these query tiles is one
+/// *visit*. The function sums dS over all visits of the CTA, starting with visit number `first`.
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -216,8 +218,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the shared-memory buffer that the warps multiply next. After the next barrier, all warps have
-    // read the preceding buffer, so the CTA may refill that buffer.
+    // `stage` is the address of the shared-memory buffer whose chunk the warps multiply next. After the next barrier,
+    // all warps have read the preceding buffer. The CTA may then refill the preceding buffer.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -234,7 +236,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         commit_copies();
     }
     // Load the biases once, since all query tiles of the CTA have the same biases. A CTA without query tiles loads the
-    // biases of the last query tile, so that the loads stay inside the bias tensor.
+    // biases of the last query tile that uses the bias tile, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),

@@ -7,12 +7,13 @@ use cube_kit::ampere::cp_async::{PIECE_BYTES, copy_piece};
 use cube_kit::nvidia::ptx::word_address;
 use cubecl::prelude::*;
 
-/// The number of f32 values in one 16-byte piece of a copy. These values are the LSE (or delta) of consecutive queries.
+/// The number of f32 values in one 16-byte piece of a copy. These values are the LSE of consecutive queries, or the
+/// delta of consecutive queries.
 const PIECE_TERMS: usize = PIECE_BYTES / 4;
 
 /// Starts the copy of the first `count` of the five rows of `lse_delta`, for `queries` queries from `first_query` on.
-/// In shared memory, row 0 of all these queries comes first, then row 1, and so on. The copy writes zeros for queries
-/// past the padded `q_len`.
+/// In shared memory, the values of row 0 for all these queries come first, then the values of row 1, and so on. The
+/// copy writes zeros for queries past the padded `q_len`.
 ///
 /// # Shapes
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, f32.
@@ -50,7 +51,8 @@ pub(super) fn copy_lse_delta(
     }
 }
 
-/// Returns the tile's batch and head, and the range of rows that exist in this head.
+/// Returns the tile's batch and head, and the range of rows that exist in this head. The rows are queries or keys,
+/// according to `side`.
 #[cube]
 pub(super) fn stationary_head(tile: &Stationary, #[comptime] side: Side) -> HeadRows {
     let end = if comptime!(side == Side::Queries) {

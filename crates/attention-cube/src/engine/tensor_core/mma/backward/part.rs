@@ -1,5 +1,5 @@
-//! The scores that one warp computes for a block: one or two 16-row fragments of the tile, with all or some of the
-//! block's columns.
+//! The part of a block's scores that one warp computes. The part has one or two 16-row fragments of the tile's rows,
+//! and all or some of the block's columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::far::voted;
@@ -15,7 +15,7 @@ use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The sizes of the scores that one warp computes for a block.
+/// The sizes of the part of a block's scores that one warp computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Part {
     /// The number of 16-row fragments: 1 or 2.
@@ -34,9 +34,9 @@ pub(super) struct WarpLseDelta<'a> {
     pub second: LseDelta<'a>,
 }
 
-/// Loads LSE and delta of the thread's rows if these rows are queries. If the rows are keys, the function only finds
-/// out whether a streamed query may be *far*. The LSE of a far query needs two f32. The thread's first row is row `row`
-/// of the tile.
+/// Loads LSE and delta of the thread's rows if these rows are queries. `row` is the index in the tile of the thread's
+/// first row. If the thread's rows are keys, the function loads no LSE and only checks whether any streamed query may
+/// be *far*. A query is far if its LSE needs two f32.
 #[cube]
 pub(super) fn lse_delta_of_warp<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -59,8 +59,8 @@ pub(super) fn lse_delta_of_warp<'a>(
     WarpLseDelta::<'a> { first, second }
 }
 
-/// The visibility of a block's columns for the warp's two fragments. If the warp has one fragment, `second` is a copy of
-/// `first`.
+/// Tells which columns of a block are visible to the rows of the warp's two fragments. If the warp has one fragment,
+/// `second` is a copy of `first`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WarpSeen {
@@ -68,8 +68,8 @@ pub(super) struct WarpSeen {
     pub second: Seen,
 }
 
-/// Returns the visibility of a block's columns for the thread's rows. The first of these rows is row `row` of the tile. The
-/// warp's columns begin with column `32 · first_word` of the block.
+/// Returns which of the warp's columns of a block are visible to the thread's rows. `row` is the index in the tile of
+/// the first of these rows. The warp's columns begin with column `32 · first_word` of the block.
 #[cube]
 pub(super) fn seen_by_warp<F: Float, NB: Size>(
     tile: &Stationary,
@@ -111,8 +111,9 @@ pub(super) fn seen_by_warp<F: Float, NB: Size>(
     WarpSeen { first, second }
 }
 
-/// Tells the compiler that tile fields that were loaded from memory are equal in all lanes of the warp. The compiler
-/// then keeps the fields in uniform registers.
+/// Tells the compiler that certain fields of the tile are equal in all lanes of the warp. The kernel has loaded these
+/// fields from memory, so the compiler cannot know that they are equal. The compiler then keeps the fields in uniform
+/// registers.
 #[cube]
 pub(super) fn alike(tile: Stationary) -> Stationary {
     let seq_info = tile.seq_info;

@@ -1,5 +1,5 @@
-//! The split-D backward, for head sizes up to 512. Each warp computes some rows and columns of a block's scores, and some
-//! rows and columns of the tile's gradient.
+//! The split-D backward, for head sizes up to 512. The tile's scores with a block are divided among the warps by rows
+//! and by columns, and so is the tile's gradient.
 //!
 //! Tensors. For dQ, the kernel keeps a tile of Q and dO, and streams blocks of K and V. For dK and dV, the kernel keeps a
 //! tile of K and V, and streams blocks of Q and dO.
@@ -26,13 +26,14 @@
 //! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
-//! If one of the tile's operands does not stay in shared memory, the kernel copies the 64 KB of this operand again for
-//! each block.
+//! If an operand of the tile does not stay in shared memory, the kernel copies this operand (64 KB) again for each
+//! block.
 //!
 //! Schedule. Each CTA has one tile. All streamed operands pass through one ring of slots in shared memory. The operands
 //! of S and dP come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy
-//! and multiply. Each slot has a *full* and an *empty* barrier, so the copies need no CTA-wide barrier. Each warp
-//! scheduler has two warps: one warp can multiply while the second waits, copies, or computes P and dS.
+//! and multiply. Each slot has a *full* barrier (the copies to the slot have completed) and an *empty* barrier (all
+//! warps have read the slot). The copies therefore need no CTA-wide barrier. Each warp scheduler has two warps: one
+//! warp can multiply while the second waits, copies, or computes P and dS.
 //!
 //! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the
 //! gradient GEMM. If a kernel computes dK and dV, one half of the warps computes dK, and the second half computes dV. P
@@ -67,8 +68,8 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::shared_address;
 use cubecl::prelude::*;
 
-/// The number of gradient columns per `mma` step. A thread holds `STEP_COLUMNS / 2` registers of a 16-row fragment for each
-/// step.
+/// The kernel processes the gradient's columns in steps of this number of columns. For each step, a thread holds
+/// `STEP_COLUMNS / 2` registers of a 16-row fragment.
 const STEP_COLUMNS: usize = 16;
 type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
 
@@ -171,7 +172,7 @@ pub(crate) fn backward_split_d<
     }
 }
 
-/// Writes the elements of dQ or dK that a warp has computed to global memory.
+/// Writes to global memory the elements of dQ or dK that a warp has computed.
 #[cube]
 fn write_dots<G: Float, N: Size, AG: Size>(
     sums: Vector<f32, AG>,
@@ -209,7 +210,7 @@ fn write_dots<G: Float, N: Size, AG: Size>(
     }
 }
 
-/// Writes the elements of dV that a warp has computed to global memory.
+/// Writes to global memory the elements of dV that a warp has computed.
 #[cube]
 fn write_values<G: Float, N: Size, AG: Size>(
     sums: Vector<f32, AG>,
@@ -239,8 +240,8 @@ fn write_values<G: Float, N: Size, AG: Size>(
     }
 }
 
-/// Returns the tile row of the element that a thread's first register holds in the warp's `fragment`-th gradient
-/// fragment.
+/// Returns the tile row of an element of the warp's `fragment`-th gradient fragment. The element is the one in the
+/// thread's first register of this fragment.
 #[cube]
 fn row_of(roles: &Roles, #[comptime] fragment: usize) -> i32 {
     let first = roles.sum_row + comptime!((fragment * FRAGMENT_ROWS) as u32);

@@ -1,5 +1,5 @@
-//! The split-M backward, for head sizes up to 128. Each warp has 16 or 32 rows of queries or keys, and computes all columns
-//! of their gradients.
+//! The split-M backward, for head sizes up to 128. Each warp has 16 or 32 rows of the tile, which are queries or keys.
+//! The warp computes all columns of the gradients of these rows.
 //!
 //! Tensors. For dQ, the kernel keeps a tile of Q and dO, and streams blocks of K and V. For dK and dV, the kernel keeps a
 //! tile of K and V, and streams blocks of Q and dO.
@@ -19,16 +19,17 @@
 //! thread uses 128 registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers
 //! each.
 //!
-//! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. For S, a warp
-//! of 16 rows reads 4 KB of the tile and 16 KB of a block. dP takes as many bytes, and each gradient takes 16 KB. If the
-//! kernel computes only one gradient, warps have 32 rows, and each read of a block serves twice as many `mma`. Even with 32
-//! rows, shared memory is the limit.
+//! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. For S, a
+//! warp of 16 rows reads 4 KB of the tile and 16 KB of a block. For dP, the warp reads as many bytes, and for each
+//! gradient 16 KB. If the kernel computes only one gradient, warps have 32 rows, and each read of a block serves twice
+//! as many `mma`. Even with 32 rows, shared memory is the limit.
 //!
-//! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. Each block has one
-//! barrier. After the barrier, all warps have read the previous block, and the copies of the block to multiply have
-//! completed. Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and dS. Each
-//! block takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both gradient
-//! GEMMs. If the GEMM for dV came before dP, ptxas would move dP ahead of that GEMM and spill registers.
+//! Schedule. Each CTA has one tile. All warps copy operands. While the warps multiply one block, the copies of the next
+//! block are in flight. The CTA passes one barrier per block. After the barrier, all warps have read the previous
+//! block, and the copies of the current block have completed. Between two barriers the warps do not synchronize, so one
+//! warp multiplies while another computes P and dS. For each block, a warp does these steps: start the GEMMs of S and
+//! dP, start the copies of the next block, compute P and dS, then compute both gradient GEMMs. If the GEMM for dV came
+//! before dP, ptxas would move dP ahead of that GEMM and spill registers.
 
 mod blocks;
 mod p_ds;
@@ -173,7 +174,7 @@ pub(crate) fn backward_split_m<
     }
 }
 
-/// A warp's accumulated gradients. An instance of the kernel computes the gradient of Q or K, the gradient of V, or both.
+/// A warp's accumulated gradients. Each compiled kernel computes the gradient of Q or K, the gradient of V, or both.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Gradients<AD: Size, AV: Size> {
@@ -217,7 +218,7 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     let mut value_sums = Vector::<f32, AV>::zeroed();
     let mut head = first.head;
     let mut block = first.block;
-    // `stage` is the byte offset of the current block's buffer, relative to `blocks`.
+    // `stage` is the byte offset from `blocks` to the buffer of the current block.
     let mut stage = 0u32;
     if head < tile.heads {
         copy_block::<E>(q_or_k, v_or_do, lse_delta, tile, head, block, blocks, tiles);
@@ -304,8 +305,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
 }
 
 /// Multiplies `left` (P or dS) by a block's rows at address `right`, and adds the product to `sums`. If
-/// `may_have_masked`, a block row that is hidden from the whole tile may hold NaN, and `0 · NaN` is NaN. The GEMM
-/// therefore reads a block row as zeros if all elements of `left` that the warp multiplies by the row are zeros.
+/// `may_have_masked`, some block rows may be hidden from the whole tile. Such a row may hold NaN, and `0 · NaN` is NaN.
+/// In this case, the GEMM reads a block row as zeros if the matching column of the warp's `left` has only zeros.
 #[cube]
 fn with_block<A: Size, AP: Size>(
     sums: Vector<f32, A>,
@@ -332,7 +333,7 @@ fn with_block<A: Size, AP: Size>(
     sums
 }
 
-/// The sizes of the GEMM for S or dP, over `depth` columns.
+/// The sizes of the GEMM for S or dP. `depth` is the number of columns of its operands.
 const fn score_product(tiles: MmaGradientSplitMTiles, depth: usize) -> Scores {
     Scores {
         fragments: tiles.fragments,
@@ -344,7 +345,8 @@ const fn score_product(tiles: MmaGradientSplitMTiles, depth: usize) -> Scores {
     }
 }
 
-/// The sizes of the GEMM that adds the product of P or dS with a block to a gradient of `columns` columns.
+/// The sizes of the gradient GEMM, which multiplies P or dS by a block and adds the product to a gradient. The gradient
+/// has `columns` columns.
 const fn sum_product(tiles: MmaGradientSplitMTiles, columns: usize, masked: bool) -> Sums {
     Sums {
         fragments: tiles.fragments,

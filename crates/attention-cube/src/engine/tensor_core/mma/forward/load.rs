@@ -26,7 +26,8 @@ pub(crate) fn sources<'query, 'key, 'value, E: Float>(
     Sources::<'query, 'key, 'value, E> { query, key, value }
 }
 
-/// One head of an operand, by its indices. The rows `first..end` exist. Copies write zeros for all other rows.
+/// One head of an operand: the indices of its sequence (`batch`) and of the head. Only the rows `first..end` of the
+/// head exist. Copies write zeros for all other rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadRows {
@@ -36,13 +37,14 @@ pub(crate) struct HeadRows {
     pub end: i32,
 }
 
-/// The number of 16-byte pieces in a row of `columns` columns. Zeros pad the row to whole `mma` steps of 16 columns.
+/// The number of 16-byte pieces that hold a row of `columns` columns in shared memory. Zeros pad the row to whole `mma`
+/// steps of 16 columns.
 const fn pieces(columns: usize) -> usize {
     columns.div_ceil(2 * PIECE) * 2
 }
 
-/// The number of bytes in the `piece`-th 16-byte piece of a row that hold columns of the row. The row has `columns`
-/// columns, and the rest of the piece is padding.
+/// Returns how many bytes of the `piece`-th 16-byte piece of a row hold columns. The row has `columns` columns. The
+/// remaining bytes of the piece are padding.
 #[cube]
 fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     if comptime!(columns.is_multiple_of(2 * PIECE)) {
@@ -52,8 +54,8 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     }
 }
 
-/// The number of bytes that a copy reads for a 16-byte piece of a row. `columns` is the number of the row's columns
-/// from the start of the piece on. `columns` is 0 or negative if the row ends before the piece.
+/// Returns the number of bytes that a copy reads for one 16-byte piece of a row. `columns` is the number of columns
+/// from the start of the piece to the end of the row. If the row ends before the piece, `columns` is 0 or negative.
 #[cube]
 fn bytes_left(columns: i32) -> u32 {
     (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
@@ -74,12 +76,12 @@ pub(crate) fn copy_rows<E: Float>(
     let pieces = comptime!(pieces(columns));
     let total = comptime!(rows * pieces);
     // `units` is the number of threads, and `pieces` the number of 16-byte pieces per row. If `units` is a multiple of
-    // `pieces`, all pieces of a thread have the same index in their rows. The thread's row advances by `stride_rows` rows per
-    // iteration.
+    // `pieces`, a thread copies the piece of the same index in each of its rows. From one iteration to the next, the
+    // thread then advances by `stride_rows` rows.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
     // The swizzle depends on the row number modulo 8. If `stride_rows` is also a multiple of 8, all pieces of a thread
-    // therefore have the same swizzled offset in their rows.
+    // lie at the same swizzled offset from the starts of their rows.
     let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
     let own_row = UNIT_POS / comptime!(pieces as u32);
     let own_piece = UNIT_POS % comptime!(pieces as u32);
@@ -155,8 +157,8 @@ pub(crate) struct Columns {
     pub width: usize,
 }
 
-/// Starts the copy of a column range of a tile's queries. The tile has queries of one head or of several heads. The
-/// copy writes zeros for rows that do not exist.
+/// Starts the copy of a column range of a tile's queries. The queries of a tile belong to one head or to several heads.
+/// The copy writes zeros for rows that do not exist.
 #[cube]
 pub(crate) fn copy_query_columns<E: Float>(
     query: &Tensor<E>,
@@ -201,8 +203,8 @@ pub(crate) fn copy_query_columns<E: Float>(
     }
 }
 
-/// One head of an operand, by its address in global memory. The rows `first..end` exist. Copies write zeros for all other
-/// rows.
+/// One head of an operand: its address in global memory, and its row stride in bytes. Only the rows `first..end` of the
+/// head exist. Copies write zeros for all other rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadSource {
@@ -234,10 +236,11 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
 }
 
 /// A *section*: the rows and columns of an operand that one call of [`copy_section`] copies. The number of rows is a
-/// multiple of 16, and the columns form whole subtiles of 64 columns.
+/// multiple of 16. The columns form whole *subtiles*, which are groups of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Section {
-    /// The number of operand rows that one call copies. Each 64-column subtile in shared memory has the same number of rows.
+    /// The number of operand rows that one call copies. Each subtile (64 columns) in shared memory has this number of
+    /// rows.
     pub rows: usize,
     /// The first operand column that one call copies.
     pub first_column: usize,
@@ -248,8 +251,8 @@ pub(crate) struct Section {
 }
 
 impl Section {
-    /// True if the operand has all columns of the first `end` subtiles (64 columns each) that a call copies, so that no
-    /// column needs zeros.
+    /// True if the operand has all columns of the first `end` subtiles (64 columns each) of the section. The copy then
+    /// writes no zeros for missing columns.
     const fn is_whole(&self, end: usize) -> bool {
         self.first_column + end * SUBTILE <= self.width
     }
@@ -258,9 +261,9 @@ impl Section {
 /// The number of 16-byte pieces per subtile row.
 const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
-/// Starts the copy of a section (some rows and columns of an operand) from row `first_row` on. The copy writes zeros
-/// for rows that do not exist in the head. All 16-byte pieces of a thread have the same index in their rows, so most
-/// addresses of the thread differ by compile-time constants.
+/// Starts the copy of a section (some rows and columns of an operand). `first_row` is the section's first row. The copy
+/// writes zeros for rows that do not exist in the head. A thread copies the 16-byte piece of the same index in each of
+/// its rows. Most addresses of the thread therefore differ by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,
@@ -282,8 +285,8 @@ pub(crate) fn copy_section(
         + position as u64 * source.row_bytes
         + (column * 2u32) as u64
         + comptime!(2 * section.first_column as u64);
-    // The address of a row that does not exist may be arbitrary, since the copy reads nothing. If a tile's window begins
-    // past the last key, `source.end` is less than `source.first`, and `existing` is 0.
+    // If a row does not exist, the copy reads nothing, so the row's address may be arbitrary. If the window of a tile
+    // begins past the last key, `source.end` is less than `source.first`, and `existing` is 0.
     let existing = max(source.end - source.first, 0i32) as u32;
     let own = (position - source.first) as u32;
     #[unroll]
@@ -316,11 +319,12 @@ pub(crate) fn copy_section(
     }
 }
 
-/// A *warp section*: the rows and columns of an operand block that one warp copies. A column is 16 bits wide, so two int8
-/// codes count as one column.
+/// A *warp section*: the rows and columns of an operand block that one warp copies. Here a column means 16 bits. An
+/// int8 code has 8 bits, so two codes count as one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
-    /// The number of operand rows that a warp copies. Each 64-column subtile in shared memory has the same number of rows.
+    /// The number of operand rows that a warp copies. Each subtile (64 columns) in shared memory has this number of
+    /// rows.
     pub rows: usize,
     /// The number of operand columns that a warp copies, a multiple of 16.
     pub columns: usize,
@@ -330,12 +334,13 @@ pub(crate) struct WarpSection {
     pub is_whole: bool,
 }
 
-/// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
+/// The number of rows that a warp copies in one iteration of a copy. In each iteration, a lane copies one 16-byte
+/// piece.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
-/// Starts a warp's copy of a section (some rows and columns) of an operand, from row `first_row` and column
-/// `first_column` on. All lanes of the warp take part. The copy writes zeros for rows that do not exist in the head,
-/// and for columns past the operand's last column.
+/// Starts a warp's copy of some rows and columns of an operand. The copied rows begin with `first_row`, and the copied
+/// columns with `first_column`. All lanes of the warp take part. The copy writes zeros for rows that do not exist in
+/// the head, and for columns past the operand's last column.
 #[cube]
 pub(crate) fn copy_warp_section(
     source: HeadSource,
@@ -348,8 +353,8 @@ pub(crate) fn copy_warp_section(
     let row = lane / comptime!(SUBTILE_PIECES as u32);
     let piece = lane % comptime!(SUBTILE_PIECES as u32);
     let to = piece_address(target, row, piece, section.rows);
-    // The swizzle XORs the index of a piece with the row number modulo 8. Iterations advance by 4 rows, so odd iterations
-    // flip bit 2 of the index.
+    // The swizzle XORs the index of a piece with the row number modulo 8. Each iteration advances by 4 rows. In odd
+    // iterations, the swizzle therefore flips bit 2 of the piece's index.
     let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
     let column = first_column + piece * comptime!(PIECE as u32);
     let position = first_row + row as i32;

@@ -1,5 +1,5 @@
-//! The split-D forward, for value sizes up to 512. Each warp computes the scores of some rows with some keys of a
-//! block, and some rows and columns of the tile's output.
+//! The split-D forward, for value sizes up to 512. The scores of a block are divided among the warps by rows and by
+//! keys. The tile's output is divided among the warps by rows and by columns.
 //!
 //! Tensors:
 //!
@@ -20,18 +20,20 @@
 //! slower and becomes the limit.
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns
-//! of all keys of a block. A chunk of V has some or all columns of some keys of a block. The blocks pass in the order
-//! `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has a *full* and an *empty* barrier.
+//! for all keys of a block. A chunk of V has some or all columns for some keys of a block. The blocks pass in the order
+//! `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has a *full* barrier (the copies to the slot have
+//! completed) and an *empty* barrier (all warps have read the slot).
 //!
-//! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the
-//! current block's keys and stores the row maxima. The pass then multiplies P of the previous block by the previous block's
-//! values, while the warps compute P of the current block. One half of the warps computes P before the GEMM with the first
-//! chunk of values, the second half after this GEMM. Each warp scheduler has one warp of each half, so the exponentials of
-//! one warp overlap with the `mma` of the second warp.
+//! The main loop is pipelined by one block, and one iteration is called a *pass*. In a pass, the warps first multiply
+//! the queries by the current block's keys, and store the row maxima. They then multiply P of the previous block by the
+//! previous block's values, and also compute P of the current block. One half of the warps computes P before the GEMM
+//! with the first chunk of values, the second half after this GEMM. Each warp scheduler has one warp of each half, so
+//! the exponentials of one warp overlap with the `mma` of another warp.
 //!
-//! Warps that share output rows form a row group, which has its own barriers. The first barrier signals that the row maxima
-//! are stored, the second that P is stored. If shared memory holds P of only one block, a third barrier signals that all
-//! warps have finished the GEMM with the previous P.
+//! Warps that compute different columns of the same output rows form a *row group*. Each row group has its own
+//! barriers. The first barrier signals that the group's warps have stored their row maxima, the second that they have
+//! stored P. If shared memory holds P of only one block, a third barrier signals that all warps of the group have
+//! finished the GEMM with the previous P.
 
 mod chunks;
 mod mainloop;
@@ -189,8 +191,8 @@ pub(crate) fn forward_split_d<
     }
 }
 
-/// Initializes the barriers of the ring buffer in shared memory and of each row group. A row group is the `column_groups`
-/// warps that share output rows.
+/// Initializes the barriers of the ring buffer in shared memory, and the barriers of each row group. A row group is
+/// `column_groups` warps that compute different columns of the same output rows.
 #[cube]
 fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     make_ring(
@@ -210,8 +212,9 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores two f32 for each of a warp's rows in shared memory: the row maximum that the softmax subtracted, and the
-/// partial row sum. The stores overwrite the rescale factors and the row maxima of the last block.
+/// Stores two f32 in shared memory for each of a warp's rows. The first f32 is the row maximum that the softmax has
+/// subtracted, and the second f32 is the warp's partial row sum. The stores overwrite the rescale factors and the row
+/// maxima of the last block.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -236,8 +239,8 @@ fn store_results<AO: Size>(
     }
 }
 
-/// Returns a fragment of the output, with the row maxima that the softmax subtracted, and with the row sums. A row sum adds
-/// the partial sums of all key groups (32 keys each), in the order of the keys.
+/// Returns a fragment of the output, with two f32 for each row: the row maximum that the softmax has subtracted, and
+/// the row sum. The row sum adds the partial sums of all key groups (32 keys each), in the order of the keys.
 #[cube]
 fn finished<AO: Size, NO: Size>(
     all: Vector<f32, AO>,

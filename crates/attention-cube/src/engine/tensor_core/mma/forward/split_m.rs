@@ -1,4 +1,5 @@
-//! The split-M forward, for value sizes up to 128. Each warp has 16 or 32 queries, and computes all columns of their output.
+//! The split-M forward, for value sizes up to 128. Each warp has 16 or 32 queries, and computes all columns of the
+//! output of these queries.
 //!
 //! Tensors:
 //!
@@ -17,9 +18,9 @@
 //! per warp. With 16 rows per warp, they reach 460 TFLOP/s. Without the loads, `mma` instructions reach 646 TFLOP/s.
 //!
 //! Schedule. Each CTA has one tile, and two CTAs share a multiprocessor: one CTA multiplies while the other CTA
-//! computes its softmax. All warps copy operands. The copies of a block start one block ahead. Each block has one
-//! barrier. After the barrier, all warps have read the previous block, and the copies of the block to multiply have
-//! completed.
+//! computes its softmax. All warps copy operands. While the warps multiply one block, the copies of the next block are
+//! in flight. The CTA passes one barrier per block. After the barrier, all warps have read the previous block, and the
+//! copies of the current block have completed.
 
 mod mainloop;
 

@@ -1,5 +1,5 @@
-//! The split-N forward for few rows (decoding, and verification of draft tokens). Every warp has all rows of the tile, but
-//! only some of the keys.
+//! The split-N forward for few rows (decoding, and verification of draft tokens). Every warp processes all rows of the
+//! tile, but only some of the keys.
 //!
 //! Tensors:
 //!
@@ -12,24 +12,26 @@
 //! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second
 //!   half the natural logarithms of the row sums.
 //!
-//! Budget. The sizes are for head size 128 with 16 rows. Shared memory ([`MmaSplitNTiles::shared_memory`]) holds 4 KB of
-//! queries and 96 KB of keys and values: three stages for each of 4 warps, with 16 keys and values per stage. A thread uses
-//! 64 registers for O and 8 for S. At head size 256, a thread uses 128 registers for O. At head size 512, two warps share
-//! the keys. Each of the two warps then has 256 columns of every operand, and 128 registers for O.
+//! Budget. The sizes are for head size 128 with 16 rows. Shared memory ([`MmaSplitNTiles::shared_memory`]) holds 4 KB
+//! of queries and 96 KB of keys and values: three stages for each of 4 warps, with 16 keys and values per stage. A
+//! thread uses 64 registers for O and 8 for S. At head size 256, a thread uses 128 registers for O. At head size 512,
+//! two warps share the keys. Each of the two warps then has 256 columns of every operand, and each of its threads uses
+//! 128 registers for O.
 //!
-//! Bound. Memory bandwidth limits the kernel. Each byte from memory is written to shared memory once and read from shared
-//! memory once. Together with the reads of the queries, these accesses take 50 of the 128 bytes per clock of an H200's
-//! shared memory. The number of bytes in flight decides the speed: 64 to 128 KB per multiprocessor.
+//! Bound. Memory bandwidth limits the kernel. Each byte from memory is written to shared memory once and read from
+//! shared memory once. Together with the reads of the queries, these accesses take 50 of the 128 bytes per clock of an
+//! H200's shared memory. The number of bytes in flight decides the speed. The kernel keeps 64 to 128 KB in flight per
+//! multiprocessor.
 //!
-//! Codes. Blocks of [quantized](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers,
-//! with 7 instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the
-//! scales of the next block into two more registers. The columns of the queries are reordered once, into the order in
-//! which lanes hold codes. At head size 512, shared memory moves 3 bytes on average per byte from memory: 4 for keys
-//! (with the queries) and 2 for values. For 1 GB of keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads
-//! from memory take 0.25 ms at 4 TB/s.
+//! Codes. A block of [quantized](crate::quantized) keys and values has half the bytes of a bf16 block. Codes become
+//! bf16 in registers, with 7 instructions per four codes. Each lane holds the scales of a block in two registers, and
+//! prefetches the scales of the next block into two more registers. The columns of the queries are reordered once, into
+//! the order in which lanes hold codes. At head size 512, each byte from memory causes on average 3 bytes of
+//! shared-memory traffic: 4 bytes for a byte of keys (together with the queries), and 2 bytes for a byte of values. For
+//! 1 GB of keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads from memory take 0.25 ms at 4 TB/s.
 //!
 //! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all
-//! these heads. A key group is one or two warps, which process every `key_groups`-th block. Each warp copies its own
+//! these heads. A *key group* is one or two warps. It processes every `key_groups`-th block. Each warp copies its own
 //! operands, so groups do not wait for each other during the main loop. In a group of two warps, each warp sums `q·k`
 //! over half of the columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs
 //! to the largest row maxima. Each warp then sums the outputs of all groups for some of the columns, in the order of

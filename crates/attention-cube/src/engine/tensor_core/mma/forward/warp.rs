@@ -1,4 +1,5 @@
-//! The softmax and the GEMM P·V of a block, for kernels in which a warp computes its rows' scores with all keys of the block.
+//! The softmax and the GEMM P·V of a block, for the split-M and split-N kernels. In these kernels, the warp that
+//! computes a row's scores computes them for all keys of the block.
 
 use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
@@ -20,8 +21,8 @@ use cube_kit::ampere::mma::{Scores, Sums, add_product};
 use cube_kit::nvidia::accumulator::{is_second, pair};
 use cubecl::prelude::*;
 
-/// The rows that the thread holds in each of its warp's two 16-row fragments. `second` is unused if the warp has one
-/// fragment.
+/// The tile rows that the thread holds in each of its warp's two 16-row fragments. If the warp has one fragment, the
+/// kernel does not use `second`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WarpRows {
@@ -29,7 +30,7 @@ pub(crate) struct WarpRows {
     pub second: RowPair,
 }
 
-/// Returns the tile rows that the thread holds in its fragments. `row` is the first of these rows.
+/// Returns the tile rows that the thread holds in its warp's fragments. `row` is the first of these rows.
 #[cube]
 pub(crate) fn warp_rows<F: Float, NB: Size>(
     tile: &Tile,
@@ -44,7 +45,7 @@ pub(crate) fn warp_rows<F: Float, NB: Size>(
     }
 }
 
-/// The block masks of a warp's two fragments.
+/// The masks of a block for the rows of a warp's two fragments.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WarpViews {
@@ -52,8 +53,8 @@ pub(crate) struct WarpViews {
     pub second: BlockMask,
 }
 
-/// Loads the block masks of a warp's fragments. If the call comes before the GEMM Q·Kᵀ, the GEMM hides the latency of the
-/// loads.
+/// Loads the masks of a block for the rows of a warp's fragments. If the call comes before the GEMM Q·Kᵀ, the GEMM
+/// hides the latency of the loads.
 #[cube]
 pub(crate) fn warp_views(
     position: &TilePosition,
@@ -99,7 +100,7 @@ pub(crate) struct WarpStates {
     pub second: SoftmaxState,
 }
 
-/// The online softmax states of rows before their first block.
+/// The online softmax states of a warp's rows before the first block.
 #[cube]
 pub(crate) fn empty_states(negative_infinity: f32) -> WarpStates {
     WarpStates {
@@ -125,12 +126,12 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The scales of a lane's score columns. A lane has two columns in every 8, so 8 scales suffice for the largest block,
-/// 32 keys.
+/// The scales of a lane's score columns. A lane holds two of every 8 columns. The largest block has 32 keys, so 8
+/// scales suffice.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If V is quantized, the function multiplies each probability by the scale of its
-/// row of V, and then rounds the product to half precision.
+/// Computes P from the dot products `q·k` of a block. If V is quantized, the function multiplies each probability by
+/// the scale of the matching row of V. It then rounds the product to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -196,7 +197,7 @@ struct FragmentWeights<NP: Size> {
     state: SoftmaxState,
 }
 
-/// Computes P of one fragment from its `q·k`.
+/// Computes P of one fragment from the fragment's dot products `q·k`.
 #[cube]
 fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -272,14 +273,14 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     }
 }
 
-/// Multiplies a probability by the scale of its row of V. A probability of 0 stays 0, because the scale of a masked row may
-/// be NaN.
+/// Multiplies a probability by the scale of the matching row of V. A probability of 0 stays 0, even if the scale is
+/// NaN, as it may be for a masked row.
 #[cube]
 fn times_scale(probability: f32, scale: f32) -> f32 {
     select(probability == 0.0f32, 0.0f32, probability * scale)
 }
 
-/// Multiplies O by its rescale factors, if the current block updated the row maxima that the softmax subtracts.
+/// Multiplies O by the rescale factors, if the current block changed the row maxima that the softmax subtracts.
 #[cube]
 pub(crate) fn rescaled_fragments<AO: Size>(
     o: Vector<f32, AO>,
@@ -312,8 +313,9 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// Adds P·V of a block to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads them as
-/// zeros. Rows of a quantized V need no zeros, because codes are never NaN.
+/// Multiplies P by a block of V, and adds the product to O. Rows of V that are hidden from all rows of the tile may be
+/// NaN, so the GEMM reads these rows of V as zeros. If V is quantized, the GEMM reads all rows as they are, because
+/// codes are never NaN.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -342,7 +344,7 @@ pub(crate) fn with_values<AO: Size, AP: Size>(
     }
 }
 
-/// The sizes of the GEMM Q·Kᵀ. In shared memory, the queries lie in subtiles of `left_rows` rows.
+/// The sizes of the GEMM Q·Kᵀ. In shared memory, the queries lie in subtiles (64 columns each) of `left_rows` rows.
 pub(crate) const fn score_product(warp: WarpTiles, left_rows: usize) -> Scores {
     Scores {
         fragments: warp.fragments,

@@ -1,5 +1,5 @@
-//! The launches of the backward: one kernel computes LSE and delta, then one kernel computes dQ, and one or two kernels
-//! compute dK and dV.
+//! The launches of the backward. The first kernel computes LSE and delta. The second kernel computes dQ. One or two
+//! more kernels compute dK and dV.
 
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::tensor_core::common::bias::BiasReads;
@@ -38,8 +38,8 @@ pub(crate) fn backward(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Launches one gradient kernel. Returns two gradients: of Q or K, and of V. A gradient is `None` if the kernel does
-/// not compute it.
+/// Launches one gradient kernel. Returns an array of two gradients: first the gradient of Q or K, then the gradient of
+/// V. A gradient is `None` if the kernel does not compute it.
 fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let tiles = launch.tiles;
     let bias_reads = match launch.pass.optional_inputs.has_bias_of_head() {

@@ -23,8 +23,8 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {
-    /// Writes the gradient of `bias` to `target`. If `parts` is more than 1, `target` instead gets `parts` partial
-    /// gradients, one after another.
+    /// Writes the gradient of `bias` to `target`. If `parts` is more than 1, the kernel instead writes `parts` partial
+    /// gradients to `target`, one after another.
     pub(crate) fn bias_on_matrix_units(
         &self,
         bias: &CubeTensor,

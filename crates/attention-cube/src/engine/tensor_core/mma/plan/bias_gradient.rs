@@ -10,7 +10,7 @@ use crate::types::refusal::Refusal;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The sizes of a tile of the bias gradient. Each warp has some of the tile's queries and all of the tile's keys.
+/// The sizes of the tiles of the bias gradient. Each warp has some of the tile's queries and all of the tile's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientTiles {
     /// The number of columns of Q and K.
@@ -28,8 +28,8 @@ pub struct BiasGradientTiles {
 }
 
 impl BiasGradientTiles {
-    /// The number of stages in shared memory, with one chunk each. The warps multiply one stage while the copies to the two
-    /// other stages are in flight.
+    /// The number of stages (shared-memory buffers). Each stage holds one chunk of operands. The warps multiply the
+    /// chunk in one stage while the copies to the two other stages are in flight.
     pub const STAGES: usize = 3;
 
     /// Returns the tiles for head size `head_dim` of Q and K, and head size `value_dim` of V.
@@ -68,7 +68,8 @@ impl BiasGradientTiles {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of chunks for one query tile and one key tile: chunks of Q and K for S, and chunks of dO and V for dP.
+    /// The number of chunks for one query tile and one key tile. These are the chunks of Q and K for the GEMM of S, and
+    /// the chunks of dO and V for the GEMM of dP.
     pub const fn chunks(&self) -> usize {
         self.dot_chunks() + self.value_dim.div_ceil(SUBTILE)
     }
@@ -83,7 +84,8 @@ impl BiasGradientTiles {
         }
     }
 
-    /// The byte offset of the rows of K or V in a stage (shared-memory buffer), behind the rows of Q or dO.
+    /// The byte offset in a stage (shared-memory buffer) at which the rows of K or V begin. They lie behind the rows of
+    /// Q or dO.
     pub const fn key_rows_at(&self) -> usize {
         self.rows() * ROW_BYTES
     }
@@ -172,8 +174,9 @@ mod tests {
                     tiles.key_rows_at().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
                 );
-                // A visit is the work on one query tile of one head and sequence. The kernel copies up to two chunks of the
-                // next visit ahead, so each visit needs at least two chunks.
+                // A visit is the work on one query tile of one head and sequence. During a visit, the kernel already
+                // starts to copy the first two chunks of the next visit. Each visit therefore needs at least two
+                // chunks.
                 assert!(tiles.chunks() >= BiasGradientTiles::STAGES - 1, "{tiles:?}");
                 let depth: usize = (0..tiles.dot_chunks())
                     .map(|chunk| BiasGradientTiles::depth(width, chunk))

@@ -1,14 +1,15 @@
-//! The tiles of the forward for few query rows (decoding, and verification of draft tokens). A tile packs the queries of a
-//! GQA group.
+//! The tiles of the forward for few query rows (decoding, and verification of draft tokens). One tile holds the queries
+//! of several heads of a GQA group.
 
 use super::occupancy::cubes_that_fit;
 use super::shape::{Shape, split_d, split_m, split_n};
 use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
-/// The table of tiles with at most 64 rows: first the tiles of 16 rows, then of 32, then of 64. The plan takes the first
-/// entry that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB.
-/// For more than 32 rows, some head sizes have no entry and use the table `FORWARD` in `plan.rs`.
+/// The table of tiles with at most 64 rows: first the tiles of 16 rows, then of 32, then of 64. The plan takes the
+/// first entry that has enough rows, serves the problem's head sizes and fits the device's shared memory. Each head
+/// size has entries for 227, 163 and 99 KB of shared memory. For more than 32 rows, some head sizes have no entry in
+/// this table. The plan then uses the table `FORWARD` in `plan.rs`.
 ///
 /// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, the bytes
 /// in flight must be at least the bandwidth per multiprocessor times the memory latency. With a latency of 800 ns, the
@@ -48,8 +49,8 @@ const FEW_ROWS: &[Shape] = &[
     split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
 
-/// Returns the tiles for `rows` rows and these head sizes, or `None` if none fits. `limits` are the largest bytes of
-/// shared memory and the largest number of threads per CTA.
+/// Returns the tiles for `rows` query rows and these head sizes, or `None` if no tiles fit. `limits` are the largest
+/// number of bytes of shared memory per CTA, and the largest number of threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -60,8 +61,8 @@ pub(crate) fn few_rows_tiles(
     first_that_fits(FEW_ROWS, rows, widths, half, limits, page_len)
 }
 
-/// Returns the first tiles of `table` that have enough rows, are wide enough and fit the limits of a CTA. If K and V lie in
-/// pages, the function prefers tiles that read pages without a copy.
+/// Returns the first tiles of `table` that have enough rows, serve the head sizes and fit the limits of a CTA. If K and
+/// V lie in pages, the function prefers tiles whose kernel reads the pages without a copy.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,
@@ -90,8 +91,8 @@ pub(super) fn first_that_fits(
     }
 }
 
-/// True if the kernel sums `q·k` in the same order as the backward. The order differs if two warps divide the columns
-/// of Q and K.
+/// True if the kernel of these tiles sums `q·k` in the order in which the backward sums it. The orders differ if two
+/// warps divide the columns of Q and K.
 pub(super) const fn sums_as_backward(tiles: &MmaForwardTiles) -> bool {
     match tiles {
         MmaForwardTiles::SplitN(tiles) => tiles.column_groups == 1,
@@ -125,8 +126,9 @@ pub(super) mod tests {
         )
     }
 
-    /// Checks that the table for few rows has tiles for every head size at each size of shared memory. The tiles must not
-    /// have more rows than needed. The warps must divide split-N and split-D tiles evenly.
+    /// Checks that the table for few rows has tiles for every head size at each size of shared memory. The tiles must
+    /// not have more rows than the number of query rows requires. The warps must divide split-N and split-D tiles
+    /// evenly.
     #[test]
     fn few_rows_tiles_every_width_has_the_fewest_rows() {
         for head_dim in NARROWEST..=576 {
@@ -157,11 +159,11 @@ pub(super) mod tests {
         // The mask word of a row has 32 bits, one per key of a block, so a block has at most 32 keys.
         assert!(matches!(tiles.keys, 16 | 32), "{context}");
         assert!(tiles.stages >= 2, "{context}");
-        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has barriers 0 to 15,
-        // so at most 15 groups have one.
+        // If a key group has two warps, it has a named barrier of its own. These barriers have the numbers from 1 on.
+        // The hardware has the barriers 0 to 15, so at most 15 key groups can have one.
         assert!(tiles.key_groups < 16, "{context}");
-        // The key groups (warps that process different keys) exchange their outputs through the shared memory of the K and V
-        // buffers, so a warp's output must fit that memory.
+        // At the end, the key groups (warps that process different keys) exchange their outputs through shared memory.
+        // Each warp's output overwrites the warp's buffers for K and V, so the output must fit these buffers.
         assert!(tiles.output_bytes() <= tiles.warp_bytes(), "{context}");
         for place in [tiles.stages_at(), tiles.warp_bytes(), tiles.key_bytes()] {
             assert_eq!(place % 128, 0, "{context}");
@@ -198,8 +200,9 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks the rows of a tile, the query heads per tile, and the key splits. A GQA group gets the smallest tile that holds
-    /// all its rows. Keys are split if the tiles alone do not fill the GPU. For prompts, the plan uses the table `FORWARD`.
+    /// Checks the rows of a tile, the query heads per tile, and the number of key splits. The rows of a GQA group get
+    /// the smallest tile that holds all of them. The keys are split if the tiles alone do not fill the GPU. For
+    /// prompts, the plan uses the table `FORWARD`.
     #[test]
     fn forward_few_rows_takes_the_smallest_tile() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [
@@ -224,9 +227,9 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks the table for more than 32 rows. At head sizes 64, 128 and 256, the table has tiles of 64 rows for 33 rows, and
-    /// no tiles for 65 rows. At head size 512, the table has no tiles for 33 rows, because the table `FORWARD` already has
-    /// tiles of 64 rows.
+    /// Checks the table's entries for more than 32 rows. At head sizes 64, 128 and 256, the table has tiles of 64 rows
+    /// for 33 rows, and no tiles for 65 rows. At head size 512, the table has no tiles for 33 rows, because the table
+    /// `FORWARD` already has tiles of 64 rows.
     #[test]
     fn few_rows_tiles_33_rows_get_64_rows() {
         for width in [64, 128, 256] {
@@ -242,9 +245,9 @@ pub(super) mod tests {
         assert_eq!(tiles(33, [512, 512], SHARED_MEMORY[0]), None);
     }
 
-    /// Checks that enough bytes are in flight while a warp multiplies a block. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies are in flight to all of a warp's buffers except
-    /// the one that the warp multiplies.
+    /// Checks that enough bytes are in flight while a warp multiplies a block. With 227, 163 and 99 KB of shared
+    /// memory, a multiprocessor must have at least 60, 30 and 15 KB in flight. Copies are in flight to all of a warp's
+    /// buffers except the buffer that the warp multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

@@ -8,13 +8,14 @@ use crate::types::quantized::CodeFormat;
 use cube_kit::nvidia::Half;
 
 /// The table of tiles of 8-bit codes: first the tiles of 16 rows, then of 32. The plan takes the first entry that has
-/// enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more
-/// than 256 columns, registers cannot hold the output of 32 rows. On an H200, the first entry for head size 512 was
-/// measured with 8 query rows and int8 codes. These tiles read K and V at 81 % of the rate of a memory copy. The other
-/// entries, and e4m3 codes, were not measured.
+/// enough rows, serves the problem's head sizes and fits the device's shared memory. Each head size has entries for
+/// 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold the output of 32 rows. On an
+/// H200, the first entry for head size 512 was measured with 8 query rows and int8 codes. These tiles read K and V at
+/// 81 % of the rate of a memory copy. The other entries, and e4m3 codes, were not measured.
 ///
-/// A block of codes has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. These
-/// tiles therefore have more warps, so that as many bytes are in flight as with bf16.
+/// A block of codes has half the bytes of a bf16 block. The GEMMs of a block of codes take longer, because of the
+/// conversion to bf16. The tiles in this table therefore have more warps than tiles for bf16. As many bytes are then in
+/// flight as with bf16.
 const WORDS: &[Shape] = &[
     split_n_codes([128, 128], [1, 1, 4], [32, 3, 2]),
     split_n_codes([128, 128], [1, 1, 4], [32, 2, 2]),
@@ -36,14 +37,16 @@ const WORDS: &[Shape] = &[
     split_n_codes([256, 256], [2, 2, 2], [16, 4, 1]),
 ];
 
-/// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
+/// The number of rows in the largest tiles of this table. Some head sizes have no tiles of 32 rows. At these head
+/// sizes, 32 rows take two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over K and V of these widths, quantized to `format`, or `None` if none fits.
-/// `limits` are the largest bytes of shared memory and the largest number of threads per CTA.
+/// Returns the tiles for `rows` query rows over K and V that have these widths and the code format `format`. Returns
+/// `None` if no tiles fit. `limits` are the largest number of bytes of shared memory per CTA, and the largest number of
+/// threads per CTA.
 ///
-/// If the rows need two tiles, the second tile finds K and V in the L2 cache. A kernel that first converts K and V to bf16
-/// would move five times as many bytes to and from memory.
+/// If the rows need two tiles, the second tile reads K and V from the L2 cache. The alternative, a separate conversion
+/// of K and V to bf16 before attention, would move five times as many bytes to and from memory.
 pub(crate) fn decode_code_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -106,9 +109,9 @@ mod tests {
         }
     }
 
-    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles. The minimum is 60, 30 and 15 KB per
-    /// multiprocessor at 227, 163 and 99 KB of shared memory. Copies are in flight to all of a warp's buffers except
-    /// the one that the warp multiplies.
+    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles. With 227, 163 and 99 KB of shared
+    /// memory, a multiprocessor must have at least 60, 30 and 15 KB in flight. Copies are in flight to all of a warp's
+    /// buffers except the buffer that the warp multiplies.
     #[test]
     fn decode_code_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -132,8 +135,8 @@ mod tests {
         }
     }
 
-    /// Checks that the plan reads codes of K and V without a copy if GEMMs are in bf16 and a row's bytes are a multiple of 16.
-    /// The plan refuses rows of 72 bytes and GEMMs in f16.
+    /// Checks when the plan reads codes of K and V without a copy. The GEMMs must be in bf16, and the number of bytes
+    /// in a row must be a multiple of 16. The plan refuses rows of 72 bytes, and GEMMs in f16.
     #[test]
     fn forward_codes_of_keys_are_read_in_place_in_bf16_only() {
         use CodeFormat::{E4m3, Int8};

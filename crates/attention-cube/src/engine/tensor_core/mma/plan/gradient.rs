@@ -2,8 +2,8 @@
 //! memory.
 //!
 //! A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries. Identifiers with *dot* or
-//! `q_or_k` are about rows of Q or K, whose dot products are the scores. Identifiers with *value* or `v_or_do` are
-//! about rows of V or dO, whose dot products are dP.
+//! `q_or_k` are about rows of Q or K, and the dot products of these rows are the scores. Identifiers with *value* or
+//! `v_or_do` are about rows of V or dO, and the dot products of these rows are dP.
 
 mod split_d;
 mod split_m;

@@ -6,7 +6,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::{Feature, Refusal};
 use cube_kit::nvidia::Half;
 
-/// Returns the half precision type of the problem's operands.
+/// Checks that the engine supports the problem and the device. Returns the half precision type of the problem's
+/// operands.
 ///
 /// # Errors
 /// Returns the reason why the engine refuses the problem or the device.

@@ -5,7 +5,7 @@ use cube_kit::ampere::BARRIER_BYTES;
 /// The sizes of a ring buffer for operand chunks, and its byte offsets from the start of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ring {
-    /// The number of chunks per pass. A pass is one iteration of the main loop.
+    /// The number of chunks that the warps read in one pass. A pass is one iteration of the main loop.
     pub chunks: usize,
     /// The number of slots: at least 2, and at most one more than the number of chunks per main loop iteration.
     pub slots: usize,

@@ -1,4 +1,5 @@
-//! A row in a table of forward tiles: measured sizes, and the largest head sizes that the row serves.
+//! A row in a table of forward tiles. The row has measured sizes of a kernel's tiles, and the largest head sizes that
+//! the row serves.
 
 use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
@@ -66,7 +67,8 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns a copy of the shape in which the kernel copies the queries to shared memory again for every block of keys.
+/// Returns a copy of `shape` whose kernel does not keep the queries in shared memory. The kernel copies the queries
+/// there again for every block of keys.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {
@@ -87,7 +89,8 @@ pub(super) struct SplitNShape {
     key_groups: usize,
     keys: usize,
     stages: usize,
-    /// The number of CTAs that must fit a multiprocessor at once. The plan skips this table row if fewer fit.
+    /// The number of CTAs that must run at once on a multiprocessor. If the device's multiprocessor runs fewer, the
+    /// plan skips this table row.
     cubes: usize,
     codes: Option<CodeFormat>,
 }
@@ -125,7 +128,7 @@ pub(super) const fn split_n_codes(
     }
 }
 
-/// A row of a table, for one of the three kernels split-M, split-N and split-D.
+/// A row of a table: the sizes of the tiles of a split-M, split-N or split-D kernel.
 pub(super) enum Shape {
     M(SplitMShape),
     N(SplitNShape),
@@ -167,7 +170,8 @@ impl Shape {
         }
     }
 
-    /// The number of CTAs that must fit a multiprocessor at once. The plan skips this table row if fewer fit.
+    /// The number of CTAs that must run at once on a multiprocessor. If the device's multiprocessor runs fewer, the
+    /// plan skips this table row.
     pub(super) fn cubes(&self) -> usize {
         match self {
             Self::N(shape) => shape.cubes,

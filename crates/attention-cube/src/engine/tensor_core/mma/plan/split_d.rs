@@ -7,8 +7,8 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// The number of columns per `mma` step. Operands are padded with zeros to whole steps.
 const STEP: usize = 16;
 
-/// The tiles of the split-D forward. K in chunks of columns and V in chunks of rows pass through one ring of slots in shared
-/// memory.
+/// The tiles of the split-D forward. Chunks of K have some columns of a block, and chunks of V have some rows of a
+/// block. All chunks pass through one ring of slots in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitDTiles {
     /// The number of columns of Q and K.
@@ -21,21 +21,20 @@ pub struct MmaSplitDTiles {
     pub rows: usize,
     /// The number of keys per block: 64 or 128.
     pub keys: usize,
-    /// The number of row groups. The warps of a row group share output rows, and divide the columns of these rows.
+    /// The number of row groups. The warps of a row group compute different columns of the same output rows.
     pub row_groups: usize,
     /// The number of columns in a chunk of K, a multiple of a subtile's 64 columns.
     pub key_columns: usize,
     /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The number of chunks in which the kernel copies `value_keys` rows of V. Each of these chunks has some of the
-    /// columns.
+    /// The number of chunks into which `value_keys` rows of V are divided by columns.
     pub value_parts: usize,
     /// The number of slots in the ring buffer for chunks of K and V, at least 2.
     pub slots: usize,
     /// True if the queries stay in shared memory. Otherwise the kernel copies the queries again with every block of keys.
     pub holds_queries: bool,
-    /// The number of buffers for P of a block: 1 or 2. With two buffers, the warps that share output rows need one barrier
-    /// fewer before they store P.
+    /// The number of buffers for P of a block: 1 or 2. With two buffers, a warp passes one barrier fewer before it
+    /// stores P.
     pub shares: usize,
 }
 
@@ -46,13 +45,14 @@ impl MmaSplitDTiles {
     /// The number of threads per CTA.
     pub const UNITS: usize = 32 * Self::WARPS;
 
-    /// The number of keys in a warp's scores, which is the number of bits in a mask word.
+    /// The number of keys of a block for which each warp computes scores. A mask word has this number of bits.
     pub const SCORE_KEYS: usize = 32;
 
     /// The number of registers per thread in a score fragment.
     pub const SCORE_REGISTERS: usize = Self::SCORE_KEYS / 2;
 
-    /// The number of key groups of a block. Each warp computes the scores of some rows and one key group.
+    /// The number of key groups (32 keys each) in a block. Each warp computes the scores of some rows with the keys of
+    /// one group.
     pub const fn key_groups(&self) -> usize {
         self.keys / Self::SCORE_KEYS
     }
@@ -77,7 +77,7 @@ impl MmaSplitDTiles {
         FRAGMENT_ROWS * self.output_fragments()
     }
 
-    /// The number of warps that divide the output columns of a row group.
+    /// The number of warps in a row group. These warps divide the output columns of the group's rows.
     pub const fn column_groups(&self) -> usize {
         Self::WARPS / self.row_groups
     }
@@ -94,12 +94,12 @@ impl MmaSplitDTiles {
         self.part_steps() * self.value_parts
     }
 
-    /// The number of columns in a chunk of V, padded with zeros.
+    /// The number of columns in a chunk of V, including columns of zeros that pad the chunk.
     pub const fn part_columns(&self) -> usize {
         STEP * self.part_steps() * self.column_groups()
     }
 
-    /// The number of columns in the `chunk`-th chunk of K, padded with zeros to whole steps of 16.
+    /// The number of columns in the `chunk`-th chunk of K. Zeros pad the chunk to whole steps of 16 columns.
     pub const fn chunk_columns(&self, chunk: usize) -> usize {
         let left = self.head_dim.next_multiple_of(STEP) - chunk * self.key_columns;
         if left < self.key_columns {
@@ -114,19 +114,20 @@ impl MmaSplitDTiles {
         self.head_dim.div_ceil(self.key_columns)
     }
 
-    /// The number of chunks in a block of V. A chunk has `value_keys` rows and some of the columns. All chunks of the first
-    /// rows precede the chunks of the next rows.
+    /// The number of chunks in a block of V. A chunk has `value_keys` rows and some of the columns. All chunks of the
+    /// block's first `value_keys` rows precede the chunks of the next rows.
     pub const fn value_chunks(&self) -> usize {
         self.keys / self.value_keys * self.value_parts
     }
 
-    /// The number of chunks per pass. A pass, one main loop iteration, multiplies K of a block and V of the previous block.
+    /// The number of chunks that the warps read in one pass. In a pass, which is one main loop iteration, the warps
+    /// multiply K of one block and V of the previous block.
     pub const fn chunks(&self) -> usize {
         self.key_chunks() + self.value_chunks()
     }
 
-    /// The byte offset of the queries in a shared-memory slot, behind a chunk of K. Only kernels that do not keep the queries
-    /// in shared memory use the offset.
+    /// The byte offset of the queries in a ring slot that holds a chunk of K. The queries lie behind the chunk. The
+    /// kernel uses this offset only if the queries do not stay in a part of shared memory of their own.
     pub const fn chunk_queries_at(&self) -> usize {
         self.keys * self.key_columns / SUBTILE * ROW_BYTES
     }
@@ -141,7 +142,7 @@ impl MmaSplitDTiles {
         if keys < values { values } else { keys }
     }
 
-    /// The byte offset of P in shared memory. P lies behind the resident queries.
+    /// The byte offset of P in shared memory. P lies behind the queries, if the queries stay in shared memory.
     pub const fn probabilities_at(&self) -> usize {
         match self.holds_queries {
             true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
@@ -154,8 +155,8 @@ impl MmaSplitDTiles {
         self.rows * self.keys / SUBTILE * ROW_BYTES
     }
 
-    /// The sizes and offsets of the ring buffer for chunks of K and V. Its slots lie behind P, and its barriers behind the
-    /// data that warps exchange.
+    /// The sizes and offsets of the ring buffer for chunks of K and V. The slots lie behind P, and the barriers behind
+    /// the data that the warps exchange.
     pub const fn ring(&self) -> Ring {
         Ring {
             chunks: self.chunks(),
@@ -166,7 +167,7 @@ impl MmaSplitDTiles {
         }
     }
 
-    /// The byte offset in shared memory of the row maxima of all key groups. A key group is 32 keys of a block.
+    /// The byte offset in shared memory of the row maxima. Each key group (32 keys of a block) has its own row maxima.
     pub const fn maxima_at(&self) -> usize {
         self.probabilities_at()
             + self.shares * self.probability_bytes()
@@ -178,22 +179,25 @@ impl MmaSplitDTiles {
         self.maxima_at() + 4 * self.key_groups() * self.rows
     }
 
-    /// The byte offset in shared memory of the rescale flags. A flag is 1 if the output of its 16 rows needs a rescale.
+    /// The byte offset in shared memory of the rescale flags. Each flag is for 16 rows of the output. The flag is 1 if
+    /// the warps must rescale these rows, else 0.
     pub const fn moved_at(&self) -> usize {
         self.factors_at() + 4 * self.rows
     }
 
-    /// The byte offset in shared memory of the bits that mark used keys. Each buffer of P has its own bits. A key is
-    /// used if some row has a nonzero probability for the key.
+    /// The byte offset in shared memory of the *used bits*. A used bit marks a key for which some row has a nonzero
+    /// probability. Each buffer of P has its own used bits.
     pub const fn used_at(&self) -> usize {
         (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }
 
-    /// The bytes of the bits that mark the used keys of one block: four words per warp.
+    /// The bytes of the used bits of one block: four words per warp. A used bit marks a key for which some row has a
+    /// nonzero probability.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
-    /// The byte offset in shared memory of the barriers of the row groups (the warps that share output rows). Warps arrive
-    /// after they have stored row maxima, stored P, or finished the GEMM with P.
+    /// The byte offset in shared memory of the barriers of the row groups. A row group is the warps that compute the
+    /// same output rows. Its three barriers are for row maxima, for P, and for the GEMM with P. A warp arrives at them
+    /// after it has stored its row maxima, stored P, and finished the GEMM.
     pub const fn meetings_at(&self) -> usize {
         self.used_at() + self.shares * Self::USED_BYTES
     }

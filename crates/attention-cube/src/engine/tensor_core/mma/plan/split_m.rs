@@ -3,7 +3,8 @@
 use super::warp::{STEP, WarpTiles};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 
-/// The tiles of the split-M forward. Each warp has some queries of the tile, and computes all columns of their output.
+/// The tiles of the split-M forward. Each warp has some queries of the tile, and computes all columns of the output of
+/// these queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitMTiles {
     /// The number of columns of Q and K.
@@ -14,16 +15,16 @@ pub struct MmaSplitMTiles {
     pub half: Half,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, the warp uses each row of K or V that it loads
-    /// for both fragments.
+    /// The number of 16-row fragments of queries per warp: 1 or 2. With two fragments, the warp loads each row of K or
+    /// V once and multiplies both fragments by the row.
     pub fragments: usize,
     /// The number of keys per block: 32, 64 or 128.
     pub keys: usize,
 }
 
 impl MmaSplitMTiles {
-    /// The number of blocks of K, and of V, in shared memory. The warps multiply one block while the copies of the next block
-    /// are in flight (double buffer).
+    /// The number of blocks of K in shared memory, and also the number of blocks of V. The warps multiply one block
+    /// while the copies of the next block are in flight (double buffering).
     const STAGES: usize = 2;
 
     /// The number of queries per tile.

@@ -1,4 +1,4 @@
-//! The tiles of the split-N forward, for few query rows. Its warps divide the keys.
+//! The tiles of the split-N forward, for few query rows. The warps of a CTA divide the keys.
 
 use super::warp::{STEP, WarpTiles};
 use crate::types::quantized::CodeFormat;
@@ -7,8 +7,8 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// The bytes of an f32.
 const FLOAT: usize = 4;
 
-/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group is one or two warps, and
-/// processes every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
+/// The tiles of the forward for few rows. Every warp processes all rows of the tile. A *key group* is one or two warps.
+/// It processes every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitNTiles {
     /// The number of columns of Q and K.
@@ -23,12 +23,13 @@ pub struct MmaSplitNTiles {
     pub fragments: usize,
     /// The number of key groups. Each group processes every `key_groups`-th block of keys.
     pub key_groups: usize,
-    /// The number of warps per key group: 1 or 2. Two warps exchange and add their partial scores.
+    /// The number of warps per key group: 1 or 2. If a group has two warps, each warp sums `q·k` over half of the
+    /// columns, and the two warps exchange and add these partial scores.
     pub column_groups: usize,
     /// The number of keys per block: 16 or 32.
     pub keys: usize,
-    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. The warp multiplies one stage
-    /// while the copies to all other stages are in flight.
+    /// The number of stages per warp, at least 2. A stage is a shared-memory buffer for one block of K and V. The warp
+    /// multiplies the block in one stage while the copies to all other stages are in flight.
     pub stages: usize,
 }
 
@@ -48,12 +49,13 @@ impl MmaSplitNTiles {
         32 * self.warps()
     }
 
-    /// The number of columns of Q and K per warp, padded with zeros to whole steps of 16.
+    /// The number of columns of Q and K that each warp multiplies. Zeros pad the columns to whole steps of 16.
     pub const fn key_columns(&self) -> usize {
         self.head_dim.div_ceil(STEP * self.column_groups) * STEP
     }
 
-    /// The number of columns of V and of the output per warp, padded with zeros to whole steps of 16.
+    /// The number of columns of V that each warp multiplies, which is also the number of output columns that it
+    /// computes. Zeros pad the columns to whole steps of 16.
     pub const fn value_columns(&self) -> usize {
         self.value_dim.div_ceil(STEP * self.column_groups) * STEP
     }
@@ -98,8 +100,8 @@ impl MmaSplitNTiles {
         self.block_bytes(self.value_columns())
     }
 
-    /// The bytes of a stage. A stage holds the warp's columns of a block of K, and behind K the warp's columns of a
-    /// block of V.
+    /// The bytes of a stage (shared-memory buffer). A stage holds the warp's columns of a block of K. Behind them, the
+    /// stage holds the warp's columns of a block of V.
     pub const fn stage_bytes(&self) -> usize {
         self.key_bytes() + self.value_bytes()
     }
@@ -117,8 +119,8 @@ impl MmaSplitNTiles {
         if stages < output { output } else { stages }
     }
 
-    /// The bytes of the partial scores that one warp of a key group passes to the other, or 0 if a group has one warp.
-    /// The two warps sum `q·k` over different columns.
+    /// The bytes of the partial scores that one warp of a key group passes to the other warp of the group. The two
+    /// warps sum `q·k` over different columns. If a group has one warp, the number is 0.
     pub const fn exchange_bytes(&self) -> usize {
         match self.column_groups {
             1 => 0,
@@ -131,17 +133,20 @@ impl MmaSplitNTiles {
         self.column_groups * self.query_bytes()
     }
 
-    /// The byte offset in shared memory of the exchanged partial scores, which have two buffers per warp.
+    /// The byte offset in shared memory of the buffers for the exchange of partial scores. Each warp has two such
+    /// buffers.
     pub const fn exchange_at(&self) -> usize {
         self.stages_at() + self.warps() * self.warp_bytes()
     }
 
-    /// The byte offset in shared memory of the row maxima of all key groups (warps that process different keys).
+    /// The byte offset in shared memory of the row maxima. Each key group (one or two warps that process the same keys)
+    /// stores its own row maxima there.
     pub const fn references_at(&self) -> usize {
         self.exchange_at() + 2 * self.warps() * self.exchange_bytes()
     }
 
-    /// The byte offset in shared memory of the row sums of all key groups (warps that process different keys).
+    /// The byte offset in shared memory of the row sums. Each key group (one or two warps that process the same keys)
+    /// stores its own row sums there.
     pub const fn sums_at(&self) -> usize {
         self.references_at() + FLOAT * self.key_groups * self.rows()
     }
@@ -151,13 +156,14 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of 16-column steps of the output for which one warp combines the outputs of all key groups.
+    /// The number of 16-column steps of the output that one warp combines at the end. For these steps, the warp adds
+    /// the outputs of all key groups.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }
 
-    /// The lengths of six register vectors: S, P, and the combined output of one fragment, then S, P and O of all fragments
-    /// of a warp.
+    /// The lengths of six register vectors. The first three hold S, P and the combined output of one fragment. The last
+    /// three hold S, P and O of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 6] {
         let [s, p, _] = self.warp().fragment_vectors();
         let [all_s, all_p, all_o] = self.warp().vectors();

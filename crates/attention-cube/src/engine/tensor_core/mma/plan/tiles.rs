@@ -5,14 +5,14 @@ use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
 use super::split_n::MmaSplitNTiles;
 
-/// The tiles of a forward. The three variants are three ways to divide a tile among warps.
+/// The tiles of a forward kernel. The three variants are three ways to divide a tile among warps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MmaForwardTiles {
-    /// Split-M: each warp has some rows of the tile, and computes all columns of their output.
+    /// Split-M: each warp has some rows of the tile, and computes all columns of the output of these rows.
     SplitM(MmaSplitMTiles),
     /// Split-N, for tiles with few rows: each warp processes all rows of the tile, but only some of the keys.
     SplitN(MmaSplitNTiles),
-    /// Split-D: each warp has some rows of the tile, and computes some columns of their output.
+    /// Split-D: each warp computes some columns of the output for some rows of the tile.
     SplitD(MmaSplitDTiles),
 }
 
@@ -53,7 +53,8 @@ impl MmaForwardTiles {
         }
     }
 
-    /// True if the kernel can read pages of `page_len` keys without a copy. Each block must lie in one page.
+    /// True if the kernel can read K and V from pages of `page_len` keys without a copy. For this, each block must lie
+    /// in one page.
     pub(crate) const fn reads_pages(&self, page_len: usize) -> bool {
         match self {
             Self::SplitN(tiles) => page_len.is_multiple_of(tiles.keys),

@@ -1,5 +1,5 @@
-//! The sizes of the scores and the output of one warp, in kernels whose warps divide the rows (split-M) or the keys
-//! (split-N).
+//! The sizes of the scores and of the output that one warp computes. This module is for kernels whose warps divide the
+//! rows (split-M) or the keys (split-N).
 
 use crate::types::quantized::CodeFormat;
 use cube_kit::ampere::FRAGMENT_ROWS;
@@ -11,8 +11,8 @@ pub(super) const STEP: usize = 16;
 /// The sizes of a warp's scores and of its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WarpTiles {
-    /// The number of 16-row fragments: 1 or 2. With two fragments, the warp uses each row of K or V that it loads for both
-    /// fragments.
+    /// The number of 16-row fragments of queries: 1 or 2. With two fragments, the warp loads each row of K or V once
+    /// and multiplies both fragments by the row.
     pub fragments: usize,
     /// The number of keys per block.
     pub keys: usize,

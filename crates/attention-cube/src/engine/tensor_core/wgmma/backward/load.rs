@@ -7,8 +7,8 @@ use cube_kit::nvidia::{ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// For each tensor, the factors that turn the batch index and the head index into TMA coordinates. A factor is 0 along a
-/// broadcast dimension, else 1.
+/// The factors that turn batch and head indices into TMA coordinates: for each tensor, one factor for the batch index
+/// and one for the head index. The factor is 0 if the tensor is broadcast in that dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GradientSteps {
@@ -24,8 +24,9 @@ pub(crate) struct GradientSteps {
     pub bias_head: u32,
 }
 
-/// The TMA tensor maps of a gradient kernel, and the factors that turn batch and head indices into TMA coordinates. Each
-/// field's comment names the tensor for a tile of queries and for a tile of keys.
+/// The TMA tensor maps of a gradient kernel, and the factors that turn batch and head indices into TMA coordinates. The
+/// stationary tile has rows of queries or rows of keys. The comments of the fields name the tensor for each of the two
+/// cases.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientMaps<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
@@ -36,8 +37,8 @@ pub(crate) struct GradientMaps<E: Float> {
     pub q_or_k: TensorMap<E, Tiled>,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: TensorMap<E, Tiled>,
-    /// The tensor map of the bias (split-M), or of `summed`, the right operand of the gradient GEMM (split-D, see
-    /// `backward/split_d.rs`).
+    /// The tensor map of the bias in a split-M kernel. In a split-D kernel, the tensor map of `summed`, the right
+    /// operand of the gradient GEMM (see `backward/split_d.rs`).
     pub bias_or_summed: TensorMap<E, Tiled>,
     /// The LSE and delta of each query.
     pub lse_delta: TensorMap<f32, Tiled>,
@@ -48,9 +49,9 @@ pub(crate) struct GradientMaps<E: Float> {
     pub steps: GradientSteps,
 }
 
-/// Copies the stationary tile's rows of Q or K to the address `q_or_k`. The barrier `full` waits for `bytes` bytes. If
-/// `bytes` is more than the bytes of these rows, the function also copies the tile's rows of dO or V to the address
-/// `v_or_do`.
+/// Copies the stationary tile's rows of Q or K to the address `q_or_k`. If `bytes` is more than the bytes of these
+/// rows, the function also copies the tile's rows of dO or V to the address `v_or_do`. The barrier `full` waits for
+/// `bytes` bytes, which is the total of both copies.
 #[cube]
 pub(crate) fn fetch_stationary<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,

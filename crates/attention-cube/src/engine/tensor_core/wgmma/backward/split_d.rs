@@ -1,35 +1,37 @@
 //! The split-D backward on Hopper, for head sizes up to 512. Two warpgroups compute the gradient of the same 64 rows, which
 //! are queries or keys. Each warpgroup computes half of the gradient's columns.
 //!
-//! Algorithm. For each streamed block, each warpgroup recomputes S for half of the block's columns, and P from S and the
-//! LSE. The warpgroup computes `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. The warpgroup stores dS (P in the dV kernel) to
-//! shared memory for both warpgroups. Each warpgroup multiplies dS (or P) by the streamed operand, and adds the result to
-//! its half of the gradient.
+//! Algorithm. For each streamed block, each warpgroup recomputes S for half of the block's columns, and P from S and
+//! the LSE. For the same columns, the warpgroup computes `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. The warpgroup stores
+//! dS (or P, in the kernel for dV) to shared memory, where both warpgroups read it. Each warpgroup multiplies dS (or P)
+//! by the streamed operand, and adds the result to its half of the gradient.
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
 //!   `v_or_do`: the tensors whose blocks the kernel streams. All are `[batch, heads, len, dim]`.
 //! - `summed`: the right operand of the gradient's GEMM, which is `q_or_k` for dQ and dK, and `v_or_do` for dV.
-//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
-//!   lists.
+//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32. `auxiliary/delta/kernel.rs` lists the meaning of its 5 rows,
+//!   which hold LSE and delta.
 //! - Optional: bias, mask bits (u32), lengths and segment ids (i32).
 //! - `gradient` `[splits · batch, heads, len, dim]`, f32 with splits.
 //!
 //! Budget. [`WgmmaGradientSplitDTiles::shared_memory`] at head size 512: 64 KB for `stationary_qk`, 64 KB for
-//! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 ×
-//! 16 KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
+//! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. Of the two stationary operands, the kernel for dV needs
+//! only `stationary_qk`. It has a ring of 8 × 16 KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
 //!
-//! Schedule. All blocks pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
-//! fills one stage. First come the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks of `summed`,
-//! with 32 rows each. The warpgroups use alternate chunks of `summed`. For each block, the warpgroups do these steps:
-//! 1. Compute S and dP. The weights (P times the softcap slope) are computed from S while the tensor cores finish dP.
+//! Schedule. All blocks pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a
+//! chunk fills one stage. First come the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks
+//! of `summed`, with 32 rows each. One warpgroup uses the even chunks of `summed`, and the other the odd chunks. For
+//! each block, the warpgroups do these steps:
+//! 1. Compute S and dP. While the tensor cores finish dP, the warpgroup computes P and the weights (P times the slope
+//!    of the softcap) from S.
 //! 2. Store dS (or P) to shared memory for both warpgroups.
 //! 3. Multiply dS (or P) by the chunks of `summed`, and add the result to the gradient.
 //!
 //! Bound. For a block of 128 columns, each GEMM takes the tensor cores 4 clocks per column of the head: 2,048 clocks at
-//! head size 512. The accesses to shared memory take about 0.9 times as long. The ring loads 16 KB in every 256 clocks,
-//! a rate that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time. During this tenth, the tensor
-//! cores are idle.
+//! head size 512. The accesses to shared memory take about 0.9 times as long as the tensor cores. The ring loads 16 KB
+//! in every 256 clocks, a rate that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time. During
+//! this tenth, the tensor cores are idle.
 
 mod producer;
 
@@ -79,12 +81,12 @@ const HALF_COLUMNS: usize = WgmmaGradientSplitDTiles::COLUMNS / 2;
 /// The number of threads in the consumer warpgroups.
 const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 
-/// The number of chunks of `summed` (right operand of the gradient GEMM) that each warpgroup multiplies per block. A
-/// chunk has 32 rows.
+/// The number of chunks of `summed` that each warpgroup multiplies per block. `summed` is the right operand of the
+/// gradient GEMM. Each of its chunks has 32 rows.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
-/// The named barrier at which the two consumer warpgroups wait for each other, twice per block. First, both must have read
-/// the previous dS (or P). Then, both must have written the next dS (or P).
+/// The named barrier at which the two consumer warpgroups wait for each other, twice per block. At the first barrier,
+/// both warpgroups have read the previous dS (or P). At the second barrier, both have written the next dS (or P).
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -237,8 +239,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
 
     let mut sums = Vector::<f32, NG>::zeroed();
     let mut count = u32::new(0);
-    // `passed` counts the chunks that have passed through the ring so far. The count gives the next chunk's stage
-    // (shared-memory buffer).
+    // `passed` counts the chunks that have passed through the ring so far. This count determines the stage
+    // (shared-memory buffer) of the next chunk.
     let mut passed = u32::new(0);
     let first = first_visit(tile, masking, kind);
     let mut head = first.head;
@@ -297,8 +299,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
             + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
         let keep = keep_bits_ahead::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
-        // This call leaves at most one wgmma group in flight, so it waits for S, and for all chunks of dP except the last.
-        // Each chunk of dP is one group.
+        // Each chunk of dP is one wgmma group. This call waits until at most one group is in flight. S and all chunks
+        // of dP except the last are then complete.
         let s = take_fragment::<NS>(
             started,
             used,
@@ -364,8 +366,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     sums
 }
 
-/// Stores the warpgroup's half of P or dS of the `count`-th block to shared memory, after both warpgroups have read the
-/// previous P or dS.
+/// Stores the warpgroup's half of P or dS of the `count`-th block to shared memory. Before the store, the function
+/// waits until both warpgroups have read the previous P or dS.
 #[cube]
 fn hand_over<NP: Size>(
     factors: Vector<u32, NP>,
@@ -398,9 +400,9 @@ fn hand_over<NP: Size>(
     named_barrier(CONSUMER_BARRIER, CONSUMERS);
 }
 
-/// Multiplies P or dS of the `count`-th block by the streamed operand (K, Q or dO), and adds the result to the
-/// gradient. `passed` is the number of chunks that pass through the ring of shared-memory buffers before this operand's
-/// first chunk.
+/// Multiplies P or dS of the `count`-th block by the streamed operand's block (of K, Q or dO), and adds the product to
+/// the gradient. `passed` is the number of chunks that pass through the ring of shared-memory buffers before the first
+/// chunk of this streamed operand.
 ///
 /// Before the GEMM, the function writes zeros over block rows that no row of the tile sees. A NaN in such a row would give
 /// `0 · NaN = NaN`.
@@ -480,7 +482,7 @@ fn add<NG: Size>(
     sums
 }
 
-/// Waits until no GEMM is in flight, so that the gradient is complete, and returns the gradient.
+/// Waits until no GEMM is in flight, and returns the gradient. The gradient is then complete for the blocks so far.
 #[cube]
 fn settled<NG: Size>(
     sums: Vector<f32, NG>,
@@ -494,7 +496,8 @@ fn settled<NG: Size>(
     )
 }
 
-/// Waits until all GEMMs are complete, then frees the shared-memory buffer of ring stage `stage` for the producer.
+/// Waits until no wgmma group is in flight. Then frees the shared-memory buffer of ring stage `stage`, so that
+/// the producer can refill it.
 #[cube]
 fn free_own(offsets: &SharedOffsets, ring: Ring, stage: u32) {
     free_chunk(offsets.empty + 8u32 * stage, ring.elected, 0usize, 1usize);

@@ -1,15 +1,15 @@
-//! The split-M backward on Hopper, for head sizes up to 256. Each warpgroup has 64 rows, which are queries or keys, and
-//! computes all columns of their gradients.
+//! The split-M backward on Hopper, for head sizes up to 256. Each warpgroup has 64 rows, which are queries or keys. It
+//! computes all columns of the gradients of these rows.
 //!
-//! Algorithm. For each streamed block, recompute S, and P from S and the LSE. Compute `dP = dO Vᵀ` and
-//! `dS = P ∘ (dP − delta)`. A tile of queries accumulates `dQ += dS K`. A tile of keys accumulates `dK += dSᵀ Q` and
-//! `dV += Pᵀ dO`.
+//! Algorithm. For each streamed block, each warpgroup recomputes S, and then P from S and the LSE. It computes
+//! `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. For a tile of queries, it then accumulates `dQ += dS K`. For a tile of
+//! keys, it accumulates `dK += dSᵀ Q` and `dV += Pᵀ dO`.
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
 //!   `v_or_do`: the tensors whose blocks the kernel streams. All are `[batch, heads, len, dim]`.
-//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
-//!   lists.
+//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32. `auxiliary/delta/kernel.rs` lists the meaning of its 5 rows,
+//!   which hold LSE and delta.
 //! - Optional: bias, mask bits (u32), lengths and segment ids (i32).
 //! - Gradients `[splits · batch, heads, len, dim]`, f32 with splits: `dot_gradient` is dQ or dK, `value_gradient` is dV.
 //!
@@ -19,13 +19,13 @@
 //!
 //! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps,
 //! where S', P', dP' and dS' are for the next block:
-//! 1. Issue the gradient GEMMs, which read P and dS, and behind them the GEMM of S'.
-//! 2. Wait for the gradient GEMMs, and free the block.
+//! 1. Issue the gradient GEMMs, which read P and dS. Issue the GEMM of S' behind the gradient GEMMs.
+//! 2. Wait for the gradient GEMMs, and free the buffers of the current block.
 //! 3. Issue the GEMM of dP' behind the GEMM of S'.
 //! 4. Compute P' and dS' from S' and dP'.
 //!
-//! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run
-//! the GEMMs of another.
+//! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores
+//! run the GEMMs of another warpgroup.
 //!
 //! Bound. For a tile of `rows` rows and a block of `columns` rows, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores
 //! `rows · columns · head_dim / 2048` clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048`
@@ -69,8 +69,8 @@ use cube_kit::nvidia::ptx::{shared_address, store_shared, uniform};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The named barrier at which all consumer warps wait for each other before and after they fill rows of a block with
-/// zeros.
+/// The named barrier at which all consumer warps wait for each other, before and after they write zeros over rows of a
+/// block.
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -259,8 +259,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_qk, next_operands, tiles);
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
-        // `voted` waits for loads of the rows' LSE, or of flags that mark far queries (whose LSE needs two f32). The
-        // first GEMMs have started, so they run during the wait.
+        // `voted` waits for data from global memory: the LSE of the thread's rows, or flags that mark *far* queries
+        // (whose LSE needs two f32). The first GEMMs have already started, so they run during this wait.
         let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,
@@ -307,8 +307,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs, because other warpgroups wait
-            // during the turn.
+            // The warpgroup computes the descriptors of its operands before its turn to issue GEMMs begins. During the
+            // turn, this computation would delay the other warpgroups, which wait for their turns.
             let summed = block_operands(
                 operands.summed_q_or_k,
                 operands.summed_v_or_do,
@@ -334,8 +334,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             );
             let settled =
                 settle::<NP, ND, NV>(added, p, ds, offsets, count, elected, 1usize, tiles);
-            // The GEMM of dP for the next block starts only here, because it needs the registers that P and dS have just
-            // freed.
+            // The GEMM of dP for the next block needs registers that held P and dS until now. The GEMM therefore starts
+            // only here.
             await_values(offsets, count + 1u32, tiles);
             let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
             ordering_barrier_arrive(warpgroup, tiles.warpgroups);

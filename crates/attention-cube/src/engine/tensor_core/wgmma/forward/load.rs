@@ -7,8 +7,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::zero_fill_shared;
 use cubecl::prelude::*;
 
-/// For each tensor, one factor for the batch index and one for the head index: 0 if the tensor is broadcast in that
-/// dimension, else 1.
+/// The factors that turn batch and head indices into TMA coordinates: for each tensor, one factor for the batch index
+/// and one for the head index. The factor is 0 if the tensor is broadcast in that dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Steps {
@@ -27,7 +27,7 @@ pub(crate) struct ForwardMaps<E: Float> {
     pub query: TensorMap<E, Tiled>,
     pub key: TensorMap<E, Tiled>,
     pub value: TensorMap<E, Tiled>,
-    /// The tensor map of the bias, if the kernel loads the bias by TMA. Otherwise it is a placeholder that the kernel ignores.
+    /// The tensor map of the bias, or a placeholder if the kernel does not load the bias by TMA.
     pub bias: TensorMap<E, Tiled>,
     /// The tensor map of the output, or a placeholder if the kernel does not store the output by TMA.
     pub output: TensorMap<E, Tiled>,
@@ -45,7 +45,7 @@ pub(crate) struct Sources {
     pub steps: Steps,
 }
 
-/// Returns the number of query rows that TMA copies for a tile.
+/// Returns how many query rows of a tile TMA copies.
 #[cube]
 pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.heads > 1) {
@@ -55,10 +55,10 @@ pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind
     }
 }
 
-/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in these rows could
-/// raise row maxima, and the kernel would rescale O without need.
+/// If several heads share a tile, writes zeros to those rows of the tile that TMA does not copy. Stale data in these
+/// rows could raise row maxima, and the kernel would rescale O without need.
 ///
-/// The caller must synchronize all threads of the CTA before the first TMA copy.
+/// After this call and before the first TMA copy, the caller must synchronize all threads of the CTA.
 #[cube]
 pub(crate) fn zero_fill_other_queries(
     queries: u32,

@@ -1,7 +1,7 @@
 //! The tile scheduler of a forward CTA. A work item is a tile, or a pair of tiles.
 //!
 //! Usually the CTA computes its work items from its own index. With segments or intervals of visible keys, tiles differ
-//! in work, so the CTA instead takes its work items from a counter in global memory.
+//! in work. In this case, the CTA takes its work items from a counter in global memory.
 //!
 //! The producer thread takes an item from the counter, and passes the item to the consumers through a mailbox in shared
 //! memory. The mailbox has space for two messages, each with a full barrier and an empty barrier.
@@ -48,8 +48,8 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
     }
 }
 
-/// Returns the work item of the CTA's iteration `turn + 1`. Each iteration processes one tile. If the item comes from
-/// the counter, the function also sends it to the consumers. The producer thread calls this function.
+/// Returns the work item of the CTA's next iteration, `turn + 1`. Each iteration processes one tile. If the work item
+/// comes from the counter, the function also sends the item to the consumers. The producer thread calls this function.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,
@@ -62,8 +62,8 @@ pub(super) fn take_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(empty(mailbox, message), (turn / 2u32 % 2u32) ^ 1u32);
-        // The first item of each of the `launched` CTAs is the CTA's index, so the counter hands out items from `launched`
-        // on.
+        // The first work item of each of the `launched` CTAs is the CTA's own index. The counter starts at 0, so adding
+        // `launched` gives the items from `launched` on.
         let taken = scheduler.schedule.launched + count_taken(&scheduler.grid, masking);
         store_shared(mailbox + 4u32 * message, taken);
         barrier_arrive(full(mailbox, message), 1u32);
@@ -73,8 +73,8 @@ pub(super) fn take_item(
     }
 }
 
-/// Returns the work item of the CTA's iteration `turn + 1`. Each iteration processes one tile. The consumer threads
-/// call this function.
+/// Returns the work item of the CTA's next iteration, `turn + 1`. Each iteration processes one tile. The consumer
+/// threads call this function.
 #[cube]
 pub(super) fn receive_item(
     schedule: &Schedule,
@@ -87,7 +87,8 @@ pub(super) fn receive_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(full(mailbox, message), turn / 2u32 % 2u32);
-        // `uniform` returns only after all lanes of the warp have read the message. One lane can then free the message.
+        // When `uniform` returns, all lanes of the warp have read the message. One lane can then free the message for
+        // the whole warp.
         let taken = uniform(load_shared(mailbox + 4u32 * message));
         barrier_arrive(empty(mailbox, message), elected);
         taken
@@ -114,7 +115,8 @@ fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
     }
 }
 
-/// Returns the address of a message's full barrier. In the mailbox, the barriers follow the two message words.
+/// Returns the address of the full barrier of message `message`. In the mailbox, the barriers follow the two message
+/// words.
 #[cube]
 fn full(mailbox: u32, message: u32) -> u32 {
     mailbox + 8u32 + 8u32 * message

@@ -1,8 +1,9 @@
 //! The split-D forward on Hopper, for up to 512 columns of V. Two warpgroups process the same 64 queries. Each warpgroup
 //! computes half of the columns of O.
 //!
-//! Algorithm. For each block of keys, each warpgroup computes S and P for half of the keys. The warpgroups exchange their row
-//! maxima and P through shared memory. Then each warpgroup computes `O += P V` for its half of the columns.
+//! Algorithm. For each block of keys, each warpgroup computes S and P for half of the block's keys. The warpgroups
+//! exchange their row maxima and P through shared memory. Then each warpgroup computes `O += P V` for its half of the
+//! columns.
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
@@ -15,16 +16,17 @@
 //! KB each, row maxima. Registers per thread: 128 for O, 32 for S.
 //!
 //! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
-//! fills one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of
-//! V. The order of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, each warpgroup does these steps, where
-//! S', K' and P' are for the next block:
+//! fills one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and half of the columns of V. One warpgroup
+//! uses the even chunks of V, and the other the odd chunks. The order of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`.
+//! For each block, each warpgroup does these steps, where S', K' and P' are for the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S'. Compute P' while the tensor cores run `P V`.
 //! 4. Wait for O.
 //!
-//! Bound. For a block of 128 keys, the tensor cores take `4 head_dim + 4 value_dim` clocks. Shared memory takes about 1.3
-//! times as long, because both warpgroups read all queries and P. So shared memory bandwidth limits the kernel.
+//! Bound. For a block of 128 keys, the tensor cores take `4 head_dim + 4 value_dim` clocks. The accesses to shared
+//! memory take about 1.3 times as long, because each warpgroup reads all queries and the whole P. Shared memory
+//! bandwidth therefore limits the kernel.
 
 mod mainloop;
 mod producer;
@@ -94,8 +96,9 @@ pub(crate) fn forward_split_d<
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
             // An empty barrier expects 8 arrivals. For a chunk of K, each of the 8 warps arrives once. For a chunk of
-            // V, each of the 4 warps of one warpgroup arrives twice. If the ring is smaller than a block of V, however,
-            // each of the 8 warps arrives once for the block's first chunk of V.
+            // V, each of the 4 warps of one warpgroup arrives twice. The first chunk of V of a block is an exception if
+            // the ring has fewer stages than the block has chunks of V. Each of the 8 warps then arrives once for this
+            // chunk.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);
@@ -143,8 +146,8 @@ pub(crate) fn forward_split_d<
             empty: offsets.empty,
             elected: u32::cast_from(lane == 0u32),
         };
-        // The output is staged in the buffer of the queries. The buffer is free, because both warpgroups have finished
-        // reading the queries before they exchange row_sum.
+        // The output passes through a staging buffer, for which the kernel uses the buffer of the queries. The buffer
+        // is free: before the warpgroups exchange row_sum, both have finished reading the queries.
         let staging = offsets.queries
             + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
         let first_column = warpgroup * comptime!(tiles.value_columns() as u32);

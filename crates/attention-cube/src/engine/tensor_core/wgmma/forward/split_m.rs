@@ -1,8 +1,8 @@
-//! The split-M forward on Hopper, for up to 256 columns of V. Each warpgroup has 64 queries and computes all columns of their
-//! output.
+//! The split-M forward on Hopper, for up to 256 columns of V. Each warpgroup has 64 queries, and computes all columns
+//! of the output of these queries.
 //!
-//! Algorithm. For each block of keys, compute `S = Q Kᵀ`, P by the online softmax in registers, and `O += P V`. The epilogue
-//! divides O by row_sum, and writes O and the LSE.
+//! Algorithm. For each block of keys, each warpgroup computes `S = Q Kᵀ`, then P by the online softmax in registers,
+//! then `O += P V`. The epilogue divides O by row_sum, and writes O and the LSE.
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
@@ -25,8 +25,8 @@
 //! With ping-pong (FlashAttention-3), only one warpgroup at a time issues steps 1 and 2.
 //!
 //! Bound. For a tile of `rows` queries and a block of `keys` keys, the tensor cores take
-//! `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared memory takes a little less. From head size 128 on, the tensor
-//! cores limit the kernel. At head size 64, the exponentials limit the kernel.
+//! `rows · keys · (head_dim + value_dim) / 2048` clocks. The accesses to shared memory take a little less. From head
+//! size 128 on, the tensor cores limit the kernel. At head size 64, the exponentials limit the kernel.
 
 mod biases;
 mod mainloop;
@@ -165,7 +165,8 @@ pub(crate) fn forward_split_m<
             map: tensor_map_address(&maps.output),
         };
         if comptime!(tiles.orders_warpgroups) {
-            // With ping-pong, the last warpgroup signals that its turn is over, so that the first warpgroup begins.
+            // With ping-pong, the warpgroups take turns to issue GEMMs. The last warpgroup signals here that its turn
+            // is over, so that the first warpgroup begins.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
                 ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             }
@@ -206,7 +207,8 @@ pub(crate) fn forward_split_m<
                 );
                 visited = attended.visited.blocks;
                 masked = attended.visited.masked;
-                // If TMA stores the output from the buffer of the queries, free the buffer only after the store.
+                // If TMA stores the output from the buffer of the queries, this buffer becomes free only when TMA has
+                // finished the store.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(offsets.queries_empty, elected);
                 }

@@ -1,5 +1,5 @@
-//! Launches the backward of the wgmma engine: a kernel for LSE and delta, a kernel for dQ, and one or two kernels for dK and
-//! dV.
+//! Launches the kernels of the wgmma engine's backward. The first kernel computes LSE and delta. The second kernel
+//! computes dQ. One or two more kernels compute dK and dV.
 
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::tensor_core::common::bias::BiasReads;
@@ -44,8 +44,8 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE/delta tensor. A box covers `columns` queries, and has the first `count` f32 of
-/// each query.
+/// Builds the TMA tensor map of the tensor that holds LSE and delta. A box covers `columns` queries, and has the first
+/// `count` f32 of each of these queries.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),
@@ -57,8 +57,8 @@ fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapAr
     )
 }
 
-/// Launches one gradient kernel. Returns two gradients: of Q or K, and of V. A gradient is `None` if the kernel does
-/// not compute it.
+/// Launches one gradient kernel. Returns an array of two gradients: first the gradient of Q or K, then the gradient of
+/// V. A gradient is `None` if the kernel does not compute it.
 fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let splits = launch.division.splits;
     let sums = launch.tiles.sums();
@@ -102,9 +102,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         bias_step(0),
         bias_step(1),
     );
-    // If TMA does not store a gradient, the kernel ignores the gradient's tensor map, and the launch passes a map of
-    // `stationary_qk` instead. A map of the gradient itself may be impossible, because the gradient's rows may violate TMA's
-    // alignment.
+    // If TMA does not store a gradient, the kernel ignores the tensor map of this gradient. The launch then passes a
+    // map of `stationary_qk` instead. A map of the gradient itself may be impossible, because its rows may violate
+    // TMA's alignment.
     let boxes = |boxed: bool, target: &CubeTensor| {
         map(
             if boxed && splits == 1 {
@@ -193,7 +193,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                         WgmmaGradientSplitDTiles::COLUMNS,
                     ),
                     boxes(tiles.stores_gradient_by_tma(), target),
-                    // The kernel computes one gradient only, so it ignores the second tensor map of a gradient.
+                    // The kernel computes one gradient only, so it ignores its second gradient's tensor map.
                     boxes(tiles.stores_gradient_by_tma(), target),
                     steps,
                 ),

@@ -1,5 +1,5 @@
-//! Launches the forward of the wgmma engine. With split-KV, the module also launches the kernel that combines the
-//! splits.
+//! Launches the forward of the wgmma engine. With split-KV, the module also launches a second kernel, which combines
+//! the results of the splits.
 
 use crate::engine::tensor_core::common::launch::{BiasesAhead, ForwardPass, ForwardTiling};
 use crate::engine::tensor_core::wgmma::forward::load::ForwardMapsLaunch;
@@ -84,7 +84,8 @@ pub(crate) fn forward(
         false => [1, tiles.rows()],
     };
     let count = cube_count(&client, cubes);
-    // If the kernel ignores the TMA tensor map of the output or of the bias, the launch passes a map of the queries.
+    // The kernel may ignore the TMA tensor map of the output, or of the bias. The launch then passes a map of the
+    // queries in its place.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_tma_tiles = match stores_output_by_tma {
         true => map(&pass.output, [1, PRODUCT_ROWS], None),

@@ -1,4 +1,5 @@
-//! The tiles of the `wgmma` engine's backward: the gradients that each kernel computes, and the layout of its shared memory.
+//! The tiles of the `wgmma` engine's backward. They determine which gradients each kernel computes, and the layout of
+//! the kernel's shared memory.
 //!
 //! Every kernel holds a stationary tile in shared memory and streams blocks. A tile of queries streams blocks of keys, and a
 //! tile of keys streams blocks of queries.
@@ -29,9 +30,10 @@ pub type WgmmaBackwardPlan = tiling::BackwardPlan<WgmmaGradientTiles>;
 /// The division of a backward tile among the warpgroups of a CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WgmmaGradientTiles {
-    /// Split-M: each warpgroup computes some rows of the tile, with all columns of their gradients.
+    /// Split-M: each warpgroup has some rows of the tile, and computes all columns of the gradients of these rows.
     SplitM(WgmmaGradientSplitMTiles),
-    /// Split-D: each warpgroup computes all rows of the tile, with half of the columns of their gradient.
+    /// Split-D: each warpgroup has all rows of the tile, and computes half of the columns of the gradient of these
+    /// rows.
     SplitD(WgmmaGradientSplitDTiles),
 }
 
@@ -62,7 +64,8 @@ impl BackwardTiles for WgmmaGradientTiles {
     }
 
     fn cubes_per_multiprocessor(&self, _shared_memory: usize) -> usize {
-        // Only one CTA fits on a multiprocessor, since the registers of its consumer warpgroups fill the register file.
+        // Only one CTA runs on a multiprocessor at once, since the registers of the CTA's consumer warpgroups fill the
+        // register file.
         1
     }
 }
@@ -101,30 +104,30 @@ impl WgmmaGradientTiles {
     }
 }
 
-/// The parameters of one split-M kernel: `[warpgroups, columns, dot_stages, value_stages, spare]`, as in
-/// [`WgmmaGradientSplitMTiles`].
+/// The parameters of one split-M kernel: `[warpgroups, columns, dot_stages, value_stages, spare]`. The names are those
+/// of the fields of [`WgmmaGradientSplitMTiles`].
 type Shape = [usize; 5];
 
-/// One row of the split-M table: the kernels for operands of up to `width` columns.
+/// One row of the split-M table: the parameters of the kernels for operands of up to `width` columns.
 struct Row {
     width: usize,
     query: Shape,
     key: Shape,
-    /// The kernel that computes only dV, or `None` if the key kernel computes dK and dV. dV has its own kernel if the
-    /// registers of one kernel cannot hold two gradients.
+    /// The parameters of a kernel that computes only dV. If the `key` kernel computes dK and dV, the field is `None`.
+    /// dV needs a kernel of its own if the registers of one kernel cannot hold two gradients.
     value: Option<Shape>,
 }
 
-// The split-M table. The comment behind a kernel gives the speed of the whole backward in TFLOP/s, and in parentheses
-// the speeds with other tiles for this kernel. The measured problem is causal, with 4 sequences of 4,096 tokens and
-// heads × width = 4,096. The speeds are medians of 20 launches in bf16 on one H200, measured on 2026-11-21 (width 64 on
-// 2026-11-22).
+// The split-M table. The comment behind a kernel's parameters gives the speed of the whole backward in TFLOP/s.
+// Parentheses hold the speeds of the whole backward with other parameters for this kernel. The measured problem is
+// causal, with 4 sequences of 4,096 tokens and heads × width = 4,096. The speeds are medians of 20 launches in bf16 on
+// one H200, measured on 2026-11-21 (width 64 on 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,
         query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48 columns: 310; three, 80 columns: 319 to 332)
-        // If the key kernel has no spare warpgroup (fifth number 0) and blocks of 48 queries (second number), the backward
-        // reaches 332 TFLOP/s.
+        // Without a spare warpgroup (fifth number 0) and with blocks of 48 queries (second number 48) in the key
+        // kernel, the backward reaches 332 TFLOP/s.
         key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
         value: None,
     },
@@ -165,8 +168,8 @@ pub(crate) fn backward(
         value_dim,
         half,
         LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
-        // With a softcap, TMA copies no biases. The kernel adds biases from TMA before it computes the slope of the softcap,
-        // but the slope depends on the score without the bias.
+        // With a softcap, TMA copies no biases. The kernel adds the biases from TMA to S before it computes the slope
+        // of the softcap. But the slope depends on the score without the bias.
         layouts.tma_bias && has_box_of_biases(problem) && problem.softcap.is_none(),
     );
     let (Some(query), Some(key)) = (query, key) else {
@@ -190,7 +193,8 @@ pub(crate) fn backward(
     WgmmaBackwardPlan::new(problem, device, layouts, (query, key, value))
 }
 
-/// The largest number of columns for which a stationary tile of 64 rows and a ring of five chunks fit in shared memory.
+/// The largest number of columns for which the stationary tile (64 rows) and a ring of five chunks fit together in
+/// shared memory.
 const WIDEST: usize = 512;
 
 /// The number of ring stages in a split-D kernel whose stationary tile holds rows of Q or K and rows of V or dO.
@@ -199,10 +203,10 @@ const STAGES: usize = 5;
 const STAGES_BESIDE_DOTS: usize = 8;
 
 /// Chooses the tiles of the kernels for dQ, for dK and for dV. The tiles for dV are `None` if the kernel for dK also
-/// computes dV. All three are `None` if there are too many columns.
+/// computes dV. If the operands have too many columns for any tiles, all three are `None`.
 ///
-/// `has_logarithms` is true if the LSE of each query is stored as two f32. TMA copies boxes of biases to shared memory if
-/// `wants_bias_boxes` is true and the boxes fit there.
+/// `has_logarithms` is true if the LSE of each query is stored as two f32. If `wants_bias_boxes` is true and boxes of
+/// biases fit in shared memory, TMA copies the biases there.
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -223,8 +227,8 @@ pub(crate) fn gradient_tiles(
                 lse_delta,
                 stages,
             };
-            // `has_logarithms` adds one f32 per query to shared memory. For the widest operands, the ring then has room for
-            // one stage fewer.
+            // If `has_logarithms`, shared memory holds one more f32 per query. For the widest operands, the ring then
+            // has room for one stage fewer.
             let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
             Some(WgmmaGradientTiles::SplitD(tiles(if fits {
                 most

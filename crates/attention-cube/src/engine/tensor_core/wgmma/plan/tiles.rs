@@ -1,7 +1,7 @@
 //! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands.
 //!
-//! A *subtile* is 64 columns of a half-precision matrix in shared memory, so each row of a subtile has 128 bytes. A *chunk*
-//! is the rows or columns of a split-D block that fill one stage of the ring.
+//! A *subtile* is 64 columns of a half-precision matrix in shared memory, so each row of a subtile has 128 bytes. In
+//! split-D, a *chunk* is some rows or columns of a block, as many as fill one stage of the ring.
 
 mod shapes;
 mod split_d;
@@ -15,9 +15,9 @@ pub use self::split_m::WgmmaSplitMTiles;
 /// The division of a forward tile among the warpgroups of a CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WgmmaForwardTiles {
-    /// Split-M: each warpgroup computes some rows of the tile.
+    /// Split-M: each warpgroup has some rows of the tile, and computes all columns of the output of these rows.
     SplitM(WgmmaSplitMTiles),
-    /// Split-D: each warpgroup computes some columns of the output.
+    /// Split-D: each warpgroup has all rows of the tile, and computes half of the columns of the output.
     SplitD(WgmmaSplitDTiles),
 }
 
@@ -38,7 +38,8 @@ impl WgmmaForwardTiles {
         }
     }
 
-    /// True if the shape of the tiles lets TMA store the output. The launch also requires one head per tile and no split-KV.
+    /// True if the shape of the tiles allows TMA to store the output. The launch uses TMA only if, in addition, each
+    /// tile has one head and the keys are not split (split-KV).
     pub const fn stores_output_by_tma(&self) -> bool {
         match self {
             Self::SplitM(tiles) => tiles.stores_output_by_tma(),

@@ -12,8 +12,8 @@ use crate::math::schedule::WorkTile;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The visits of the CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence that
-/// uses the bias tile.
+/// The visits of all CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence
+/// that uses the bias tile. The fields `query_tile`, `key_tile`, `head` and `batch` are the indices of the bias tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Visits {
@@ -30,7 +30,7 @@ pub(super) struct Visits {
     pub group: u32,
     /// The total number of visits of all CTAs that share the bias tile. A visit is one query tile of one head and sequence.
     pub count: u32,
-    /// The difference between the indices of two consecutive visits of a CTA. A visit is one query tile of one head and
+    /// The difference between the numbers of two consecutive visits of a CTA. A visit is one query tile of one head and
     /// sequence.
     pub step: u32,
 }

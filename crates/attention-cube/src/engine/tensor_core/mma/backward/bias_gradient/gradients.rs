@@ -11,7 +11,7 @@ use crate::engine::tensor_core::mma::fragments::fragment_of;
 use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use cubecl::prelude::*;
 
-/// Computes P of a warp's scores. P is 0 if a query does not see a key.
+/// Computes P of a warp's scores. An element of P is 0 if its query does not see its key.
 #[cube]
 pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     s: Vector<f32, AS>,
@@ -55,8 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The kernel uses only the field `w` of the result, which holds probabilities before dropout. No keep bits are needed
-        // for `w`, so this call computes keep bits of 0 columns.
+        // The kernel uses only the field `w` of the result. `w` holds probabilities before dropout. No keep bits are
+        // needed for `w`, so this call computes keep bits of 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,

@@ -1,4 +1,4 @@
-//! Asynchronous copies of operand chunks (64 columns) from global to shared memory.
+//! Asynchronous copies of operands from global to shared memory, in chunks of 64 columns.
 
 use crate::engine::tensor_core::common::stationary_tile::Stationary;
 use crate::engine::tensor_core::mma::backward::load::stationary_head;
@@ -22,7 +22,7 @@ pub(super) struct Operands<'query, 'key, 'value, 'gradient, E: Float> {
     pub output_gradient: &'gradient Tensor<E>,
 }
 
-/// Bundles the kernel's operands into one argument.
+/// Bundles the tensors Q, K, V and dO into one [`Operands`].
 #[cube]
 pub(super) fn operands<'query, 'key, 'value, 'gradient, E: Float>(
     query: &'query Tensor<E>,
@@ -38,9 +38,10 @@ pub(super) fn operands<'query, 'key, 'value, 'gradient, E: Float>(
     }
 }
 
-/// Starts the copy of one chunk of the query tile `tile` and of the key tile `key_tile`. The copy goes to the stage
-/// (shared-memory buffer) at address `target`. The `chunk`-th chunk holds 64 columns of Q and K, or of dO and V.
-/// Queries that do not exist are copied as zeros, and so are keys that no query of the tile sees.
+/// Starts the copies of the `chunk`-th chunk (64 columns) of two operands. For the GEMM of S, the operands are Q and K.
+/// For the GEMM of dP, the operands are dO and V. The function copies the rows of query tile `tile` and of key tile
+/// `key_tile`. The copies go to the stage (shared-memory buffer) at address `target`. The copies write zeros for
+/// queries that do not exist, and for keys that no query of the tile sees.
 #[cube]
 pub(super) fn copy_chunk<E: Float>(
     operands: &Operands<'_, '_, '_, '_, E>,

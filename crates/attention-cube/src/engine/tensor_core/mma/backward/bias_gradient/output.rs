@@ -6,8 +6,8 @@ use cube_kit::nvidia::ptx::{load_shared, store_shared};
 use cubecl::prelude::*;
 
 /// Sums the tile's gradient over the queries, for a bias that is broadcast along queries. Thread `i` returns the sum
-/// for the tile's `i`-th key, and threads without a key return 0. The order of the additions is fixed: first over the
-/// rows of each warp, then over the warps.
+/// for the tile's `i`-th key. If the tile has no `i`-th key, thread `i` returns 0. The order of the additions is fixed:
+/// first over the rows of each warp, then over the warps.
 #[cube]
 pub(super) fn sum_of_queries<AS: Size>(
     sums: Vector<f32, AS>,
@@ -54,8 +54,9 @@ pub(super) fn sum_of_queries<AS: Size>(
     sum
 }
 
-/// Writes one of the thread's two rows of the fragment `sums` to the gradient: the first row if `second` is 0, else the
-/// second row. The row starts at element `row` of the gradient. The function skips keys that do not exist.
+/// Writes one of the thread's two rows of the fragment `sums` to global memory. If `second` is 0, the function writes
+/// the first row, else the second row. `row` is the index of the gradient element at which the written row starts. The
+/// function does not write elements for keys that do not exist.
 #[cube]
 pub(super) fn write_row_of_keys<G: Float, NG: Size, NS: Size>(
     sums: Vector<f32, NS>,

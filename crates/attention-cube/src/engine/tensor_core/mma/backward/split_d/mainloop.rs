@@ -22,11 +22,11 @@ use cube_kit::ampere::mma::{
 use cube_kit::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of score columns per warp.
+/// The number of score columns that each warp computes for a block.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
 /// Computes the warp's rows and columns of the gradient, as a sum over all blocks that the tile sees. `first` is the
-/// first of these blocks. The caller must have started the copies of the operands that stay in shared memory.
+/// first of these blocks. Before the call, the caller must start the copies of the operands that stay in shared memory.
 #[cube]
 pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
     operands: &Operands,
@@ -169,16 +169,19 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
     sums
 }
 
-/// The shared-memory addresses from which a lane loads the GEMMs' operands. The fields `score_left`, `score_right` and
-/// `sum_right` are offsets from the start of a chunk. A chunk lies in a slot of the ring, or in the part of shared
-/// memory that holds the tile during the whole main loop.
+/// The places in shared memory from which a lane loads the operands of the GEMMs. `start` and `sum_left` are addresses.
+/// `score_left`, `score_right` and `sum_right` are offsets from the start of a chunk. A chunk of the streamed operands
+/// lies in a slot of the ring. A chunk of the tile lies in a slot too, or in the shared memory that holds the tile
+/// during the main loop.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The offset of the tile's rows for the GEMMs of S and dP, from the start of a chunk of the tile's columns.
+    /// The offset of the lane's first operand row in a chunk of the tile's columns. The GEMMs of S and dP load their
+    /// left operand from there.
     score_left: u32,
-    /// The offset of the block's rows for the GEMMs of S and dP, from the start of the chunk's slot in the ring.
+    /// The offset of the lane's first operand row in a chunk of the block's columns, which starts where its ring slot
+    /// starts. The GEMMs of S and dP load their right operand from there.
     score_right: u32,
     /// The absolute address from which the lane loads P or dS, the left operand of the gradient GEMM.
     sum_left: u32,
@@ -216,8 +219,9 @@ fn await_chunk(
     place
 }
 
-/// Signals that this warp has read the `chunk`-th chunk. Then refills the shared-memory slot of the preceding chunk. By now,
-/// all warps have probably read the preceding chunk, so the refill seldom waits.
+/// Signals that this warp has read the `chunk`-th chunk. Then waits until all warps have read the preceding chunk, and
+/// refills the slot of the preceding chunk. Usually all warps have already read the preceding chunk at this time, so
+/// the function seldom waits.
 #[cube]
 fn leave_chunk(
     operands: &Operands,
@@ -239,7 +243,8 @@ fn leave_chunk(
     );
 }
 
-/// Adds the product over one chunk of columns to `s`, which is dP if `v_or_do`, else S.
+/// Multiplies one chunk of the tile's columns by the matching chunk of the block's columns, and adds the product to
+/// `s`. If `v_or_do`, `s` is dP, else `s` is S.
 #[cube]
 fn scores_of_chunk<AS: Size>(
     s: Vector<f32, AS>,
@@ -277,8 +282,8 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// The byte offset in shared memory of the tile columns that the kernel multiplies by the `chunk`-th chunk of a block.
-/// These columns stay in shared memory during the main loop.
+/// Returns the byte offset in shared memory of the tile's columns that belong to the `chunk`-th chunk of a block. The
+/// GEMM of S or dP multiplies these columns by the chunk. The columns stay in shared memory during the main loop.
 const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usize) -> usize {
     let first = match v_or_do {
         true => tiles.stationary_values_at(),
@@ -287,8 +292,8 @@ const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usiz
     first + chunk * tiles.score_columns / SUBTILE * tiles.rows * ROW_BYTES
 }
 
-/// Runs the gradient GEMM over one chunk of a block's rows, and adds the product to `sums`. Rows that are hidden from
-/// the whole tile may be NaN, so the GEMM reads them as zeros.
+/// Runs the gradient GEMM over one chunk of a block's rows, and adds the product to `sums`. Block rows that are hidden
+/// from the whole tile may be NaN, so the GEMM reads these rows as zeros.
 #[cube]
 fn with_chunk<AG: Size>(
     sums: Vector<f32, AG>,

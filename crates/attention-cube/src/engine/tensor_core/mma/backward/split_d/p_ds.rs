@@ -1,4 +1,4 @@
-//! Computes a warp's P and dS, and shares P and dS with the other warps through shared memory.
+//! Computes P and dS for a warp's scores, and stores P and dS in shared memory for all warps.
 
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::FragmentKind;
@@ -18,11 +18,12 @@ use cube_kit::ampere::mma::{pair_address, store_fragments};
 use cube_kit::nvidia::ptx::store_shared;
 use cubecl::prelude::*;
 
-/// The number of score columns per warp.
+/// The number of score columns that each warp computes for a block.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes `w` (P times the slope of the softcap) from a warp's scores, and P if the kernel computes the gradient of
-/// V. If the score columns are queries, their LSE and delta are in shared memory at `lse_delta_at`.
+/// Computes `w` (P times the slope of the softcap) from a warp's scores. If the kernel computes the gradient of V, the
+/// function also computes P. If the score columns are queries, the LSE and delta of these queries are in shared memory
+/// at `lse_delta_at`.
 #[cube]
 pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -133,7 +134,8 @@ pub(super) fn score_gradients<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, 
 }
 
 /// Stores a warp's P or dS in shared memory, where all warps read it as the left operand of a gradient GEMM. `gradient`
-/// is the index of the gradient that the GEMM computes: if the kernel computes dK and dV, 0 for dK and 1 for dV.
+/// is the index of the gradient that this GEMM computes. If the kernel computes dK and dV, the index is 0 for dK and 1
+/// for dV. Else the index is 0.
 #[cube]
 pub(super) fn share<AP: Size>(
     pairs: Vector<u32, AP>,
@@ -166,8 +168,9 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads one bit for each column that this lane multiplies in P or dS, the left operand of the gradient GEMM. A bit is
-/// set if the column has a nonzero element in the warp's gradient rows.
+/// Loads the *used bits* of P or dS, the left operand of the gradient GEMM. The result has one bit for each column of
+/// this operand that the lane multiplies. A bit is set if the column has a nonzero element in one of the warp's
+/// gradient rows.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

@@ -1,5 +1,5 @@
-//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. The GEMMs
-//! of S and dP read chunks of columns. The gradient GEMM reads its right operand in chunks of rows.
+//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. For
+//! the GEMMs of S and dP, a chunk has some columns of a block. For the gradient GEMM, a chunk has some rows of a block.
 
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit};
 use crate::engine::tensor_core::mma::backward::load::{copy_lse_delta, stationary_head};
@@ -13,7 +13,7 @@ use cube_kit::ampere::cp_async::half_address;
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// An operand whose blocks the kernel streams. `address` is the address in global memory of the first head whose blocks
+/// An operand whose blocks the kernel streams. `address` is the address in global memory of the first of the heads that
 /// the tile streams.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -23,7 +23,7 @@ pub(super) struct Passed {
     row_bytes: u64,
 }
 
-/// Returns the addresses and strides of an operand whose blocks the tile streams.
+/// Returns the address and the strides of a streamed operand, for the first of the heads that the tile streams.
 #[cube]
 pub(super) fn passed<E: Float>(source: &Tensor<E>, tile: &Stationary) -> Passed {
     let start =
@@ -35,7 +35,7 @@ pub(super) fn passed<E: Float>(source: &Tensor<E>, tile: &Stationary) -> Passed 
     }
 }
 
-/// Returns the address and the strides of an operand's rows in the tile's head.
+/// Returns the address and the strides of the operand that has the tile's own rows, for the tile's head.
 #[cube]
 pub(super) fn stationary_rows<E: Float>(
     source: &Tensor<E>,
@@ -45,7 +45,7 @@ pub(super) fn stationary_rows<E: Float>(
     head_source::<E>(source, stationary_head(tile, tiles.side))
 }
 
-/// All operands of a CTA in global memory, and the start of its shared memory.
+/// The addresses of all operands of a CTA in global memory, and the address of the CTA's shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -57,19 +57,21 @@ pub(super) struct Operands {
     pub start: u32,
 }
 
-/// One iteration of the main loop: its block (`visit`), the block of the next iteration, and the shared-memory slot of
-/// the iteration's first chunk.
+/// One iteration of the main loop. `visit` is the block that this iteration multiplies, and `next` is the block of the
+/// next iteration. `first` is the ring slot of this iteration's first chunk.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GradientStep {
     pub visit: Visit,
     pub next: Visit,
     pub first: RingTurn,
-    /// The index of the buffer that holds the block's LSE and delta. It alternates between 0 and 1.
+    /// The index of the buffer that holds the block's LSE and delta. From block to block, the index alternates between
+    /// 0 and 1.
     pub stage: u32,
 }
 
-/// Returns the address in shared memory at which LSE and delta of a block's queries begin.
+/// Returns the address of the LSE and delta of a block's queries in shared memory. `stage` is the index of the buffer
+/// that holds these values.
 #[cube]
 pub(super) fn lse_delta_offset(
     operands: &Operands,
@@ -81,8 +83,8 @@ pub(super) fn lse_delta_offset(
         + stage * comptime!(tiles.term_bytes() as u32)
 }
 
-/// Starts the copies of the tile's resident operands, which stay in shared memory. The barrier of the first chunk also waits
-/// for these copies.
+/// Starts the copies of the tile's operands that stay in shared memory. A warp that waits for the first streamed chunk
+/// also waits for these copies.
 #[cube]
 pub(super) fn copy_stationary(
     operands: &Operands,
@@ -109,9 +111,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th
-/// chunk of an iteration (`pass`) to this slot. A `chunk` past the iteration's last chunk is a chunk of the next
-/// iteration. If there is no next iteration, the function does nothing.
+/// Waits until all warps have read the old chunk in the slot of the `chunk`-th chunk of an iteration (`pass`). Then
+/// starts the copy of the `chunk`-th chunk to this slot. A `chunk` past the iteration's last chunk is a chunk of the
+/// next iteration. If there is no next iteration, the function does nothing.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -198,8 +200,8 @@ pub(super) fn fill(
     }
 }
 
-/// Returns the address and the strides of a streamed operand's rows in the tile's `head`-th head. Copies write zeros for
-/// rows outside of the tile's visible range.
+/// Returns the address and the strides of a streamed operand's rows, for the `head`-th of the heads that the tile
+/// streams. Copies of these rows write zeros for rows outside of the tile's visible range.
 #[cube]
 fn rows_of(
     operand: Passed,
@@ -220,8 +222,8 @@ fn rows_of(
     }
 }
 
-/// Starts the copy of the `chunk`-th chunk of columns of a block's rows. If the tile's rows do not stay in shared memory, the
-/// function also copies the same columns of the tile's rows.
+/// Starts the copy of the `chunk`-th column chunk of a block to a slot. If the tile's own rows do not stay in shared
+/// memory, the function also copies the same columns of the tile's rows to the slot.
 #[cube]
 fn copy_scored(
     rows: HeadSource,

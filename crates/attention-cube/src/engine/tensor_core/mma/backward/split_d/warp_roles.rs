@@ -1,29 +1,29 @@
-//! The rows and columns of the scores and of the gradients that each warp computes.
+//! The division of the scores and of the gradients among the warps.
 
 use crate::engine::tensor_core::mma::plan::MmaGradientSplitDTiles;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The rows and columns of the scores and of the gradients that a warp computes.
+/// The part of the scores, and the part of the gradients, that one warp computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Roles {
     pub warp: u32,
-    /// The tile row where the warp's scores begin.
+    /// The first tile row of the warp's scores.
     pub score_row: u32,
-    /// The index of a 32-column group of the block. The warp computes the scores of this group.
+    /// The index of the group of 32 block columns for which the warp computes scores.
     pub part_group: u32,
     /// The index of the gradient that the warp computes. If the kernel computes dK and dV, the index is 0 for dK and 1 for
     /// dV.
     pub gradient: u32,
-    /// The tile row where the warp's gradient rows begin.
+    /// The first tile row of the warp's part of the gradient.
     pub sum_row: u32,
     /// The index of the warp among the warps that compute the same gradient rows. These warps divide the gradient's
     /// columns.
     pub column_group: u32,
 }
 
-/// Returns the rows and columns of the scores and of the gradients that the calling warp computes.
+/// Returns the parts of the scores and of the gradients that the calling warp computes.
 #[cube]
 pub(super) fn assign_roles(#[comptime] tiles: MmaGradientSplitDTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);

@@ -7,8 +7,8 @@ use crate::engine::tensor_core::mma::plan::MmaGradientSplitMTiles;
 use crate::math::side::Side;
 use cubecl::prelude::*;
 
-/// Starts the copy of the tile's Q or K rows, and of its V or dO rows if needed. The copy writes zeros for rows that do
-/// not exist.
+/// Starts the copy of the tile's rows of Q or K. If the kernel needs the tile's rows of V or dO, the function also
+/// starts their copy. The copies write zeros for rows that do not exist.
 #[cube]
 pub(super) fn copy_stationary<E: Float>(
     q_or_k: &Tensor<E>,
@@ -40,8 +40,8 @@ pub(super) fn copy_stationary<E: Float>(
     }
 }
 
-/// Starts the copy of a block of the tile's `head`-th head to address `target`. The copy writes zeros for rows that the
-/// tile does not see.
+/// Starts the copy of a block to address `target`, for the `head`-th of the heads that the tile streams. The copy
+/// writes zeros for rows that the tile does not see.
 #[cube]
 pub(super) fn copy_block<E: Float>(
     q_or_k: &Tensor<E>,

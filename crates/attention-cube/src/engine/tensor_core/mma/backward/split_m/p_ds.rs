@@ -20,8 +20,8 @@ pub(super) struct Made<AP: Size> {
     pub ds: Vector<u32, AP>,
 }
 
-/// Computes P and dS from S and dP of a block. If the score columns are queries, their LSE and delta are in shared
-/// memory at `lse_delta_at`.
+/// Computes P and dS from S and dP of a block. If the score columns are queries, the LSE and delta of these queries are
+/// in shared memory at `lse_delta_at`.
 #[cube]
 pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,

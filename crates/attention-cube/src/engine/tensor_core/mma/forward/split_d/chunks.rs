@@ -1,7 +1,8 @@
 //! The copies of chunks of keys and values to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory.
 //!
-//! A *pass* (main loop iteration) reads the chunks of one block's keys, then the chunks of the previous block's values. The
-//! first pass has no values, and the last pass has no keys. Each missing chunk still takes a slot.
+//! In a *pass* (main loop iteration), the warps read the chunks of one block's keys, then the chunks of the previous
+//! block's values. The first pass has no values, and the last pass has no keys. Each missing chunk still takes a slot,
+//! into which nothing is copied.
 
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::engine::tensor_core::mma::forward::load::{
@@ -12,7 +13,8 @@ use crate::engine::tensor_core::mma::ring::{RingTurn, await_empty, ring_slot_of,
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// K and V of the tile's head in global memory, the start of the CTA's shared memory, and the end of the tile's blocks.
+/// The addresses of K and V of the tile's head in global memory, and the address of the CTA's shared memory.
+/// `end_block` is the index at which the tile's blocks end.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -24,13 +26,15 @@ pub(super) struct Operands {
     pub end_block: i32,
 }
 
-/// The blocks of one pass (main loop iteration). An index of `end_block` or more means that the pass has no such block.
+/// The blocks of one pass (main loop iteration). If a block index is `end_block` or more, the pass does not have that
+/// block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopStep {
     /// The block whose values this main loop iteration multiplies.
     pub values: i32,
-    /// The block whose keys this main loop iteration multiplies. The next iteration multiplies the values of the same block.
+    /// The block whose keys this main loop iteration multiplies. The next iteration multiplies the values of this
+    /// block.
     pub keys: i32,
     /// The block whose keys the next main loop iteration multiplies.
     pub after: i32,
@@ -38,9 +42,9 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read a slot of the ring buffer in shared memory. Then starts the copy of the `chunk`-th
-/// chunk of a pass (main loop iteration) to this slot. A `chunk` past the last chunk is a chunk of the next pass. If
-/// the chunk's block does not exist, the function copies nothing, and the slot counts as full.
+/// Waits until all warps have read the old chunk in the slot of the `chunk`-th chunk of a pass (main loop iteration).
+/// Then starts the copy of the `chunk`-th chunk to this slot. A `chunk` past the last chunk is a chunk of the next
+/// pass. If the chunk's block does not exist, the function copies nothing, and the slot counts as full.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -98,8 +102,8 @@ pub(super) fn fill<E: Float>(
     signal_full(&place);
 }
 
-/// Starts the copy of the query columns that the kernel multiplies by a chunk of keys. In the chunk's shared-memory slot, the
-/// queries lie behind the keys.
+/// Starts the copy of the query columns that belong to one chunk of keys. The kernel multiplies these query columns by
+/// the chunk. In the chunk's shared-memory slot, the query columns lie behind the keys.
 #[cube]
 fn copy_chunk_of_queries<E: Float>(
     query: &Tensor<E>,

@@ -1,7 +1,8 @@
 //! The main loop of a CTA over the blocks of its tile.
 //!
-//! A *pass* is one iteration. A pass multiplies the queries by the current block's keys, and P of the previous block by the
-//! previous block's values. The warps that share output rows form a row group, which has its own barriers.
+//! A *pass* is one iteration. In a pass, the warps multiply the queries by the current block's keys, and P of the
+//! previous block by the previous block's values. The warps that compute the same output rows form a *row group*. Each
+//! row group has its own barriers.
 
 use super::chunks::{MainloopStep, Operands, fill};
 use super::shared_offsets::SharedOffsets;
@@ -33,8 +34,8 @@ use cube_kit::nvidia::mbarrier::{arrive_as_warp, await_phase};
 use cube_kit::nvidia::ptx::load_shared;
 use cubecl::prelude::*;
 
-/// The byte offsets of the barriers of a row group, the warps that share output rows. A barrier completes when all warps of
-/// the row group have done their work:
+/// The byte offsets of the barriers of a row group. A row group is the warps that compute the same output rows. Each
+/// barrier completes when all warps of the row group have done one step:
 ///
 /// - `TOLD`: the warps have stored their row maxima.
 /// - `SHARED`: the warps have stored P.
@@ -43,7 +44,8 @@ const TOLD: u32 = 0;
 const SHARED: u32 = BARRIER_BYTES as u32;
 const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
-/// The result of a warp's main loop: the warp's rows and columns of O, and the softmax states of its score rows.
+/// The result of a warp's main loop: the warp's rows and columns of O, and the softmax states of the rows whose scores
+/// the warp has computed.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<AO: Size> {
@@ -52,8 +54,8 @@ pub(super) struct MainloopOutput<AO: Size> {
     pub state_1: SoftmaxState,
 }
 
-/// Processes a tile's blocks. The caller must have started the copies of the queries. The barrier of the first chunk also
-/// waits for these copies.
+/// Processes a tile's blocks. Before the call, the caller must start the copies of the queries. A warp that waits for
+/// the first chunk also waits for these copies.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -154,7 +156,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         let mut used = 0u32;
         if has_values {
-            // Wait until all warps with the same output rows have stored P of the previous block and the rescale factors.
+            // Wait until all warps of the row group have stored P of the previous block and the rescale factors.
             await_phase(offsets.meetings + SHARED, parity ^ 1u32);
             if comptime!(kind.leaves_masked()) {
                 used = load_used_keys(offsets, roles, parity ^ 1u32, tiles);
@@ -184,8 +186,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
                     tiles,
                 );
             }
-            // First wait until all lanes have read the previous rescale factors. Once this warp has signaled that its row
-            // maxima are stored, other warps may overwrite these factors.
+            // First wait until all lanes have read the previous rescale factors. When this warp signals that it has
+            // stored its row maxima, other warps may overwrite these factors.
             sync_plane();
             arrive_as_warp(offsets.meetings + TOLD);
         }
@@ -276,8 +278,9 @@ fn await_chunk(
     place
 }
 
-/// Signals that this warp has read the `chunk`-th chunk. Then refills the shared-memory slot of the preceding chunk. By now,
-/// all warps have probably read the preceding chunk, so the refill seldom waits.
+/// Signals that this warp has read the `chunk`-th chunk. Then waits until all warps have read the preceding chunk, and
+/// refills the slot of the preceding chunk. Usually all warps have already read the preceding chunk at this time, so
+/// the function seldom waits.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,
@@ -329,7 +332,7 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// Computes the masked scores of one fragment from its `q·k`.
+/// Computes the masked scores of one fragment from the fragment's dot products `q·k`.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     dots: Vector<f32, AS>,
@@ -361,7 +364,7 @@ fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     s
 }
 
-/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts.
+/// Multiplies O by the rescale factors, if the previous block changed the row maxima that the softmax subtracts.
 #[cube]
 fn rescaled_output<AO: Size>(
     o: Vector<f32, AO>,
@@ -401,8 +404,8 @@ fn rescaled_output<AO: Size>(
     o
 }
 
-/// Adds P·V over one chunk of values to O. Rows of V that are hidden from all rows of the tile may be NaN, so the GEMM reads
-/// them as zeros.
+/// Multiplies P by one chunk of V, and adds the product to O. Rows of V that are hidden from all rows of the tile may
+/// be NaN, so the GEMM reads these rows of V as zeros.
 #[cube]
 fn with_chunk<AO: Size>(
     o: Vector<f32, AO>,
@@ -448,7 +451,7 @@ fn with_chunk<AO: Size>(
     o
 }
 
-/// The sizes of the GEMM of P with the `chunk`-th chunk of values.
+/// The sizes of the GEMM that multiplies P by the `chunk`-th chunk of values.
 const fn value_product(tiles: MmaSplitDTiles, chunk: usize, masked: bool) -> SharedSums {
     let part = chunk % tiles.value_parts;
     SharedSums {

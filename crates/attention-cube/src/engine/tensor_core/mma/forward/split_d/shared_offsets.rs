@@ -14,7 +14,7 @@ pub(super) struct SharedOffsets {
     pub factors: u32,
     pub moved: u32,
     pub used: u32,
-    /// The address of the barriers of the warp's row group, which consists of the warps with the same output rows.
+    /// The address of the barriers of the warp's row group. A row group is the warps that compute the same output rows.
     pub meetings: u32,
 }
 

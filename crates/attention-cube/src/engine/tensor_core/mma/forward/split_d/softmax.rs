@@ -1,5 +1,5 @@
-//! Computes P of a block. Several warps compute scores of the same rows for different keys, so they exchange row maxima
-//! through shared memory.
+//! Computes P of a block. Several warps compute the scores of the same rows with different keys, so these warps
+//! exchange row maxima through shared memory.
 
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
@@ -70,8 +70,8 @@ fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDT
     Pair { first, second }
 }
 
-/// P of a warp's scores, and the softmax states after the block. A register holds two half-precision probabilities, so P
-/// fills the first half of each fragment's score registers.
+/// P for a warp's scores, and the softmax states after the block. A register holds two half-precision probabilities. P
+/// therefore fills only the first half of the registers that held a fragment's scores.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Weighed<AS: Size> {
@@ -82,8 +82,8 @@ pub(super) struct Weighed<AS: Size> {
 
 /// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
 ///
-/// The function also stores in shared memory the factors that rescale the output of earlier blocks. `row` is the
-/// thread's first row.
+/// The function also stores rescale factors in shared memory. These factors rescale O, the sum over the earlier blocks.
+/// `row` is the thread's first row.
 #[cube]
 pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     s: Vector<f32, AS>,
@@ -176,8 +176,8 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     }
 }
 
-/// Returns the shared-memory address of P in main loop iterations of the given `parity`. If there are two buffers for P,
-/// parity 1 selects the second buffer.
+/// Returns the shared-memory address of P for main loop iterations whose number has the given `parity`. If there are
+/// two buffers for P, parity 1 selects the second buffer.
 #[cube]
 pub(super) fn shared_probabilities(
     offsets: &SharedOffsets,
@@ -191,8 +191,8 @@ pub(super) fn shared_probabilities(
     }
 }
 
-/// Returns the shared-memory address of the bits of used keys in main loop iterations of the given `parity`. A key is used if
-/// some row has a nonzero probability for the key.
+/// Returns the shared-memory address of the *used bits* for main loop iterations whose number has the given `parity`. A
+/// used bit is set if some row has a nonzero probability for a certain key.
 #[cube]
 fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     if comptime!(tiles.shares == 1) {
@@ -202,7 +202,7 @@ fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplit
     }
 }
 
-/// Stores P of a warp's scores in shared memory, where all warps with the same output rows read P.
+/// Stores P for a warp's scores in shared memory, where all warps that compute the same output rows read P.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,
@@ -236,8 +236,8 @@ pub(super) fn share<AS: Size>(
 }
 
 /// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a
-/// nonzero probability for the key. Bits `4 s` to `4 s + 3` are for the lane's four keys in the `s`-th group of 16
-/// keys.
+/// nonzero probability for the key. The lane holds four keys in each group of 16 keys. Bits `4 s` to `4 s + 3` are for
+/// the lane's four keys in the `s`-th group.
 #[cube]
 fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     let mut used = 0u32;
@@ -262,8 +262,8 @@ fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTile
     used
 }
 
-/// Loads one bit for each block key that this lane multiplies. A bit is set if some output row of the warp has a nonzero
-/// probability for the key.
+/// Loads one bit for each key of the block that this lane multiplies in the GEMM P·V. A bit is set if at least one of
+/// the warp's output rows has a nonzero probability for the key.
 #[cube]
 pub(super) fn load_used_keys(
     offsets: &SharedOffsets,

@@ -1,28 +1,29 @@
-//! The rows, keys and columns of the scores and of the output that each warp computes.
+//! The division of the scores (by rows and keys) and of the output (by rows and columns) among the warps.
 
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The rows, keys and columns that a warp computes.
+/// The rows and keys of the scores, and the rows and columns of the output, that one warp computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Roles {
     pub warp: u32,
-    /// The tile row where the warp's scores begin.
+    /// The first tile row of the warp's scores.
     pub score_row: u32,
-    /// The index of a 32-key group of the block. The warp computes the scores of this group.
+    /// The index of the group of 32 block keys for which the warp computes scores.
     pub key_group: u32,
-    /// The tile row where the warp's output begins.
+    /// The first tile row of the warp's output.
     pub output_row: u32,
-    /// The index of the warp in its row group. The warps of a row group divide the output's columns.
+    /// The index of the warp in its row group. The warps of a row group compute different columns of the same output
+    /// rows.
     pub column_group: u32,
-    /// The index of the warp's row group. The warps of a row group share output rows and compute the scores of these rows,
-    /// so warps synchronize only inside their row group.
+    /// The index of the warp's row group. The warps of a row group compute the output of the same rows, and also the
+    /// scores of these rows. A warp therefore waits only for warps of its own row group.
     pub row_group: u32,
 }
 
-/// Returns the rows, keys and columns that the calling warp computes.
+/// Returns the rows, keys and columns of the scores and of the output that the calling warp computes.
 #[cube]
 pub(super) fn assign_roles(#[comptime] tiles: MmaSplitDTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);

@@ -13,8 +13,8 @@ use cube_kit::ampere::cp_async::{await_copies, commit_copies};
 use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cubecl::prelude::*;
 
-/// Processes the blocks that a tile sees, from block `first` on. Shared memory starts at address `start`. The warp's
-/// first row is row `warp_row` of the tile.
+/// Processes the blocks that a tile sees, from block `first` on. Shared memory starts at address `start`. `warp_row` is
+/// the index in the tile of the warp's first row.
 #[cube]
 pub(super) fn run_mainloop<
     E: Float,
@@ -124,8 +124,8 @@ pub(super) fn run_mainloop<
     MainloopOutput::<AO> { o, states }
 }
 
-/// The shared-memory addresses of the keys and of the values, each with a buffer for the current block and one for the next
-/// block.
+/// The shared-memory addresses of the keys and of the values. Keys and values each have two buffers: one for the
+/// current block, and one for the next block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct SharedOffsets {

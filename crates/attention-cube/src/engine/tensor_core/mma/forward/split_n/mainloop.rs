@@ -19,8 +19,8 @@ use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Processes every `key_groups`-th block of a tile, beginning with the first block of the warp's key group. The caller must
-/// have started the copies of the queries as a `cp.async` group of their own.
+/// Processes the blocks of the warp's key group: every `key_groups`-th block of a tile, from the group's first block
+/// on. Before the call, the caller must start the copies of the queries as a separate `cp.async` group.
 #[cube]
 pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AO: Size>(
     assigned: &AssignedTile,
@@ -125,7 +125,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
     MainloopOutput::<AO> { o, states }
 }
 
-/// The stage that follows `stage` in the warp's circular buffer of stages.
+/// The stage that follows `stage` in the warp's circular buffer. A stage holds one block of keys and values.
 #[cube]
 fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     let is_last = stage == comptime!(tiles.stages as u32 - 1);
@@ -133,7 +133,7 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
 }
 
 /// Returns the stage before `stage` in the warp's circular buffer. The warp has already multiplied the block in the
-/// returned stage, so the stage can be refilled.
+/// returned stage, so the warp can refill this stage.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(
@@ -143,8 +143,8 @@ fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     )
 }
 
-/// Adds the partial `q·k` of the two warps of a key group. Each warp has summed half of the columns. Both warps add the same
-/// two partial sums, so both continue with equal scores.
+/// Adds the partial dot products `q·k` of the two warps of a key group. Each of the two warps has summed over half of
+/// the columns. Both warps add the same two partial sums, so both continue with equal scores.
 ///
 /// Two exchange buffers alternate. Both warps pass a barrier between two writes to the same buffer, so no unread data
 /// is overwritten.

@@ -1,9 +1,10 @@
 //! The merge of the outputs of the key groups. A key group is one or two warps that process the same blocks of keys (see
 //! `split_n.rs`).
 //!
-//! Each key group has an output and a row sum for every row, relative to the group's own row maximum. The merge rescales
-//! outputs and sums to the largest row maximum of all groups, as split-KV does. Each warp adds the outputs of all groups for
-//! some of the columns, in a fixed order, so results are bitwise equal in every run.
+//! Each key group has an output and a row sum for every row. Both are relative to the group's own row maximum, which
+//! the softmax has subtracted from the scores. The merge rescales outputs and sums to the largest row maximum of all
+//! groups, as split-KV does. Each warp adds the outputs of all groups for some of the columns, in a fixed order, so
+//! results are bitwise equal in every run.
 
 use super::stages::Roles;
 use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};
@@ -17,7 +18,7 @@ use cube_kit::nvidia::accumulator::{Pair, is_second};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// The number of bytes that 16 columns of an output fragment take in shared memory, as f32.
+/// The number of bytes in shared memory for 16 columns of an output fragment, in f32.
 const STEP_BYTES: usize = STEP_REGISTERS / 4 * FOURS_BYTES;
 
 /// The shared-memory addresses of two tables: the row maxima of the key groups, and their row sums. A key group is one or two
@@ -47,8 +48,8 @@ fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     }
 }
 
-/// Returns the address of a key group's row maxima (or row sums) in `table`, for the 16 rows of a fragment. A key group is
-/// one or two warps that process the same keys.
+/// Returns the address of a key group's entries in `table`, for the 16 rows of a fragment. The table holds the row
+/// maxima, or the row sums, of all key groups. A key group is one or two warps that process the same keys.
 #[cube]
 fn words(
     table: u32,
@@ -101,8 +102,9 @@ fn together(
     }
 }
 
-/// Rescales a warp's output, and stores the output in the shared memory that held the warp's keys and values. Also stores the
-/// row maxima and row sums of the warp's key group.
+/// Rescales a warp's output to the combined row maxima, and stores the output in the shared memory that held the warp's
+/// keys and values. Also stores the row maxima and row sums of the warp's key group (the one or two warps that process
+/// the same keys).
 #[cube]
 pub(super) fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -142,8 +144,8 @@ pub(super) fn store_results<AO: Size>(
             } else {
                 (factor.first, sums.first)
             };
-            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN. The GEMM multiplies P = 0
-            // by rows of V that may be NaN, and 0 · NaN is NaN.
+            // Store 0 for a row whose sum is 0. Such a row sees no key, so its P is 0. Its output may nevertheless be
+            // NaN, because the GEMM multiplies P by rows of V that may be NaN, and 0 · NaN is NaN.
             let scaled = o.extract(register) * own;
             o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
         }
@@ -168,8 +170,8 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
 }
 
 /// Adds the outputs of all key groups for some columns of a fragment. A key group is one or two warps that process the
-/// same keys. In each group, one warp has computed these columns. The warps that have computed the same columns in
-/// different groups divide the additions among themselves.
+/// same keys. In each key group, one warp has computed a given column. The warps that have computed the same columns,
+/// one warp in each key group, divide the additions for these columns among themselves.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,
@@ -182,7 +184,7 @@ pub(super) fn put_together<NO: Size>(
     let row = UNIT_POS % 32u32 / 4u32;
     let all = together(tables, row, scale_log2, hidden, fragment, tiles);
     let group_bytes = comptime!((tiles.column_groups * tiles.warp_bytes()) as u32);
-    // The address at which the first key group has stored its output for these columns.
+    // The address at which the first key group has stored its output for the columns of this warp.
     let first = exchange_address(roles.stages) - roles.key_group * group_bytes;
     let mut o = Vector::<f32, NO>::zeroed();
     #[unroll]

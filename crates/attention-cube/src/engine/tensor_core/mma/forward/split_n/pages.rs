@@ -8,8 +8,8 @@ use cube_kit::ampere::gemv::read_word;
 use cube_kit::nvidia::ptx::element_address;
 use cubecl::prelude::*;
 
-/// The page table of a sequence, and the distances in bytes between consecutive pages of keys, values and scales. All fields
-/// are unused if the keys are contiguous.
+/// The page table of a sequence, and the distances in bytes between consecutive pages of keys, values and scales. If
+/// keys and values do not lie in pages, the kernel uses none of the fields.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PageSources {
@@ -26,8 +26,8 @@ pub(super) struct PageSources {
 }
 
 /// Returns the index in the first dimension of K and V at which the addresses of a tile begin. Without pages, the index
-/// is `batch`. With pages, this dimension counts pages and the index is 0, because [`paged_head`] adds the offset of
-/// the page.
+/// is `batch`. With pages, the first dimension counts pages. The index is then 0, because [`paged_head`] adds the
+/// offset of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -90,8 +90,9 @@ fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
 
 /// Returns the index of the page that holds a block of keys, or 0 without pages.
 ///
-/// A block past the last entry in the sequence's row of the page table gets the page of that entry. An entry that is
-/// not the index of an existing page counts as the nearest index. No copy therefore leaves the tensors.
+/// For a block past the last entry in the sequence's row of the page table, the function returns the page of that last
+/// entry. If an entry is not the index of an existing page, the function returns the nearest existing index. Copies
+/// therefore read only inside the tensors.
 #[cube]
 pub(super) fn page_of_block(
     pages: &PageSources,
@@ -109,9 +110,9 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Returns the address and strides of the head's rows in page `page`, or `source` if keys and values do not lie in
-/// pages. `source` must begin at page 0, and `page` must hold row `row` of the sequence. The caller may read only rows
-/// of this page, and indexes each row by its number in the sequence.
+/// Returns the address and the strides of the head's rows in page `page`. If keys and values do not lie in pages, the
+/// function returns `source`. `source` must begin at page 0, and `page` must hold row `row` of the sequence. The caller
+/// indexes each row by its number in the sequence, and may read only rows of this page.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -123,8 +124,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The subtraction of `first_row · row_bytes` may make the u64 address wrap around. The caller adds the offset of a
-        // row in the page, which wraps the address back.
+        // The subtraction of `first_row · row_bytes` may make the u64 address wrap around below 0. The caller then adds
+        // the offset of a row that lies in the page. This addition wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

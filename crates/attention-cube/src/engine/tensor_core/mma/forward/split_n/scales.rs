@@ -1,5 +1,5 @@
-//! The scales of quantized keys and values. Each lane loads the scales of one key and its value, one block before the
-//! scales are needed. Warp shuffles give each lane the scales of its score columns.
+//! The scales of quantized keys and values. Each lane loads the scale of one key and the scale of its value, one block
+//! before the kernel needs them. Warp shuffles then give each lane the scales of the score columns that the lane holds.
 
 use super::pages::{PageSources, page_of_block, paged_head};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
@@ -60,7 +60,7 @@ pub(super) struct LaneScales {
     pub value: f32,
 }
 
-/// Loads the scales of a block, one key and value per lane.
+/// Loads the scales of a block. Each lane loads the scales of one key and of its value.
 #[cube]
 pub(super) fn lane_scales(
     sources: &ScaleSources,
@@ -96,7 +96,7 @@ fn scale_at(source: &HeadSource, position: i32) -> f32 {
     scale
 }
 
-/// Returns the scales of the score columns that the lane holds, gathered from all lanes by warp shuffles.
+/// Returns the scales of the score columns that the lane holds. Warp shuffles gather these scales from all lanes.
 #[cube]
 pub(super) fn column_scales(own: f32, #[comptime] tiles: MmaSplitNTiles) -> ColumnScales {
     let mut scales = ColumnScales::zeroed();

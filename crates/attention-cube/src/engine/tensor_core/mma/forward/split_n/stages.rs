@@ -19,15 +19,16 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(super) struct Roles {
     pub warp: u32,
-    /// The index of the warp's key group. The groups divide the blocks of keys.
+    /// The index of the warp's key group. Different key groups process different blocks of keys.
     pub key_group: u32,
-    /// The index of the warp in its key group. The warps of a group divide the columns.
+    /// The index of the warp in its key group. The warps of a key group process different columns of the same blocks.
     pub column_group: u32,
-    /// The first column of queries and keys that the warp multiplies.
+    /// The first column of Q and K that the warp multiplies. The warp multiplies the same columns of both.
     pub key_column: u32,
-    /// The first column of V and of the output that the warp computes.
+    /// The first column of V that the warp multiplies, which is also the first output column that the warp computes.
     pub value_column: u32,
-    /// The index of the first 16-column step of the output for which the warp adds the outputs of all key groups.
+    /// The index of a 16-column step of the output. At the end, the warp adds the outputs of all key groups from this
+    /// step on.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
@@ -57,7 +58,8 @@ pub(super) fn warp_roles(start: u32, #[comptime] tiles: MmaSplitNTiles) -> Roles
     }
 }
 
-/// Starts the copy of the tile's queries by all warps, and commits the copy as one `cp.async` group.
+/// Starts the copy of the tile's queries. All warps of the CTA take part in this copy. The function commits the copy as
+/// one `cp.async` group.
 #[cube]
 pub(super) fn copy_all_queries<E: Float>(
     query: &Tensor<E>,
@@ -85,8 +87,8 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
-/// Reorders the columns of all queries into the order in which lanes hold codes, for the GEMM of queries and codes. The
-/// copies of the queries must have completed.
+/// Reorders the columns of all queries for the GEMM that multiplies queries by codes. In the new order, the columns
+/// match the order in which lanes hold codes. Before the call, the copies of the queries must have completed.
 #[cube]
 pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     let steps = comptime!(tiles.key_columns() / STEP);
@@ -102,7 +104,8 @@ pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     }
 }
 
-/// The keys and values of the tile's KV head, with their scales and pages, and the index at which the tile's blocks end.
+/// The addresses of the keys and values of the tile's KV head, their scales and pages, and the index at which the
+/// tile's blocks end.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -116,9 +119,9 @@ pub(super) struct Operands {
     pub end_block: i32,
 }
 
-/// Starts the copy of the warp's columns of a block to a stage (the shared-memory buffer of one block). The function commits
-/// one `cp.async` group for the keys and one for the values. If the block does not exist, both groups are empty. `page` is
-/// the block's page, if keys and values lie in pages.
+/// Starts the copy of a block to a stage (the shared-memory buffer of one block). The function copies only the columns
+/// of the block that this warp processes. It commits one `cp.async` group for the keys and one for the values. If the
+/// block does not exist, both groups are empty. If keys and values lie in pages, `page` is the block's page.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -175,7 +178,8 @@ fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     }
 }
 
-/// Returns the size of the section of an operand block that one warp copies: `columns` of the operand's `width` columns.
+/// Returns the sizes of the section of an operand block that one warp copies. The section has `columns` of the
+/// operand's `width` columns.
 const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,

@@ -6,15 +6,16 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The operands of the tile that stay in shared memory. The kernel copies all other operands to shared memory again for every
-/// block.
+/// Tells which of the tile's own operands stay in shared memory during the main loop. The kernel copies each other
+/// operand of the tile to shared memory again for every block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
-    /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
+    /// The tile's rows of Q or K stay in shared memory. If the kernel needs the tile's rows of V or dO, these rows stay
+    /// there too.
     All,
-    /// Only Q or K stays in shared memory.
+    /// Only the tile's rows of Q or K stay in shared memory.
     QOrK,
-    /// No operand stays in shared memory. The CTA keeps only the tile's gradient, in registers.
+    /// No operand of the tile stays in shared memory. Of the tile, the CTA keeps only the gradient, in registers.
     Nothing,
 }
 
@@ -38,7 +39,7 @@ pub struct MmaGradientSplitDTiles {
     pub rows: usize,
     /// The number of rows per streamed block: 64 or 128. Each row of the block gives a column of the scores.
     pub columns: usize,
-    /// The tile's operands that stay in shared memory.
+    /// Tells which of the tile's own operands stay in shared memory during the main loop.
     pub resident: Resident,
     /// The number of columns in a chunk for the GEMM of S or dP, a multiple of a subtile's 64 columns.
     pub score_columns: usize,
@@ -55,7 +56,7 @@ impl MmaGradientSplitDTiles {
     /// The number of threads per CTA.
     pub const UNITS: usize = 32 * Self::WARPS;
 
-    /// The number of score columns per warp, which is the number of bits in a mask word.
+    /// The number of score columns that each warp computes for a block. A mask word has this number of bits.
     pub const PART: usize = 32;
 
     /// The number of gradient rows per warp.
@@ -67,7 +68,7 @@ impl MmaGradientSplitDTiles {
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     pub const TERM_STAGES: usize = 2;
 
-    /// The number of column groups in a block's scores. Different warps compute different column groups.
+    /// The number of groups of 32 columns in a block's scores. Each warp computes scores for one group.
     pub const fn part_groups(&self) -> usize {
         self.columns / Self::PART
     }
@@ -82,8 +83,8 @@ impl MmaGradientSplitDTiles {
         FRAGMENT_ROWS * self.score_fragments()
     }
 
-    /// The number of gradients that the kernel computes: 1 or 2. If the kernel computes two gradients, one half of the warps
-    /// computes the first gradient, and the second half of the warps the second gradient.
+    /// The number of gradients that the kernel computes: 1 or 2. If the kernel computes two gradients, one half of the
+    /// warps computes each gradient.
     pub const fn gradients(&self) -> usize {
         match self.sums {
             Sums::QOrK | Sums::Values => 1,
@@ -91,17 +92,19 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of row groups in a gradient. Different warps compute different row groups.
+    /// The number of row groups (64 rows each) in a tile's gradient. Each warp computes gradient rows of one group.
     pub const fn row_groups(&self) -> usize {
         self.rows / Self::SUM_ROWS
     }
 
-    /// The number of warps that divide the columns of one row group's gradient.
+    /// The number of warps that compute one row group (64 rows) of a gradient. These warps divide the gradient's
+    /// columns.
     pub const fn column_groups(&self) -> usize {
         Self::WARPS / self.gradients() / self.row_groups()
     }
 
-    /// The number of columns of the gradient that the kernel computes, or of the wider gradient if the kernel computes two.
+    /// The number of columns of the gradient that the kernel computes. If the kernel computes two gradients, the number
+    /// of columns of the wider gradient.
     const fn width(&self) -> usize {
         match self.sums {
             Sums::QOrK => self.head_dim,
@@ -111,23 +114,24 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of 16-column steps in a warp's gradient.
+    /// The number of 16-column steps in the part of a gradient that one warp computes.
     pub const fn steps(&self) -> usize {
         self.width().div_ceil(STEP * self.column_groups())
     }
 
-    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row, so
+    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row so far
     /// that all warps compute an equal number of columns.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }
 
-    /// The number of column chunks of a block of Q or K, for the GEMM of S.
+    /// The number of chunks of columns into which the GEMM of S divides a block of Q or K.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(self.score_columns)
     }
 
-    /// The number of column chunks of a block of V or dO, for the GEMM of dP; 0 if the kernel does not need dP.
+    /// The number of chunks of columns into which the GEMM of dP divides a block of V or dO; 0 if the kernel does not
+    /// need dP.
     pub const fn value_chunks(&self) -> usize {
         match self.sums.has_q_or_k() {
             true => self.value_dim.div_ceil(self.score_columns),
@@ -135,7 +139,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of row chunks of a block, for the gradient GEMM.
+    /// The number of chunks of rows into which the gradient GEMM divides a block.
     pub const fn sum_chunks(&self) -> usize {
         self.columns / self.sum_rows
     }
@@ -145,8 +149,8 @@ impl MmaGradientSplitDTiles {
         self.dot_chunks() + self.value_chunks() + self.sum_chunks()
     }
 
-    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns, padded with zeros to whole steps of
-    /// 16.
+    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns. Zeros pad the chunk to whole
+    /// steps of 16 columns.
     pub const fn chunk_columns(&self, width: usize, chunk: usize) -> usize {
         let left = width.next_multiple_of(STEP) - chunk * self.score_columns;
         if left < self.score_columns {
@@ -156,7 +160,8 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// True if certain rows of the tile stay in shared memory: the rows of V or dO if `v_or_do`, else the rows of Q or K.
+    /// If `v_or_do`, true if the tile's rows of V or dO stay in shared memory. Else true if the tile's rows of Q or K
+    /// stay in shared memory.
     pub const fn holds(&self, v_or_do: bool) -> bool {
         match self.resident {
             Resident::All => true,
@@ -165,7 +170,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The bytes of the tile's rows of Q or K that stay in shared memory.
+    /// The bytes that the tile's rows of Q or K take in shared memory, or 0 if these rows do not stay there.
     const fn dot_bytes(&self) -> usize {
         match self.holds(false) {
             true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
@@ -173,7 +178,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The bytes of the tile's rows of V or dO that stay in shared memory.
+    /// The bytes that the tile's rows of V or dO take in shared memory, or 0 if these rows do not stay there.
     const fn value_bytes(&self) -> usize {
         match self.sums.has_q_or_k() && self.holds(true) {
             true => self.rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES,
@@ -191,7 +196,7 @@ impl MmaGradientSplitDTiles {
         self.stationary_values_at() + self.value_bytes()
     }
 
-    /// The bytes of P for one tile and one block. dS takes the same number of bytes.
+    /// The bytes of P for one tile and one block. The bytes of dS are equally many.
     pub const fn factor_bytes(&self) -> usize {
         self.rows * self.columns / SUBTILE * ROW_BYTES
     }
@@ -201,13 +206,13 @@ impl MmaGradientSplitDTiles {
         self.factors_at() + self.gradients() * self.factor_bytes()
     }
 
-    /// The byte offset of the tile's rows in a shared-memory slot for the GEMM of S or dP. Only tiles that do not keep these
-    /// rows in shared memory use the offset.
+    /// The byte offset of the tile's rows in a ring slot that holds a chunk for the GEMM of S or dP. The kernel uses
+    /// this offset only if the tile's rows do not stay in a part of shared memory of their own.
     pub const fn tile_rows_at(&self) -> usize {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk
+    /// The bytes of one right operand of the gradient GEMM in a chunk. If the kernel computes two gradients, a chunk
     /// has two right operands: first rows of Q, then rows of dO.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
@@ -225,7 +230,7 @@ impl MmaGradientSplitDTiles {
         if scores < sums { sums } else { scores }
     }
 
-    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys.
+    /// The bytes of the LSE and delta (f32) of a block of queries, or 0 if the streamed blocks are keys.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -238,13 +243,15 @@ impl MmaGradientSplitDTiles {
         self.ring_at() + self.slots * self.slot_bytes()
     }
 
-    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS in the column.
-    /// Each warp has four words for dS, and four more for P if the kernel computes two gradients.
+    /// The byte offset of the *used bits*. A used bit marks a column of P or dS in which some row has a nonzero
+    /// element. Each warp has four words of used bits for dS. If the kernel computes two gradients, each warp has four
+    /// more words for P.
     pub const fn used_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// The bytes of the bits that mark the used columns of P, or of dS.
+    /// The bytes of the used bits of P, or of the used bits of dS. A used bit marks a column in which some row has a
+    /// nonzero element.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
     /// The sizes and offsets of the ring buffer in shared memory. Its barriers lie behind all other data.
@@ -263,13 +270,13 @@ impl MmaGradientSplitDTiles {
         self.ring().end()
     }
 
-    /// The number of threads per CTA, as a method for code that also handles split-M tiles.
+    /// The number of threads per CTA. The method exists for code that also handles split-M tiles.
     pub const fn units(&self) -> usize {
         Self::UNITS
     }
 
-    /// The lengths of five register vectors. The first two are S (or dP) and P (or dS) of one fragment. The last three are S
-    /// (or dP), P (or dS) and the gradient of all fragments of a warp.
+    /// The lengths of five register vectors. The first two hold S (or dP) and P (or dS) of one fragment. The last three
+    /// hold S (or dP), P (or dS) and the gradient of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 5] {
         let (s, p) = (Self::PART / 2, Self::PART / 4);
         let fragments = self.score_fragments();

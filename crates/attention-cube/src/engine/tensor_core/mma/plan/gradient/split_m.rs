@@ -5,8 +5,8 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The tiles of the kernel in `backward/split_m.rs`. Each warp has some rows of the tile, and computes all columns of their
-/// gradients.
+/// The tiles of the kernel in `backward/split_m.rs`. Each warp has some rows of the tile, and computes all columns of
+/// the gradients of these rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaGradientSplitMTiles {
     /// Tells whether the tile's rows are queries or keys.
@@ -24,16 +24,16 @@ pub struct MmaGradientSplitMTiles {
     pub lse_delta: usize,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, the warp uses each operand row that it loads for
-    /// both fragments.
+    /// The number of 16-row fragments of the tile per warp: 1 or 2. With two fragments, the warp loads each row of a
+    /// streamed block once and multiplies both fragments by the row.
     pub fragments: usize,
     /// The number of rows per streamed block: 16, 32 or 64. Each row of the block gives a column of the scores.
     pub columns: usize,
 }
 
 impl MmaGradientSplitMTiles {
-    /// The number of blocks in shared memory. The warps multiply one block while the copies of the next block are in flight
-    /// (double buffer).
+    /// The number of blocks in shared memory. The warps multiply one block while the copies of the next block are in
+    /// flight (double buffering).
     const STAGES: usize = 2;
 
     /// The number of rows per tile.
@@ -61,7 +61,7 @@ impl MmaGradientSplitMTiles {
         rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys.
+    /// The bytes of the LSE and delta (f32) of a block of queries, or 0 if the streamed blocks are keys.
     const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -74,8 +74,8 @@ impl MmaGradientSplitMTiles {
         self.dot_bytes(self.rows())
     }
 
-    /// The byte offset of the first block in shared memory. The block lies behind the tile's rows of V or dO if the kernel
-    /// needs them, else behind the tile's rows of Q or K.
+    /// The byte offset of the first block in shared memory. The block lies behind the tile's rows of V or dO. If the
+    /// kernel does not need these rows, the block lies behind the tile's rows of Q or K.
     pub const fn blocks_at(&self) -> usize {
         let v_or_do = match self.sums.has_q_or_k() {
             true => self.value_bytes(self.rows()),
@@ -84,17 +84,18 @@ impl MmaGradientSplitMTiles {
         self.stationary_values_at() + v_or_do
     }
 
-    /// The byte offset of a block's rows of V or dO from the start of the block, behind the block's rows of Q or K.
+    /// The byte offset of the rows of V or dO in a block's buffer. They lie behind the rows of Q or K.
     pub const fn block_values_at(&self) -> usize {
         self.dot_bytes(self.columns)
     }
 
-    /// The byte offset of LSE and delta from the start of a block.
+    /// The byte offset of LSE and delta in a block's buffer.
     pub const fn block_lse_delta_at(&self) -> usize {
         self.block_values_at() + self.value_bytes(self.columns)
     }
 
-    /// The bytes from one block to the next. The number is rounded up to a multiple of the bytes of a subtile row.
+    /// The bytes from the start of one block's buffer to the start of the next. The number is rounded up to a multiple
+    /// of the bytes of a subtile row.
     pub const fn block_bytes(&self) -> usize {
         (self.block_lse_delta_at() + self.term_bytes()).next_multiple_of(ROW_BYTES)
     }
@@ -114,8 +115,8 @@ impl MmaGradientSplitMTiles {
         self.value_dim.next_multiple_of(STEP)
     }
 
-    /// The lengths of eight register vectors: S (or dP), P (or dS), dQ or dK, and dV of one fragment, then of all fragments
-    /// of a warp.
+    /// The lengths of eight register vectors. The first four hold S (or dP), P (or dS), dQ or dK, and dV of one
+    /// fragment. The last four hold the same values of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 8] {
         let (s, p) = (registers(self.columns / 2), registers(self.columns / 4));
         let q_or_k = registers(self.dot_columns() / 2);

@@ -11,17 +11,20 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use cube_kit::nvidia::Half;
 
-/// The sizes that a table chooses for a kernel's tiles.
+/// The sizes of a kernel's tiles that a table row chooses.
 #[derive(Clone, Copy)]
 enum Shape {
-    /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and columns per block.
+    /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and rows per streamed block (columns of
+    /// the scores).
     Rows([usize; 3]),
-    /// Split-D. The first field says which operands stay in shared memory. The five numbers are rows, columns, columns per
-    /// chunk for S or dP, rows per chunk for the gradient GEMM, and the largest number of slots in the ring buffer.
+    /// Split-D. The first field says which operands stay in shared memory. The five numbers are: rows per tile; rows
+    /// per streamed block (columns of the scores); columns per chunk for S or dP; rows per chunk for the gradient GEMM;
+    /// the largest number of slots in the ring buffer.
     Columns(Resident, [usize; 5]),
 }
 
-/// A table row: the kernels' tiles for head sizes up to `width`, on GPUs with `shared_memory` KB of shared memory per CTA.
+/// A table row: the tiles of the kernels for head sizes up to `width`, on GPUs with `shared_memory` KB of shared memory
+/// per CTA.
 struct Row {
     width: usize,
     shared_memory: usize,
@@ -46,14 +49,14 @@ const fn row(
     }
 }
 
-/// The backward's tiles. The plan takes the first table row that is wide enough, fits the device's shared memory, and leaves
-/// room for at least three slots in the ring buffer.
+/// The table of the backward's tiles. The plan takes the first row that serves the problem's head sizes and fits the
+/// device's shared memory. For split-D, at least three slots of the ring buffer must fit there.
 ///
 /// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. With eight warps, one
 /// warp multiplies while another computes P and dS.
 ///
-/// Split-D uses blocks of 128 columns or tiles of 128 rows, so that each warp computes 32 × 32 scores. Such a warp
-/// reads two thirds of the operand bytes of two warps with 16 × 32 scores each.
+/// Split-D uses blocks of 128 score columns or tiles of 128 rows, so that each warp computes 32 × 32 scores. Such a
+/// warp reads two thirds of the operand bytes of two warps with 16 × 32 scores each.
 const ROWS: &[Row] = &[
     row([64, 99], Rows([4, 2, 32]), Rows([4, 2, 32]), None),
     row([128, 227], Rows([4, 2, 32]), Rows([8, 1, 64]), None),
@@ -83,8 +86,8 @@ const ROWS: &[Row] = &[
         Columns(QOrK, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
-    // This table row serves problems with a bias, which needs a third f32 per query in shared memory. With the tiles of the
-    // previous table row, fewer than three slots of the ring buffer would fit.
+    // This table row serves problems with a bias, in which shared memory holds a third f32 per query. With this third
+    // f32, the tiles of the previous table row would leave room for fewer than three slots of the ring buffer.
     row(
         [512, 227],
         Columns(All, [64, 128, 64, 16, 6]),
@@ -105,11 +108,12 @@ const ROWS: &[Row] = &[
     ),
 ];
 
-/// The tiles of the kernels for dQ, for dK, and for dV (`None` if the kernel for dK also computes dV).
+/// The tiles of three kernels: the kernels for dQ, for dK, and for dV. The last entry is `None` if the kernel for dK
+/// also computes dV.
 type Kernels = (MmaGradientTiles, MmaGradientTiles, Option<MmaGradientTiles>);
 
-/// Returns the tiles for these head sizes that fit the device. With `has_logarithms`, as for a bias, each query has three
-/// f32 (row maximum, delta, logarithm of the row sum) instead of LSE and delta.
+/// Returns tiles that serve these head sizes and fit the device. If `has_logarithms`, each query has three f32 (row
+/// maximum, delta, logarithm of the row sum) instead of two (LSE and delta). A bias needs three.
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -188,10 +192,10 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Chooses the number of slots in the ring buffer. The maximum is the smallest of the table's number of slots, the number of
-/// chunks per block, and the number of slots that fit `shared_memory`. From 3 up to the maximum, the function prefers the
-/// largest number that divides the number of chunks per block. With such a number, the slot of each chunk is known at compile
-/// time.
+/// Chooses the number of slots in the ring buffer. The maximum is the smallest of three numbers: the table's number of
+/// slots, the number of chunks per block, and the number of slots that fit `shared_memory`. From 3 up to the maximum,
+/// the function prefers the largest number that divides the number of chunks per block. With such a number, the slot of
+/// each chunk is known at compile time.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -204,8 +208,8 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The smallest number of slots in the ring buffer: one that most warps read, one that slower warps still read, and one that
-/// is being filled.
+/// The smallest number of slots in the ring buffer. Most warps read the chunk in one slot. Slower warps may still read
+/// the chunk in a second slot. Meanwhile, copies fill a third slot.
 const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]
@@ -277,9 +281,9 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // A warp stores one bit per column. The bit marks the column as used if any of the warp's score rows uses it.
-        // All these rows must lie in one row group of the gradient. The number of rows in a row group must therefore be
-        // a multiple of the score rows per warp.
+        // A warp stores one bit per score column. The bit is set if any of the warp's score rows has a nonzero element
+        // in the column. All score rows of the warp must lie in one row group of the gradient. The number of rows in a
+        // row group must therefore be a multiple of the score rows per warp.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");

@@ -9,9 +9,9 @@ use crate::math::side::{Side, Sums};
 /// The tiles of a backward kernel. The two variants are two ways to divide a tile among warps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MmaGradientTiles {
-    /// Split-M: each warp has some rows of the tile, and computes all columns of their gradients.
+    /// Split-M: each warp has some rows of the tile, and computes all columns of the gradients of these rows.
     SplitM(MmaGradientSplitMTiles),
-    /// Split-D: each warp computes some columns of the gradient.
+    /// Split-D: each warp computes some rows and some columns of a gradient.
     SplitD(MmaGradientSplitDTiles),
 }
 

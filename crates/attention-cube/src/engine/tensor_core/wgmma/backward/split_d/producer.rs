@@ -47,8 +47,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaGradientSplitDTiles) -
     }
 }
 
-/// Copies the stationary tile, then the chunks of every block that the tile sees, in the order in which the consumers need
-/// them.
+/// Copies the stationary tile, then the chunks of every block that the tile sees. The chunks come in the order in which
+/// the consumers need them.
 #[cube]
 pub(super) fn fetch<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,
@@ -106,7 +106,7 @@ pub(super) fn fetch<E: Float>(
             );
             if comptime!(lse_delta) {
                 // Two buffers alternate, so this copy overwrites the LSE and delta from two blocks ago. The consumers
-                // have already read these values, since they have freed chunks of the previous block.
+                // have already read the old values, since they have since then freed chunks of the previous block.
                 tma_load(
                     offsets.lse_delta + count % 2u32 * comptime!(tiles.term_bytes() as u32),
                     tensor_map_address(term_tma_tiles),
@@ -195,8 +195,8 @@ struct FreeStage {
     full: u32,
 }
 
-/// Waits until the stage of the `index`-th chunk is free, tells the stage's full barrier to expect `bytes` bytes, and
-/// returns the stage.
+/// Waits until the ring stage (shared-memory buffer) of the `index`-th chunk is free. Then tells the stage's full
+/// barrier to expect `bytes` bytes, and returns the stage.
 #[cube]
 fn next_stage(
     offsets: &SharedOffsets,

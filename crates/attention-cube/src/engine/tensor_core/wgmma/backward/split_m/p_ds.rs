@@ -26,7 +26,8 @@ pub(super) struct Made<NP: Size> {
     pub ds: Vector<u32, NP>,
 }
 
-/// The index of a consumer thread's warpgroup, and a flag that marks the one thread per warp that arrives at barriers.
+/// The index of the warpgroup of a consumer thread, and a flag. The flag is 1 in the one thread of each warp that
+/// arrives at barriers for the warp.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConsumerThread {
@@ -35,8 +36,8 @@ pub(super) struct ConsumerThread {
     pub elected: u32,
 }
 
-/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied the LSE and
-/// delta of each block together with the block's rows of Q.
+/// Returns the LSE and delta that belong to the scores of the `count`-th block. If the streamed blocks are queries, the
+/// function reads them from shared memory. TMA has copied them there together with the block's rows of Q.
 #[cube]
 fn block_lse_delta<'a>(
     row_lse_delta: &LseDelta<'a>,
@@ -49,8 +50,8 @@ fn block_lse_delta<'a>(
     lse_delta_of_block(row_lse_delta, at, tiles.columns)
 }
 
-/// Loads the thread's biases of the `count`-th block from shared memory, where TMA has copied the biases together with
-/// the block's rows of Q or K.
+/// Loads the thread's biases of the `count`-th block from shared memory. TMA has copied these biases there together
+/// with the block's rows of Q or K.
 #[cube]
 fn block_biases(
     offsets: &SharedOffsets,
@@ -74,7 +75,7 @@ fn block_biases(
     }
 }
 
-/// Waits for S and dP of the `count`-th block, and computes P and dS from S and dP.
+/// Waits until S and dP of the `count`-th block are complete, and computes P and dS from them.
 #[cube]
 pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -150,8 +151,8 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
             kind.fragment,
         )
     } else {
-        // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the same shared-memory
-        // buffer. Without the fence, some loads returned data of the next write.
+        // The fence orders two accesses to one shared-memory buffer: the loads of this block's LSE, delta and biases,
+        // and TMA's next write. Without the fence, some loads returned data of the next write.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(

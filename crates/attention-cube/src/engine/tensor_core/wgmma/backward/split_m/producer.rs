@@ -52,8 +52,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaGradientSplitMTiles) -
     }
 }
 
-/// Copies the stationary tile, the blocks of Q or K, and the blocks of V or dO, in the order in which the consumers need
-/// them.
+/// Copies the stationary tile, the blocks of Q or K, and the blocks of V or dO. The copies come in the order in which
+/// the consumers need the data.
 #[cube]
 pub(super) fn fetch<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,

@@ -20,8 +20,8 @@ pub(super) struct Gradients<ND: Size, NV: Size> {
     pub v_or_do: Vector<f32, NV>,
 }
 
-/// The operands of a warpgroup's GEMMs, as the lower 32 bits of shared memory descriptors. The fields `summed_*` are
-/// transposed descriptors for the gradient GEMMs.
+/// The operands of a warpgroup's GEMMs. Each operand is given as the lower 32 bits of its shared memory descriptor. The
+/// fields `summed_*` are descriptors of transposed operands, for the gradient GEMMs.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -51,7 +51,8 @@ pub(super) fn operands(
     }
 }
 
-/// The right operands of one block, as the lower 32 bits of shared memory descriptors.
+/// The right operands of the GEMMs with one block. Each operand is given as the lower 32 bits of its shared memory
+/// descriptor.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockOperands {
@@ -59,8 +60,8 @@ pub(super) struct BlockOperands {
     pub v_or_do: u32,
 }
 
-/// Returns the shared memory descriptors of the `count`-th block's right operands. `q_or_k` and `v_or_do` are the descriptors
-/// of the first buffer in the ring of Q or K, and in the ring of V or dO.
+/// Returns the shared memory descriptors of the `count`-th block's right operands. `q_or_k` is the descriptor of the
+/// first buffer in the ring for Q or K. `v_or_do` is the descriptor of the first buffer in the ring for V or dO.
 #[cube]
 pub(super) fn block_operands(
     q_or_k: u32,
@@ -76,7 +77,7 @@ pub(super) fn block_operands(
     }
 }
 
-/// Waits until the queries or keys of the `count`-th block are in shared memory.
+/// Waits until the rows of Q or K of the `count`-th block are in shared memory.
 #[cube]
 pub(super) fn await_q_or_k(
     offsets: &SharedOffsets,
@@ -112,7 +113,7 @@ pub(super) fn start_s<NS: Size>(
     )
 }
 
-/// Starts the GEMM that computes dP of a block, if a gradient of this kernel needs dP.
+/// Starts the GEMM that computes dP of a block. The function starts no GEMM if the kernel does not need dP.
 #[cube]
 pub(super) fn start_dp<NS: Size>(
     stationary_tile: u32,
@@ -163,8 +164,8 @@ pub(super) fn multiply<NP: Size, ND: Size, NV: Size>(
     Gradients::<ND, NV> { q_or_k, v_or_do }
 }
 
-/// Waits until at most `pending` wgmma groups are in flight, so that the gradient GEMMs are complete. Frees the block's
-/// shared-memory buffers, and returns the gradients.
+/// Waits until at most `pending` wgmma groups are in flight. The gradient GEMMs of the block are then complete. Frees
+/// the shared-memory buffers of the block, and returns the gradients.
 #[cube]
 pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
     sums: Gradients<ND, NV>,

@@ -1,4 +1,5 @@
-//! Writes zeros over the rows of a block that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over those rows of a block that no row of the tile sees. These hidden rows may hold NaN, and `0 · NaN`
+//! is NaN.
 
 use super::CONSUMER_BARRIER;
 use super::producer::SharedOffsets;
@@ -17,8 +18,8 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Writes zeros over the rows of the `count`-th block that no row of the tile sees. These rows may hold NaN, and `0 · NaN`
-/// is NaN.
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. These hidden rows may hold NaN,
+/// and `0 · NaN` is NaN.
 ///
 /// If `may_have_masked`, the block may have hidden rows between visible rows. `masked` is the number of earlier blocks
 /// of the tile for which `may_have_masked` was true.
@@ -69,14 +70,15 @@ pub(super) fn zero_fill_block<NP: Size>(
     }
 }
 
-/// Writes zeros over the rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words` tell
-/// which rows the tile sees. Otherwise the tile's visible range tells which rows the tile sees.
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words`
+/// tell which block rows the tile sees. Otherwise the tile's visible range tells it.
 ///
-/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The
-/// result is the same, because a row of the block affects only one column of S and dP. P and dS of this hidden column
-/// are 0.
+/// Without `masked`, another warpgroup may read the hidden rows for its S and dP at the same time. It may then read the
+/// old data or the zeros. Both give the same result: a hidden row affects only one column of S and dP, and P and dS are
+/// 0 in this column.
 ///
-/// With `masked`, no warpgroup still reads these rows, because the caller's barrier comes after all GEMMs of S and dP.
+/// With `masked`, no warpgroup still reads the hidden rows, because the caller has passed a barrier after all GEMMs of
+/// S and dP.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

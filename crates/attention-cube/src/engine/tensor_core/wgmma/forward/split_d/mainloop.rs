@@ -28,7 +28,7 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::{named_barrier, uniform};
 use cubecl::prelude::*;
 
-/// A warpgroup's results for a tile, and the number of blocks that the CTA has processed so far.
+/// A warpgroup's results for a tile, and the number of blocks that the CTA has processed in all tiles so far.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<NO: Size> {
@@ -71,8 +71,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     if assigned_tile.first < tile.end_block {
         let first_queries = load_first_queries::<NQ>(offsets.queries, tiles);
         let mut block = assigned_tile.first;
-        // `passed` counts the chunks that have passed through the ring so far. The count gives the next chunk's stage
-        // (shared-memory buffer).
+        // `passed` counts the chunks that have passed through the ring so far. This count determines the stage
+        // (shared-memory buffer) of the next chunk.
         let first_chunk = count * comptime!((tiles.key_chunks() + tiles.value_chunks()) as u32);
         let mut passed = first_chunk + comptime!(tiles.key_chunks() as u32);
         let started = multiply_chunked_scores::<NS, NQ>(
@@ -135,7 +135,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             tiles,
             kind,
         );
-        // O is still 0 after the first block's softmax, so O needs no rescale.
+        // The softmax of the first block needs no rescale of O, because O is still 0.
         softmax_state.moved = false.runtime();
         softmax_state.factor = pair(1.0f32, 1.0f32);
 
@@ -297,7 +297,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     }
 
     // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. The exchange
-    // overwrites row maxima, so both warpgroups must first have read these maxima.
+    // overwrites the row maxima in shared memory. Both warpgroups must therefore have read these maxima before the
+    // exchange.
     let sums = quad_sum(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     MainloopOutput::<NO> {

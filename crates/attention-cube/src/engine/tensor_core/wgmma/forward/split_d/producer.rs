@@ -49,7 +49,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitDTiles) -> Shared
     }
 }
 
-/// Copies the queries of each tile, and the chunks of K and V of every block, in the order in which the consumers need them.
+/// Copies the queries of each tile, and the chunks of K and V of every block. The copies come in the order in which the
+/// consumers need the data.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -107,9 +108,9 @@ pub(super) fn fetch(
                         part,
                         tiles,
                     );
-                    // Copy the queries late, because the consumers may still read the previous tile's queries. But copy the
-                    // queries before the ring is full. The consumers free no stage before the queries arrive, so a producer
-                    // that first waits for a free stage would wait forever.
+                    // The consumers may still read the previous tile's queries, so copy the queries late. But copy them
+                    // before the ring is full, because the consumers free no stage before the queries arrive. If the
+                    // producer first waited for a free stage, it would wait forever.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
                             fetch_queries(
@@ -152,9 +153,10 @@ pub(super) fn fetch(
             );
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
-            // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals that
-            // the buffer is full. Otherwise producer and consumers could be two tiles apart. Two phases of a barrier that are
-            // two tiles apart have the same parity, so a wait could end too early.
+            // A tile without blocks needs no queries. The producer nevertheless waits until the buffer of the queries
+            // is free, and signals that the buffer is full. Without these steps, producer and consumers could be two
+            // tiles apart. Two phases of a barrier that are two tiles apart have the same parity, so a wait could end
+            // too early.
             await_queries_empty(offsets, tiles_done);
             barrier_arrive(offsets.queries_full, 1u32);
         }
@@ -230,9 +232,9 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. One chunk of each suffices, because CTAs
-/// with neighboring tiles need the block at about the same time, and each prefetches a different chunk. The function
-/// does not prefetch a chunk that TMA cannot copy as one box.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. One chunk each suffices. CTAs with
+/// neighboring tiles need the same block at about the same time, and each of these CTAs prefetches different chunks.
+/// The function does not prefetch a chunk that TMA cannot copy as one box.
 #[cube]
 fn prefetch(
     key_map: u64,
@@ -274,8 +276,8 @@ struct FreeStage {
     full: u32,
 }
 
-/// Waits until the ring stage for chunk number `index` is free, and returns that stage. Chunk numbers do not restart
-/// with each block.
+/// Waits until the ring stage for chunk number `index` is free, and returns that stage. `index` counts all chunks that
+/// the CTA has copied, over all blocks.
 #[cube]
 fn next_stage(
     offsets: &SharedOffsets,

@@ -1,5 +1,5 @@
-//! The online softmax of a block in the split-D forward. Each warpgroup computes half of P. The warpgroups exchange their
-//! row maxima.
+//! The online softmax of a block in the split-D forward. Each warpgroup computes P for half of the block's keys. The
+//! warpgroups exchange their row maxima.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
@@ -29,9 +29,9 @@ pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
     ))
 }
 
-/// Waits until at most `pending` wgmma groups are in flight, so that the GEMM of the warpgroup's `own`-th chunk of V is
-/// complete. Then frees that chunk. `from` is the number of the warpgroup's first chunk of V, counted over all chunks of K
-/// and V in the ring.
+/// Waits until at most `pending` wgmma groups are in flight. The GEMM of the warpgroup's `own`-th chunk of V is then
+/// complete, and the function frees that chunk. `from` is the number of the warpgroup's first chunk of V, counted over
+/// all chunks of K and V that pass through the ring.
 #[cube]
 pub(super) fn free_values(
     empty: u32,
@@ -56,9 +56,9 @@ pub(super) fn free_values(
 /// Makes the second warpgroup wait for the first chunk of V of a block, and arrive at that chunk's empty barrier. This
 /// happens only if a block has more chunks of V than the ring has stages.
 ///
-/// In that case, the first and the last chunk of V use one stage. Without this wait, the second warpgroup would skip one
-/// phase of the stage's full barrier. The phases before and after the skipped phase have the same parity, so the wait for
-/// the last chunk could succeed too early.
+/// In that case, the first and the last chunk of V of the block use the same stage. Without this wait, the second
+/// warpgroup would skip one phase of the stage's full barrier. The phases before and after the skipped phase have the
+/// same parity, so the wait for the last chunk could succeed too early.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -74,9 +74,9 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Makes the second warpgroup arrive a second time at the empty barrier of its first chunk of V, in the same case as
-/// [`share_first_chunk`]. The barrier expects eight arrivals, but only the four warps of the second warpgroup arrive
-/// there.
+/// Makes each warp of the second warpgroup arrive a second time at the empty barrier of the warpgroup's first chunk of
+/// V. The function does this in the same case as [`share_first_chunk`]. The barrier expects eight arrivals. Only the
+/// four warps of the second warpgroup arrive there, so each must arrive twice.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -91,8 +91,9 @@ pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: W
     }
 }
 
-/// Exchanges two f32 of a thread, one per row, with the other warpgroup. Returns their maxima if `largest`, else their
-/// sums. The caller must ensure that the previous exchange through this buffer is complete.
+/// Exchanges two f32 of a thread, one for each of its rows, with the other warpgroup. If `largest`, returns the maximum
+/// of the two warpgroups' values for each row, else their sum. Before the call, the caller must ensure that the
+/// previous exchange through this buffer is complete.
 #[cube]
 pub(super) fn exchange(
     offsets: &SharedOffsets,
@@ -128,11 +129,11 @@ pub(super) fn exchange(
     }
 }
 
-/// Computes the warpgroup's half of P for the `count`-th block, and stores this half to shared memory.
+/// Computes P of the `count`-th block for the warpgroup's half of the keys, and stores this half of P to shared memory.
 ///
-/// If `busy`, the tensor cores run `P V` of the previous block at the same time. The function then also frees the
-/// chunks of V that this GEMM has read, but leaves the last chunk to the caller. Chunk `values` is the warpgroup's
-/// first chunk of V.
+/// If `busy`, the tensor cores run `P V` of the previous block at the same time. The function then also frees those
+/// chunks of V that this GEMM has read, except the last chunk, which the caller frees. `values` is the number of the
+/// warpgroup's first chunk of V.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

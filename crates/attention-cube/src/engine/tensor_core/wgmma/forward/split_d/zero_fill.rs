@@ -1,4 +1,5 @@
-//! Writes zeros over a block's rows of V that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over those rows of V that no row of the tile sees. These hidden rows may hold NaN, and `0 · NaN` is
+//! NaN.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::OWN_CHUNKS;
@@ -14,12 +15,12 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` is the number of
+/// Writes zeros over those rows of V in the `count`-th block that no row of the tile sees. `passed` is the number of
 /// chunks of K and V that pass through the ring before the block's first chunk of V. Call this function before the GEMM
 /// `P V`.
 ///
-/// Returns true if the block has such rows. In this case, the function has also waited for S of the next block, if any,
-/// and freed the last chunk of that block's K.
+/// Returns true if the block has such hidden rows. If there is also a next block, the function has then waited for S of
+/// the next block. It has also freed the next block's last chunk of K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -45,8 +46,8 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of V may need the shared-memory buffer of the next block's last chunk of K, so free that
-        // buffer first.
+        // The last chunk of V may need the shared-memory buffer that holds the last chunk of K of the next block. So
+        // free that buffer first.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

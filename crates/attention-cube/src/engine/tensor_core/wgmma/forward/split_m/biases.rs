@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready. The biases come from shared memory if TMA has copied them
-//! there, else from global memory.
+//! Loads a block's biases before the block's scores are ready. If TMA has copied the biases to shared memory, the
+//! threads load them from there, else from global memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;
@@ -38,8 +38,8 @@ pub(super) fn biases_of<F: Float, NB: Size>(
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
-        // The fence orders the loads of the biases before TMA's next write to the same shared-memory buffer. Without the
-        // fence, some loads returned data of the next write.
+        // The fence orders two accesses to one shared-memory buffer: the loads of the biases, and TMA's next write.
+        // Without the fence, some loads returned data of the next write.
         async_proxy_fence();
         barrier_arrive(offsets.bias_empty + 8u32 * slot.stage, thread.elected);
         words

@@ -29,7 +29,8 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The index of a consumer thread's warpgroup, and a flag that marks the one thread per warp that arrives at barriers.
+/// The index of the warpgroup of a consumer thread, and a flag. The flag is 1 in the one thread of each warp that
+/// arrives at barriers for the warp.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Thread {
@@ -38,7 +39,7 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// The number of blocks that a CTA has processed (`blocks`), and the number of these blocks that may have keys hidden
+/// Two counts of blocks that a CTA has processed: all blocks (`blocks`), and those blocks that may have keys hidden
 /// from the whole tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -55,8 +56,8 @@ pub(super) struct MainloopOutput<NO: Size> {
     pub visited: BlockCounts,
 }
 
-/// Runs the mainloop over the blocks of a tile. `visited` has the counts of the blocks that the CTA has processed in
-/// earlier tiles.
+/// Runs the mainloop over the blocks of a tile. `visited` has the counts of the blocks that the CTA has processed for
+/// its earlier tiles.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -135,7 +136,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         // The loop updates `running` instead of `softmax_state`. With `softmax_state`, register moves would cost 5 % of the
         // speed at head size 128 (docs/forward-split-m.md).
         let mut running = made.softmax_state;
-        // O is still 0 after the first block's softmax, so O needs no rescale.
+        // The softmax of the first block needs no rescale of O, because O is still 0.
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
         let mut p =
@@ -169,8 +170,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // Load the biases and wait for K and V before the ping-pong barrier, because after the barrier these
-                // steps would delay the other warpgroups.
+                // Load the biases and wait for K and V before the ping-pong barrier, at which this warpgroup's turn
+                // begins. During the turn, these steps would delay the other warpgroups.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,
@@ -257,9 +258,9 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 elected,
                 tiles,
             );
-            // P' is the P of the next block. It is rounded only after the GEMM of P and V has finished, when the registers
-            // of P are free. An earlier rounding would need more registers, or would make ptxas insert a wait after every
-            // wgmma (warning C7513).
+            // P' is the P of the next block. The kernel rounds P' only after the GEMM `P V` has finished, when the
+            // registers of P are free. An earlier rounding would need more registers, or would make ptxas insert a wait
+            // after every wgmma (warning C7513).
             p = packed::<F, NB, NS, NP>(made.exp_scores, words, next, rows, scoring, tiles, kind);
             if comptime!(kind.leaves_masked()) {
                 masked_count += u32::cast_from(may_have_masked);

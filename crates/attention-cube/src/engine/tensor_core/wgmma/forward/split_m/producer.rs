@@ -24,7 +24,8 @@ pub(super) struct SharedOffsets {
     pub biases: u32,
     /// The address of the staging buffer from which TMA stores the output.
     pub output: u32,
-    /// The addresses of the full and empty barriers of the stages of K, of the stages of V, and of the queries.
+    /// This field and the next five are addresses of barriers: the full and empty barriers of the stages of K, of the
+    /// stages of V, and of the queries.
     pub key_full: u32,
     pub key_empty: u32,
     pub value_full: u32,
@@ -32,9 +33,10 @@ pub(super) struct SharedOffsets {
     pub queries_full: u32,
     pub queries_empty: u32,
     /// The address of three consecutive barriers, one for each of three blocks in flight. A barrier completes when all
-    /// consumer warps have set the *used bits* of a block. A used bit tells whether the tile sees a key.
+    /// consumer warps have set the *used bits* of a block. Each used bit tells whether some row of the tile sees a
+    /// certain key.
     pub used_ready: u32,
-    /// The addresses of the full and empty barriers of the bias stages.
+    /// This field and the next are addresses of barriers: the full and empty barriers of the stages of the biases.
     pub bias_full: u32,
     pub bias_empty: u32,
     pub used: u32,
@@ -63,7 +65,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitMTiles) -> Shared
     }
 }
 
-/// Copies the queries of each tile, and the rows of K and V of every block, in the order in which the consumers need them.
+/// Copies the queries of each tile, and the rows of K and V of every block. The copies come in the order in which the
+/// consumers need the data.
 #[cube]
 pub(super) fn fetch(
     sources: &Sources,
@@ -159,9 +162,10 @@ pub(super) fn fetch(
             );
         } else {
             if assigned_tile.exists {
-                // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals
-                // that the buffer is full. Otherwise producer and consumers could be two tiles apart. Two phases of a barrier
-                // that are two tiles apart have the same parity, so a wait could end too early.
+                // A tile without blocks needs no queries. The producer nevertheless waits until the buffer of the
+                // queries is free, and signals that the buffer is full. Without these steps, producer and consumers
+                // could be two tiles apart. Two phases of a barrier that are two tiles apart have the same parity, so a
+                // wait could end too early.
                 await_queries_empty(offsets, tiles_done);
                 barrier_arrive(offsets.queries_full, 1u32);
             }
@@ -210,7 +214,7 @@ fn fetch_queries(
     );
 }
 
-/// Copies V of the `count`-th block that the CTA processes.
+/// Copies the rows of V of a block. `count` is the block's index among all blocks that the CTA processes.
 #[cube]
 fn fetch_values(
     map: u64,
@@ -239,7 +243,7 @@ fn fetch_values(
     );
 }
 
-/// Copies the biases of the `count`-th block that the CTA processes.
+/// Copies the biases of a block. `count` is the block's index among all blocks that the CTA processes.
 #[cube]
 fn fetch_biases(
     map: u64,

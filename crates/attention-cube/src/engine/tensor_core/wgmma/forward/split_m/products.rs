@@ -5,7 +5,7 @@ use cube_kit::hopper::wgmma::release_text;
 use cube_kit::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// Waits until at most `pending` wgmma groups are in flight, so that S is complete. Then frees the shared-memory buffer of K,
+/// Waits until at most `pending` wgmma groups are in flight. S is then complete. Frees the shared-memory buffer of K,
 /// and returns S.
 #[cube]
 pub(crate) fn take_scores<NS: Size>(

@@ -61,9 +61,9 @@ pub(super) fn softmax<NS: Size>(
 /// Draws the random words of dropout for the thread's scores of block `block`, four words for each 16 columns. The words do
 /// not depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
 ///
-/// If a tile has several heads, the kernel uses all four words for 16 columns. The words of a block would then need too
-/// many registers. In this case, and for head sizes up to [`LATE_DRAWS`], the function returns zeros, and [`packed`]
-/// draws the words.
+/// If several heads share a tile, the two rows of a thread may belong to different heads, and the kernel uses all four
+/// words. The words of a whole block would then need too many registers. In this case, and also for head sizes up to
+/// [`LATE_DRAWS`], the function returns zeros, and [`packed`] draws the words later.
 #[cube]
 pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
     block: i32,
@@ -92,8 +92,8 @@ pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
 /// The largest head size for which the kernel draws the random words of dropout after the scores are ready.
 ///
 /// Draws take issue slots, which the softmax of another warpgroup may need at the same time. On an H200 in bf16,
-/// dropout makes a forward slower. At head size 128, the factor is 1.44 with late draws and 1.60 with early draws. At
-/// head size 256, the factor is 1.25 with late draws and 1.14 with early draws.
+/// dropout makes a forward slower by a factor. At head size 128, this factor is 1.44 with late draws (after the scores
+/// are ready) and 1.60 with early draws. At head size 256, it is 1.25 with late draws and 1.14 with early draws.
 const LATE_DRAWS: usize = 128;
 
 /// True if the kernel draws the random words of dropout before the scores are ready.
@@ -101,8 +101,8 @@ const fn draws_ahead(tiles: WgmmaSplitMTiles, kind: TileKind) -> bool {
     kind.fragment.score.dropout && kind.heads == 1 && tiles.head_dim > LATE_DRAWS
 }
 
-/// Packs P of block `block` as the left operand of the GEMM `P V`. If the kernel has dropout, dropped probabilities are 0.
-/// `words` are the random words of [`draw_block`].
+/// Packs P of block `block` as the left operand of the GEMM `P V`. If the kernel has dropout, dropped probabilities are
+/// 0. `words` are the random words that [`draw_block`] has returned.
 #[cube]
 pub(super) fn packed<F: Float, NB: Size, NS: Size, NP: Size>(
     exp_scores: Vector<f32, NS>,

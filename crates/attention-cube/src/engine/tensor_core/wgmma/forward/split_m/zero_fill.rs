@@ -1,4 +1,5 @@
-//! Writes zeros over a block's rows of V that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over those rows of V that no row of the tile sees. These hidden rows may hold NaN, and `0 · NaN` is
+//! NaN.
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::lane_hides;
@@ -67,8 +68,8 @@ pub(super) fn may_have_masked_in(
 }
 
 /// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier of these bits. A used bit tells
-/// whether some row of the tile sees a key. `count` is the block's index among the blocks that may have keys hidden from the
-/// whole tile.
+/// whether some row of the tile sees a key. `count` is the block's index among those blocks of the CTA that may have
+/// keys hidden from the whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -83,8 +84,8 @@ pub(super) fn signal_used_keys_of<NP: Size>(
     barrier_arrive(offsets.used_ready + 8u32 * (count % 3u32), elected);
 }
 
-/// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V`. `last` is
-/// true for the tile's last block.
+/// Writes zeros over those rows of V in a block that no row of the tile sees. Call this function before the GEMM `P V`.
+/// `last` is true for the tile's last block.
 ///
 /// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the number of
 /// earlier blocks of the CTA for which `may_have_masked` was true.
@@ -102,7 +103,7 @@ pub(super) fn zero_fill_values(
     #[comptime] kind: TileKind,
 ) {
     let first_key = block * comptime!(tiles.keys as i32);
-    // Check the end of the visible range only in the tile's last block, since the range cannot end in an earlier block.
+    // The tile's visible range can end only in the tile's last block. So check the end of the range only there.
     let out_of_range = if comptime!(last) {
         has_out_of_range(&tile.keys, seq_lens.kv_len, first_key, tiles.keys)
     } else {
@@ -128,8 +129,8 @@ pub(super) fn zero_fill_values(
     }
 }
 
-/// Writes zeros over a block's rows of V that no row of the tile sees. If `masked`, the bits at `words` tell which keys the
-/// tile sees. Otherwise the tile's visible range tells which keys the tile sees.
+/// Writes zeros over those rows of V in a block that no row of the tile sees. If `masked`, the bits at `words` tell
+/// which keys the tile sees. Otherwise the tile's visible range tells it.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

@@ -1,7 +1,7 @@
 //! The split-D tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes all 64 rows and half
 //! of the columns of one gradient.
 //!
-//! A *chunk* is the rows or columns of a block that fill one stage of the ring.
+//! A *chunk* is some rows or columns of a block, as many as fill one stage of the ring.
 
 use crate::engine::tensor_core::wgmma::plan::tiles::{
     ChunkedProduct, ChunkedScores, OutputShape, RingShape, USED_WORDS, WgmmaSplitDTiles,
@@ -23,8 +23,8 @@ pub struct WgmmaGradientSplitDTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, the LSE is split into
-    /// the row maximum and the logarithm of row_sum.
+    /// The number of f32 per query that the kernel loads. If the number is 2, they are the LSE and delta. If the number
+    /// is 3, they are the row maximum, delta, and the logarithm of row_sum.
     pub lse_delta: usize,
     /// The number of stages (shared-memory buffers) in the ring. Each stage holds one chunk of an operand.
     pub stages: usize,
@@ -38,12 +38,12 @@ impl WgmmaGradientSplitDTiles {
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     const TERM_STAGES: usize = 2;
 
-    /// The number of chunks in a block of Q or K. Such a chunk is a subtile of 64 columns.
+    /// The number of chunks into which a block of Q or K is divided. Each of these chunks is a subtile of 64 columns.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of chunks in a block of V or dO. Such a chunk is a subtile of 64 columns.
+    /// The number of chunks into which a block of V or dO is divided. Each of these chunks is a subtile of 64 columns.
     pub const fn value_chunks(&self) -> usize {
         self.value_dim.div_ceil(SUBTILE)
     }
@@ -62,22 +62,24 @@ impl WgmmaGradientSplitDTiles {
         self.width().div_ceil(2).next_multiple_of(8)
     }
 
-    /// The number of subtiles (64 columns) in a warpgroup's gradient columns.
+    /// The number of subtiles (64 columns each) in a warpgroup's part of the gradient.
     pub const fn own_subtiles(&self) -> usize {
         self.own_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks per block in the gradient's GEMM. The two warpgroups use alternate chunks.
+    /// The number of chunks of the gradient GEMM's right operand per block. One warpgroup uses the even chunks, and the
+    /// other the odd chunks.
     pub const fn sum_chunks(&self) -> usize {
         WgmmaSplitDTiles::WARPGROUPS * WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS
     }
 
-    /// The bytes of a chunk of the right operand in the gradient's GEMM.
+    /// The bytes of one chunk of the gradient GEMM's right operand.
     pub const fn sum_bytes(&self) -> usize {
         WgmmaSplitDTiles::VALUE_KEYS * ROW_BYTES * self.own_subtiles()
     }
 
-    /// The number of chunks per streamed block. A chunk fills one stage (buffer) of the ring in shared memory.
+    /// The number of chunks per streamed block, counted over all operands. A chunk fills one stage (buffer) of the ring
+    /// in shared memory.
     pub const fn block_chunks(&self) -> usize {
         let scores = if self.sums.has_q_or_k() {
             self.dot_chunks() + self.value_chunks()
@@ -101,7 +103,7 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The bytes of the LSE and delta (f32) of a block of queries; 0 if the streamed blocks are keys.
+    /// The bytes of the LSE and delta (f32) of a block of queries, or 0 if the streamed blocks are keys.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -109,29 +111,29 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The offset of the ring of buffers for operand chunks in shared memory, in bytes.
+    /// The byte offset in shared memory of the ring. The ring's buffers hold chunks of the streamed operands.
     pub const fn stages_at(&self) -> usize {
         self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
 
-    /// The offset of P or dS in shared memory, in bytes.
+    /// The byte offset in shared memory of P or dS.
     pub const fn factors_at(&self) -> usize {
         self.stages_at() + self.stages * WgmmaSplitDTiles::STAGE_BYTES
     }
 
-    /// The offset of LSE and delta in shared memory, in bytes.
+    /// The byte offset in shared memory of LSE and delta.
     pub const fn lse_delta_at(&self) -> usize {
         self.factors_at() + 2 * WgmmaSplitDTiles::HALF_BYTES
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Each stage has a full and an empty barrier. The stationary
+    /// The byte offset in shared memory of the barriers. Each stage has a full and an empty barrier. The stationary
     /// tile has one barrier.
     pub const fn barriers_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
-    /// row of a block.
+    /// The byte offset in shared memory of the *used words*. Each bit of these words tells whether some row of the tile
+    /// sees a certain row of a block.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.stages + 1)
     }
@@ -151,8 +153,8 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The shape of the GEMM that computes S or dP from operands of `depth` columns. If `frees_before`, the GEMM also frees
-    /// the shared-memory buffer of the preceding GEMM's last chunk.
+    /// The shape of the GEMM that computes S or dP from operands of `depth` columns. If `frees_before`, the GEMM also
+    /// frees the shared-memory buffer that holds the last chunk of the preceding GEMM.
     pub const fn score_product(&self, depth: usize, frees_before: bool) -> ChunkedScores {
         ChunkedScores {
             depth,
@@ -164,7 +166,7 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The GEMM that adds the product of P or dS with a streamed block to the gradient.
+    /// The shape of the GEMM that multiplies P or dS by a streamed block and adds the product to the gradient.
     pub const fn sum_product(&self) -> ChunkedProduct {
         ChunkedProduct {
             columns: self.own_columns(),
@@ -173,7 +175,8 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The sizes of three register vectors: for S and dP, for P and dS, and for the gradient.
+    /// The lengths of three register vectors. The first holds S (or dP), the second P (or dS), and the third the
+    /// gradient.
     pub const fn fragments(&self) -> [usize; 3] {
         [
             Self::COLUMNS / 4,
@@ -187,15 +190,15 @@ impl WgmmaGradientSplitDTiles {
         is_whole(self.width()) && is_whole(self.own_columns())
     }
 
-    /// True if TMA can store the gradient from the shared memory of the stationary rows of Q or K. The gradient must fit
-    /// there, and no subtile may have columns of both warpgroups.
+    /// True if TMA can store the gradient from the shared memory that held the stationary rows of Q or K. The gradient
+    /// must fit there. No subtile (64 columns) may have columns of both warpgroups.
     pub const fn stores_gradient_by_tma(&self) -> bool {
         self.own_columns().is_multiple_of(SUBTILE)
             && self.width().is_multiple_of(8)
             && WgmmaSplitDTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
     }
 
-    /// The shape of the rows and columns of the gradient that a warpgroup computes.
+    /// The rows and columns of the gradient that a warpgroup computes, and the way in which the warpgroup stores them.
     pub const fn output_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.own_columns(),

@@ -8,11 +8,12 @@ use crate::math::side::{Side, Sums};
 use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The number of registers per thread in the producer warpgroup and in the spare warpgroups. These warpgroups give up
-/// all other registers to the consumers.
+/// The number of registers per thread in the producer warpgroup and in the spare warpgroups. These warpgroups give all
+/// their other registers to the consumer warpgroups.
 const FETCHING_REGISTERS: usize = 24;
 
-/// Split-M tiles: each warpgroup computes 64 rows and all columns of their gradients (`backward/split_m.rs`).
+/// Split-M tiles: each warpgroup has 64 rows of the tile, and computes all columns of the gradients of these rows
+/// (`backward/split_m.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaGradientSplitMTiles {
     /// Tells whether the rows of the stationary tile are queries or keys.
@@ -25,8 +26,8 @@ pub struct WgmmaGradientSplitMTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, the LSE is split into
-    /// the row maximum and the logarithm of row_sum.
+    /// The number of f32 per query that the kernel loads. If the number is 2, they are the LSE and delta. If the number
+    /// is 3, they are the row maximum, delta, and the logarithm of row_sum.
     pub lse_delta: usize,
     /// The number of consumer warpgroups.
     pub warpgroups: usize,
@@ -36,7 +37,8 @@ pub struct WgmmaGradientSplitMTiles {
     pub dot_stages: usize,
     /// The number of shared-memory buffers (stages) for streamed blocks of V or dO (`v_or_do`).
     pub value_stages: usize,
-    /// The number of spare warpgroups, which only give their registers to the consumers.
+    /// The number of spare warpgroups. A spare warpgroup does no work. It only gives its registers to the consumer
+    /// warpgroups.
     ///
     /// ptxas ignores `setmaxnreg` (warning C7508) if a thread has enough registers at entry. Spare warpgroups lower the
     /// number of registers per thread at entry, so that ptxas applies `setmaxnreg`.
@@ -51,18 +53,18 @@ impl WgmmaGradientSplitMTiles {
         PRODUCT_ROWS * self.warpgroups
     }
 
-    /// The number of threads in a CTA, which has the consumer warpgroups, one producer warpgroup and the spare
+    /// The number of threads in a CTA. A CTA has the consumer warpgroups, one producer warpgroup and the spare
     /// warpgroups.
     pub const fn units(&self) -> usize {
         WARPGROUP * (self.warpgroups + 1 + self.spare)
     }
 
-    /// The number of subtiles (64 columns) in a row of Q or K.
+    /// The number of subtiles (64 columns each) that hold a row of Q or K.
     pub const fn dot_subtiles(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of subtiles (64 columns) in a row of V or dO.
+    /// The number of subtiles (64 columns each) that hold a row of V or dO.
     pub const fn value_subtiles(&self) -> usize {
         self.value_dim.div_ceil(SUBTILE)
     }
@@ -91,7 +93,7 @@ impl WgmmaGradientSplitMTiles {
         self.columns * self.value_subtiles() * ROW_BYTES
     }
 
-    /// The bytes of the LSE and delta (f32) of a block of queries; 0 if the streamed blocks are keys.
+    /// The bytes of the LSE and delta (f32) of a block of queries, or 0 if the streamed blocks are keys.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -99,23 +101,23 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The distance in bytes, in shared memory, between the LSE and delta of consecutive blocks. TMA requires a multiple of
-    /// 128 bytes.
+    /// The distance in bytes in shared memory from the LSE and delta of one block to the LSE and delta of the next
+    /// block. TMA requires that the distance is a multiple of 128 bytes.
     pub const fn term_stride(&self) -> usize {
         self.term_bytes().next_multiple_of(128)
     }
 
-    /// The offset of the streamed blocks of Q or K in shared memory, in bytes.
+    /// The byte offset in shared memory of the streamed blocks of Q or K.
     pub const fn q_or_k_at(&self) -> usize {
         self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
 
-    /// The offset of the streamed blocks of V or dO in shared memory, in bytes.
+    /// The byte offset in shared memory of the streamed blocks of V or dO.
     pub const fn values_at(&self) -> usize {
         self.q_or_k_at() + self.dot_stages * self.dot_bytes()
     }
 
-    /// The number of TMA boxes that hold a block's biases. A box has 64 columns, one per key, and one row per query.
+    /// The number of TMA boxes that hold a block's biases. A box has one row per query, and 64 columns, one per key.
     pub const fn bias_subtiles(&self) -> usize {
         match self.side {
             Side::Queries => self.columns.div_ceil(SUBTILE),
@@ -139,24 +141,24 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The offset of the biases in shared memory, in bytes.
+    /// The byte offset in shared memory of the biases.
     pub const fn biases_at(&self) -> usize {
         self.values_at() + self.value_stages * self.value_bytes()
     }
 
-    /// The offset of LSE and delta in shared memory, in bytes.
+    /// The byte offset in shared memory of LSE and delta.
     pub const fn lse_delta_at(&self) -> usize {
         self.biases_at() + self.dot_stages * self.bias_bytes()
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Each stage has a full and an empty barrier. The stationary
+    /// The byte offset in shared memory of the barriers. Each stage has a full and an empty barrier. The stationary
     /// tile has one barrier.
     pub const fn barriers_at(&self) -> usize {
         self.lse_delta_at() + self.dot_stages * self.term_stride()
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
-    /// row of a block.
+    /// The byte offset in shared memory of the *used words*. Each bit of these words tells whether some row of the tile
+    /// sees a certain row of a block.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.dot_stages + 2 * self.value_stages + 1)
     }
@@ -166,17 +168,18 @@ impl WgmmaGradientSplitMTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of columns of dQ or dK that registers hold.
+    /// The number of columns of dQ or dK that the registers of a warpgroup hold.
     pub const fn dot_columns(&self) -> usize {
         self.head_dim.next_multiple_of(8)
     }
 
-    /// The number of columns of dV that registers hold.
+    /// The number of columns of dV that the registers of a warpgroup hold.
     pub const fn value_columns(&self) -> usize {
         self.value_dim.next_multiple_of(8)
     }
 
-    /// The sizes of four register vectors: for S and dP, for P and dS, for dQ or dK, and for dV.
+    /// The lengths of four register vectors. The first holds S (or dP), the second P (or dS), the third dQ or dK, and
+    /// the fourth dV.
     pub const fn fragments(&self) -> [usize; 4] {
         [
             registers(self.columns / 2),
@@ -186,8 +189,8 @@ impl WgmmaGradientSplitMTiles {
         ]
     }
 
-    /// The GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of columns of V for
-    /// dP.
+    /// The shape of the GEMM that computes S or dP. `depth` is the number of columns of the GEMM's operands: Q and K
+    /// for S, dO and V for dP.
     pub const fn score_product(&self, depth: usize) -> ScoreProduct {
         ScoreProduct {
             depth,
@@ -197,7 +200,8 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The GEMM that adds the product of P or dS with a streamed block to a gradient of `columns` columns.
+    /// The shape of the gradient GEMM, which multiplies P or dS by a streamed block and adds the product to a gradient.
+    /// The gradient has `columns` columns.
     pub const fn sum_product(&self, columns: usize) -> Product {
         Product {
             depth: self.columns,
@@ -211,14 +215,14 @@ impl WgmmaGradientSplitMTiles {
         self.head_dim.is_multiple_of(16)
     }
 
-    /// True if TMA can store dV. The staging buffer is the shared memory of the stationary rows of V, or of K if the tile
-    /// holds no rows of V.
+    /// True if TMA can store dV. The staging buffer is the shared memory that held the stationary rows of V. If the
+    /// tile holds no rows of V, the staging buffer is the shared memory that held the rows of K.
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())
     }
 
-    /// The shape of the rows and columns of dQ or dK that a warpgroup computes.
+    /// The rows and columns of dQ or dK that a warpgroup computes, and the way in which the warpgroup stores them.
     pub const fn dot_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.dot_columns(),
@@ -230,7 +234,7 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The shape of the rows and columns of dV that a warpgroup computes.
+    /// The rows and columns of dV that a warpgroup computes, and the way in which the warpgroup stores them.
     pub const fn value_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -242,10 +246,11 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The number of registers per thread in the producer warpgroup, and in the consumer warpgroups.
+    /// Two numbers of registers per thread: the number in the producer and spare warpgroups, and the number in the
+    /// consumer warpgroups.
     pub const fn thread_registers(&self) -> [usize; 2] {
-        // The CTA owns at most 65,536 registers. At entry, every thread owns an equal number of registers, a multiple of
-        // eight.
+        // The CTA owns at most 65,536 registers. When the kernel starts, every thread owns the same number of
+        // registers, a multiple of eight.
         let all = 65_536 / self.units() / 8 * 8 * self.units();
         let idle = WARPGROUP * FETCHING_REGISTERS * (1 + self.spare);
         let each = (all - idle) / (WARPGROUP * self.warpgroups) / 8 * 8;

@@ -5,10 +5,11 @@ use cube_kit::nvidia::{Half, registers};
 /// The bytes of shared memory that a CTA may use on Hopper.
 pub(in crate::engine::tensor_core::wgmma::plan) const SHARED_MEMORY: usize = 232_448;
 
-/// The bytes of shared memory reserved for barriers and other small data.
+/// The bytes of shared memory that the layouts reserve for barriers and other small data.
 pub(super) const SMALL_BYTES: usize = 512;
 
-/// The rows and columns of a tile's output or gradient that a warpgroup computes, and the way in which they are stored.
+/// The rows and columns of a tile's output or gradient that a warpgroup computes, and the way in which the warpgroup
+/// stores them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OutputShape {
     /// The number of columns that the warpgroup computes.
@@ -17,17 +18,18 @@ pub struct OutputShape {
     pub width: usize,
     /// True if TMA stores the result from a staging buffer in shared memory. Otherwise each thread stores its own rows.
     pub stored_by_tma: bool,
-    /// The bytes from one subtile to the next in the staging buffer.
+    /// The bytes from the start of one subtile (64 columns) to the start of the next in the staging buffer.
     pub subtile_bytes: usize,
-    /// True if the staging buffer holds no operand at the time of the store, so that no warp can still read from the buffer.
+    /// True if the staging buffer holds no operand at the time of the store. No warp can then still read an operand
+    /// from the buffer.
     pub own_place: bool,
     /// The half-precision type of the stored elements.
     pub half: Half,
 }
 
 impl OutputShape {
-    /// Returns the shape for a kernel that writes final results, or partial results if `split`. Partial results are f32, which
-    /// do not fit in the staging buffer, so threads store them.
+    /// Returns the shape for a kernel that writes partial results if `split`, else final results. Partial results are
+    /// f32, which do not fit in the staging buffer, so threads store them.
     pub const fn of_part(self, split: bool) -> Self {
         Self {
             stored_by_tma: self.stored_by_tma && !split,
@@ -41,8 +43,8 @@ impl OutputShape {
 pub struct RingShape {
     /// The number of stages (shared-memory buffers) in the ring. Each stage holds one chunk of an operand.
     pub stages: usize,
-    /// True if the chunk count of every operand of a block is a multiple of `stages`. Each operand then starts at the ring's
-    /// first stage.
+    /// True if, for every operand of a block, the number of chunks is a multiple of `stages`. The first chunk of every
+    /// operand then goes to the ring's first stage.
     pub whole_rounds: bool,
 }
 
@@ -55,7 +57,7 @@ pub struct ChunkedScores {
     pub register_chunks: usize,
     /// The size of the register vector that holds the left operand's chunks.
     pub query_fragment: usize,
-    /// True if this GEMM also frees the shared-memory buffer of the preceding GEMM's last chunk.
+    /// True if this GEMM also frees the shared-memory buffer that holds the last chunk of the preceding GEMM.
     pub frees_before: bool,
     /// The ring of shared-memory buffers through which the right operand's chunks pass.
     pub ring: RingShape,
@@ -81,6 +83,6 @@ impl ChunkedProduct {
     }
 }
 
-/// The number of 32-bit *used words*: 4 words for each of three blocks in flight. Each bit tells whether the tile sees a
-/// certain row of a block.
+/// The number of 32-bit *used words*: 4 words for each of three blocks in flight. Each bit of these words tells whether
+/// some row of the tile sees a certain row of a block.
 pub(crate) const USED_WORDS: usize = 12;

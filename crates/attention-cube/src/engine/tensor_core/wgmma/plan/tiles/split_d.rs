@@ -1,17 +1,19 @@
-//! The split-D tiles of a forward, and their layout in shared memory. Each warpgroup computes all 64 queries and half of the
-//! output's columns.
+//! The split-D tiles of a forward, and their layout in shared memory. Each warpgroup has all 64 queries of the tile,
+//! and computes half of the columns of their output.
 
 use super::shapes::{ChunkedScores, OutputShape, RingShape, USED_WORDS};
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, is_whole, registers};
 
-/// The number of registers per thread that O, S and the query chunks may use together.
+/// The largest number of registers per thread for O, S and the query chunks together.
 const QUERY_REGISTERS: usize = 192;
 
-/// The number of registers per thread that hold a chunk of queries: 64 rows and 64 columns in half precision.
+/// The number of registers per thread for one chunk of queries in a warpgroup. A chunk has 64 rows and 64 columns in
+/// half precision.
 const QUERY_CHUNK_REGISTERS: usize = 16;
 
-/// Split-D tiles: each warpgroup computes all rows and half of the output's columns (`forward/split_d.rs`).
+/// Split-D tiles: each warpgroup has all rows of the tile, and computes half of the output's columns
+/// (`forward/split_d.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaSplitDTiles {
     /// The number of columns of Q and K.
@@ -35,10 +37,10 @@ impl WgmmaSplitDTiles {
     pub const UNITS: usize = WARPGROUP * (Self::WARPGROUPS + 1);
     /// The number of keys in a chunk of V.
     pub const VALUE_KEYS: usize = 32;
-    /// The bytes of a stage (the shared-memory buffer of one chunk). The largest chunk, a chunk of keys, has 64 columns of
-    /// 128 keys.
+    /// The bytes of a stage (the shared-memory buffer of one chunk). The largest chunks are those of K, with 64 columns
+    /// of 128 keys.
     pub const STAGE_BYTES: usize = Self::KEYS * ROW_BYTES;
-    /// The bytes of one warpgroup's half of P: 64 rows and 64 keys.
+    /// The bytes of the half of P that one warpgroup computes: 64 queries and 64 keys.
     pub const HALF_BYTES: usize = PRODUCT_ROWS * ROW_BYTES;
 
     /// The number of chunks in a block of keys. A chunk of keys is a subtile of 64 columns.
@@ -51,12 +53,12 @@ impl WgmmaSplitDTiles {
         self.value_dim.div_ceil(2).next_multiple_of(8)
     }
 
-    /// The number of subtiles (64 columns) in a warpgroup's output columns.
+    /// The number of subtiles (64 columns each) in a warpgroup's part of the output.
     pub const fn value_subtiles(&self) -> usize {
         self.value_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks in a block of V. The two warpgroups use alternate chunks.
+    /// The number of chunks in a block of V. One warpgroup uses the even chunks, and the other the odd chunks.
     pub const fn value_chunks(&self) -> usize {
         Self::WARPGROUPS * Self::KEYS / Self::VALUE_KEYS
     }
@@ -66,15 +68,15 @@ impl WgmmaSplitDTiles {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
     }
 
-    /// True if TMA can store the output from the shared memory of the queries. The output must fit there, and no subtile may
-    /// have columns of both warpgroups.
+    /// True if TMA can store the output from the shared memory that held the queries. The output must fit there. No
+    /// subtile (64 columns) may have columns of both warpgroups.
     pub const fn stores_output_by_tma(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
             && self.value_dim.is_multiple_of(8)
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
     }
 
-    /// The rows and columns of the output that one warpgroup computes, and the way in which they are stored.
+    /// The rows and columns of the output that one warpgroup computes, and the way in which the warpgroup stores them.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -91,35 +93,36 @@ impl WgmmaSplitDTiles {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
-    /// True if the last chunk of V in a block reuses the shared-memory buffer of the block's first chunk of V.
+    /// True if the last chunk of V of a block reuses the shared-memory buffer of the first chunk of V of the same
+    /// block.
     pub const fn frees_first_chunk_at_once(&self) -> bool {
         self.value_chunks() > self.stages
     }
 
-    /// The offset of the ring of buffers for chunks of K and V in shared memory, in bytes.
+    /// The byte offset in shared memory of the ring. The ring's buffers hold chunks of K and V.
     pub const fn stages_at(&self) -> usize {
         Self::ROWS * self.key_chunks() * ROW_BYTES
     }
 
-    /// The offset of the two buffers of P in shared memory, in bytes.
+    /// The byte offset in shared memory of the two buffers of P.
     pub const fn probabilities_at(&self) -> usize {
         self.stages_at() + self.stages * Self::STAGE_BYTES
     }
 
-    /// The offset of the two exchange buffers in shared memory, in bytes. The warpgroups exchange one f32 per row (row_max
-    /// or row_sum).
+    /// The byte offset in shared memory of two exchange buffers. Through these buffers, the warpgroups exchange one f32
+    /// per row (row_max or row_sum).
     pub const fn exchange_at(&self) -> usize {
         self.probabilities_at() + 4 * Self::HALF_BYTES
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Every stage and the buffer of the queries have a full and an
-    /// empty barrier.
+    /// The byte offset in shared memory of the barriers. Every stage of the ring has a full and an empty barrier, and
+    /// so has the buffer of the queries.
     pub const fn barriers_at(&self) -> usize {
         self.exchange_at() + 4 * 4 * Self::ROWS
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
-    /// key.
+    /// The byte offset in shared memory of the *used words*. Each bit of these words tells whether some row of the tile
+    /// sees a certain key.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.stages + 2)
     }
@@ -129,8 +132,8 @@ impl WgmmaSplitDTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of query chunks that stay in registers: as many as the free registers can hold. Shared memory
-    /// bandwidth limits the kernel, so each chunk that stays in registers saves time.
+    /// The number of query chunks that stay in registers, which is the number that fits the free registers. Shared
+    /// memory bandwidth limits the kernel. Each chunk in registers saves reads of shared memory.
     pub const fn register_chunks(&self) -> usize {
         let free = QUERY_REGISTERS - Self::KEYS / 4 - self.value_columns() / 2;
         let fit = free / QUERY_CHUNK_REGISTERS;
@@ -146,7 +149,7 @@ impl WgmmaSplitDTiles {
         registers(QUERY_CHUNK_REGISTERS * self.register_chunks())
     }
 
-    /// True if every block of K and every block of V starts at the first buffer of the ring.
+    /// True if the first chunk of every block (of K or of V) goes to the first buffer of the ring.
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)
@@ -172,7 +175,7 @@ impl WgmmaSplitDTiles {
         }
     }
 
-    /// The sizes of the register vectors that hold S, the query chunks, and O.
+    /// The lengths of three register vectors: for S, for the query chunks, and for O.
     pub const fn fragments(&self) -> [usize; 3] {
         [
             Self::KEYS / 4,

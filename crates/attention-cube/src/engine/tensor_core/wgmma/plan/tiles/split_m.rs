@@ -17,10 +17,10 @@ pub struct WgmmaSplitMTiles {
     pub warpgroups: usize,
     /// The number of keys in a block.
     pub keys: usize,
-    /// The number of shared-memory buffers (stages) for blocks of K. V has the same number of buffers.
+    /// The number of shared-memory buffers (stages) for blocks of K. Blocks of V have equally many buffers.
     pub stages: usize,
     /// True if the warpgroups take turns to issue their wgmma (FlashAttention-3's ping-pong), so that one warpgroup
-    /// computes its softmax during the GEMMs of another.
+    /// computes its softmax during the GEMMs of another warpgroup.
     pub orders_warpgroups: bool,
     /// The number of shared-memory buffers (stages) for blocks of biases; 0 if threads load biases from global memory.
     pub bias_stages: usize,
@@ -32,17 +32,17 @@ impl WgmmaSplitMTiles {
         PRODUCT_ROWS * self.warpgroups
     }
 
-    /// The number of threads in a CTA, which has the consumer warpgroups and one producer warpgroup.
+    /// The number of threads in a CTA. A CTA has the consumer warpgroups and one producer warpgroup.
     pub const fn units(&self) -> usize {
         WARPGROUP * (self.warpgroups + 1)
     }
 
-    /// The number of subtiles (64 columns) in a row of Q or K.
+    /// The number of subtiles (64 columns each) that hold a row of Q or K.
     pub const fn key_subtiles(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of subtiles (64 columns) in a row of V.
+    /// The number of subtiles (64 columns each) that hold a row of V.
     pub const fn value_subtiles(&self) -> usize {
         self.value_dim.div_ceil(SUBTILE)
     }
@@ -57,32 +57,32 @@ impl WgmmaSplitMTiles {
         self.keys * self.value_subtiles() * ROW_BYTES
     }
 
-    /// The offset of the blocks of keys in shared memory, in bytes.
+    /// The byte offset in shared memory of the blocks of K.
     pub const fn keys_at(&self) -> usize {
         self.rows() * self.key_subtiles() * ROW_BYTES
     }
 
-    /// The offset of the blocks of V in shared memory, in bytes.
+    /// The byte offset in shared memory of the blocks of V.
     pub const fn values_at(&self) -> usize {
         self.keys_at() + self.stages * self.key_bytes()
     }
 
-    /// The bytes of a block of biases. The block is padded to whole subtiles of 64 keys.
+    /// The bytes of a block of biases. Each row of the block is padded to whole subtiles of 64 keys.
     pub const fn bias_bytes(&self) -> usize {
         self.rows() * self.bias_subtiles() * ROW_BYTES
     }
 
-    /// The number of subtiles (64 keys) in a row of a block's biases.
+    /// The number of subtiles (64 keys each) that hold a row of a block's biases.
     pub const fn bias_subtiles(&self) -> usize {
         self.keys.div_ceil(SUBTILE)
     }
 
-    /// The offset of the blocks of biases in shared memory, in bytes.
+    /// The byte offset in shared memory of the blocks of biases.
     pub const fn biases_at(&self) -> usize {
         self.values_at() + self.stages * self.value_bytes()
     }
 
-    /// The offset in bytes of the first byte after the blocks of K, V and biases in shared memory.
+    /// The byte offset in shared memory of the first byte after the blocks of K, V and biases.
     const fn blocks_end(&self) -> usize {
         self.biases_at() + self.bias_stages * self.bias_bytes()
     }
@@ -91,14 +91,14 @@ impl WgmmaSplitMTiles {
         self.rows() * self.value_subtiles() * ROW_BYTES
     }
 
-    /// True if shared memory has a separate staging buffer for the output. The next tile's queries can then load while TMA
-    /// stores the output.
+    /// True if shared memory has a separate staging buffer for the output. TMA can then copy the next tile's queries to
+    /// shared memory while it stores the output.
     pub const fn has_output_place(&self) -> bool {
         self.blocks_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
     }
 
-    /// The offset of the output's staging buffer, in bytes. Without a separate buffer, the offset is 0, so the output
-    /// overwrites the queries.
+    /// The byte offset in shared memory of the output's staging buffer. If there is no separate buffer for the output,
+    /// the offset is 0, so the output overwrites the queries.
     pub const fn output_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end()
@@ -107,10 +107,11 @@ impl WgmmaSplitMTiles {
         }
     }
 
-    /// The offset of the barriers in shared memory, in bytes.
+    /// The byte offset in shared memory of the barriers.
     ///
-    /// The order is: full and empty barriers of K, of V and of the queries; three barriers for the *used words* (bits that
-    /// mark the keys that the tile sees); full and empty barriers of the biases.
+    /// The barriers come in this order: full and empty barriers of K, of V and of the queries; three barriers for the
+    /// *used words*; full and empty barriers of the biases. Each bit of the used words tells whether some row of the
+    /// tile sees a certain key.
     pub const fn barriers_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end() + self.output_bytes()
@@ -119,8 +120,8 @@ impl WgmmaSplitMTiles {
         }
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
-    /// key.
+    /// The byte offset in shared memory of the *used words*. Each bit of these words tells whether some row of the tile
+    /// sees a certain key.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (4 * self.stages + 5 + 2 * self.bias_stages)
     }
@@ -130,12 +131,12 @@ impl WgmmaSplitMTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of columns of O that registers hold.
+    /// The number of columns of O that the registers of a warpgroup hold.
     pub const fn value_columns(&self) -> usize {
         self.value_dim.next_multiple_of(8)
     }
 
-    /// The sizes of the register vectors that hold S, P and O.
+    /// The lengths of three register vectors: for S, for P, and for O.
     pub const fn fragments(&self) -> [usize; 3] {
         [
             registers(self.keys / 2),
@@ -154,7 +155,7 @@ impl WgmmaSplitMTiles {
         }
     }
 
-    /// The GEMM that adds `P V` to O.
+    /// The shape of the GEMM that adds `P V` to O.
     pub const fn output_product(&self) -> Product {
         Product {
             depth: self.keys,
@@ -169,7 +170,7 @@ impl WgmmaSplitMTiles {
             && (self.has_output_place() || self.value_subtiles() <= self.key_subtiles())
     }
 
-    /// The shape of the rows and columns of the output that a warpgroup computes.
+    /// The rows and columns of the output that a warpgroup computes, and the way in which the warpgroup stores them.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -181,7 +182,8 @@ impl WgmmaSplitMTiles {
         }
     }
 
-    /// The number of registers per thread in the producer warpgroup, and in the consumer warpgroups.
+    /// Two numbers of registers per thread: the number in the producer warpgroup, and the number in the consumer
+    /// warpgroups.
     pub const fn thread_registers(&self) -> [usize; 2] {
         match self.warpgroups {
             1 => [56, 256 - 16],
