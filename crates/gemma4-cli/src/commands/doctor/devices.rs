@@ -84,7 +84,7 @@ impl DeviceReport {
         let mut advice = Vec::new();
         if !quick {
             let copy = catch_panic(|| measure::copy_bandwidth(device, sizes.copy_bytes));
-            rows.push(("copy", per_second(copy, "B")));
+            rows.push(("memory bandwidth", per_second(copy, "B")));
             let product =
                 catch_panic(|| measure::product_speed(device, dtype.burn(), sizes.product));
             rows.push(("matrix product", per_second(product, "FLOP")));
