@@ -62,12 +62,18 @@ impl<'a> Definition<'a> {
     /// An error of up to four times the allowed error is therefore accepted, if the unfused backward in the same dtype
     /// has a similar error.
     ///
+    /// Dropout with the probability `p` makes the first kind common: with few keys, only the share `1 − p` of the rows has
+    /// an output. The errors of these rows exceed the root mean square over all rows by the factor `1 / √(1 − p)`. At the
+    /// worst element, an error that is larger by this factor is accepted, under the same condition.
+    ///
     /// # Panics
     /// Panics like [`faults`](Self::faults).
     pub fn random_faults(&self, got: &[Named]) -> Vec<String> {
+        let kept = 1.0 - self.case.dropout.map_or(0.0, |(dropped, _)| dropped);
         let is_explained = |far: &Comparison| {
             let within = |error: Deviation, allowed: Deviation| {
-                error.mean <= STORED * allowed.mean && error.worst <= STORED * allowed.worst
+                error.mean <= STORED * allowed.mean
+                    && error.worst <= STORED * allowed.worst / kept.sqrt()
             };
             let index = got.iter().position(|got| got.name == far.name);
             within(far.error, far.allowed)

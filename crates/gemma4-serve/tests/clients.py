@@ -69,7 +69,8 @@ def check_anthropic(client: anthropic.Anthropic, model: str) -> None:
         assert "".join(stream.text_stream) == text
         assert stream.get_final_message().stop_reason == "max_tokens"
     count = client.messages.count_tokens(model=model, messages=messages)
-    assert count.input_tokens == answer.usage.input_tokens
+    # In this API, the tokens that the prefix cache reuses do not count as input tokens.
+    assert count.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
     config = {"format": {"type": "json_schema", "schema": schema}}
     answer = client.messages.create(model=model, messages=messages, max_tokens=100, output_config=config)

@@ -124,8 +124,9 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// Draws the next token of each row on the device. The list has `None` for a row without a possible token. The
-    /// function returns `None` instead of the list if the device does not support these samplers.
+    /// Draws the next token of each row on the device, with the row's sampler. Returns a list with one entry per row, which
+    /// is `None` if the row has no possible token. Returns `None` in place of a list if the device does not support the
+    /// samplers.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],

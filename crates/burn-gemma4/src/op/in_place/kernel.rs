@@ -99,7 +99,8 @@ pub(super) struct Row {
     pub index: u32,
 }
 
-/// Copies the first vectors of each head of the source to one row of the contiguous target.
+/// Copies the first `row.count` vectors of each head of the source to the same head of row `row.index` of the contiguous
+/// target.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_row<N: Numeric, S: Size>(
     source: &Tensor<Vector<N, S>>,

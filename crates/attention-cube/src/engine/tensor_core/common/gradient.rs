@@ -380,8 +380,9 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
-/// True if the `pair`-th register pair has other queries than the preceding register pair. If the rows are keys, pairs
-/// `2i` and `2i + 1` have the same columns, and so the same queries.
+/// True if the values per query must be looked up for the `pair`-th register pair, because the preceding pair belongs to
+/// other queries. If the rows are queries, this holds for every pair. If the rows are keys, pairs `2i` and `2i + 1` have
+/// the same columns, which are their queries. Then only pair `2i` needs a lookup.
 const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
     matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
 }

@@ -83,11 +83,12 @@ pub(crate) struct Rescaled<NS: Size> {
     pub factor: Pair,
 }
 
-/// Updates the references, which are the row maxima that the softmax subtracts from the scores. If a score of the warp
-/// exceeds the reference of the score's row by more than [`RESCALE_THRESHOLD`], the references of all rows of the warp
-/// change: each becomes the maximum of its row. If a reference exceeds [`FAR`] in magnitude, this threshold does not
-/// apply: the references are updated after each block of keys. The softmax then subtracts the references before it
-/// applies the scale.
+/// Updates the references, the values that the softmax subtracts from the scores. A reference is an earlier maximum of
+/// its row. It may be below the current maximum by up to [`RESCALE_THRESHOLD`]. If a score of the warp exceeds its row's
+/// reference by more, the references of all rows of the warp become the maxima of their rows.
+///
+/// If a reference exceeds [`FAR`] in magnitude, the references are updated after each block of keys instead. In this
+/// case, the softmax subtracts the references before it applies the scale, not after.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
 /// `agreed`, `largest` already covers the scores of the whole row. `scale_log2` is the factor from scores to log2

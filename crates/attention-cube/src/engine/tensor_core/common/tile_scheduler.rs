@@ -24,7 +24,8 @@ pub(crate) struct TileKind {
 }
 
 impl TileKind {
-    /// True if a key between two visible keys of a block may be hidden from every row of the tile.
+    /// True if the visible keys of a block can have gaps: a key that no row of the tile sees can lie between two keys that
+    /// some row of the tile sees.
     pub(crate) const fn leaves_masked(&self) -> bool {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
