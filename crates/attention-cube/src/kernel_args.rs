@@ -23,8 +23,8 @@ pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
         && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// The number of leading dimensions of `[batch, heads, len, dim]` in which TMA can read a tensor with stride 0
-/// (broadcast). The number is 1 for queries, and 2 for keys and values.
+/// The number of leading dimensions of `[batch, heads, len, dim]` that may have stride 0 (broadcast) if TMA reads the
+/// tensor. The number is 1 for queries (batch), and 2 for keys and values (batch and heads).
 pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 

@@ -131,8 +131,8 @@ impl AttentionOptions {
     /// Sets the number of queries per sequence, `[batch]` (ragged queries). One batch can then mix prompt chunks and
     /// single tokens.
     ///
-    /// The queries of a sequence come first among its `q_len` rows. The rows after them see no key, and their output
-    /// and gradients are 0. Lengths are clamped to `0..=q_len`.
+    /// Each sequence has `q_len` query rows, and its queries are the first of these rows. The remaining rows see no
+    /// key, and the output and the gradients of the remaining rows are 0. Lengths are clamped to `0..=q_len`.
     ///
     /// With alignment at the bottom right, the sequence's last query sees the last of the sequence's
     /// [`kv_lengths`](Self::kv_lengths) keys.

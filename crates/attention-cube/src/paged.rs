@@ -153,8 +153,9 @@ pub fn try_paged_quantized_attention(
 /// contiguous. Otherwise the function first copies all pages. To avoid this copy, keep no clone of the pages, and
 /// continue with the returned tensor.
 ///
-/// A row is not written if its position lies past the sequence's pages, or if its page table entry is not the index of a
-/// page, such as −1. If two new rows have the same slot, the slot may mix elements of the two rows.
+/// A row is not written if its position lies past the sequence's pages. The row is also not written if its page table
+/// entry is not a valid page index (for example, the entry −1). If two new rows have the same slot, the slot may mix
+/// elements of the two rows.
 ///
 /// # Shapes
 /// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.

@@ -111,9 +111,9 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part holds the
-    /// reference scores, which the softmax subtracts. They are near the row maxima. The second part holds the
-    /// logarithms of the softmax sums.
+    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part holds each
+    /// query's reference score, which the softmax subtracts from the query's scores. A reference score is near the
+    /// query's largest score. The second part holds the logarithms of the softmax sums.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }
@@ -132,8 +132,8 @@ impl AttentionProblem {
         self.kv_lengths || self.query_lengths
     }
 
-    /// True if the problem has segments or intervals. For each block of queries or keys, kernels then read the bounds
-    /// of the segment ids or intervals, and skip hidden blocks.
+    /// True if the problem has segments or intervals. Kernels then read bounds for each block of queries or keys, such
+    /// as the smallest and the largest segment id, and skip hidden blocks.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }

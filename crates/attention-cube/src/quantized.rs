@@ -231,7 +231,7 @@ impl QuantizedRows {
     }
 }
 
-/// Returns a view of the scales with one element for each row. `rows` is `[batch, kv_heads, kv_len]`.
+/// Expands the scales to `rows`, `[batch, kv_heads, kv_len]`, so that each row has its own scale. The result is a view.
 fn scales_of_rows(scales: Tensor<3>, rows: [usize; 3]) -> Tensor<3> {
     match rows.contains(&0) {
         // Burn's expand refuses dimensions of 0.

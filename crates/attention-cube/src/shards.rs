@@ -182,9 +182,9 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // The two halves of the logsumexp are the reference scores and the logarithms. Here the reference scores hold the
-    // whole logsumexp, so all logarithms are zeros. A logarithm of −0 marks a query that sees no key. The other
-    // logarithms are +0.
+    // The logsumexp is saved in two halves. The first half holds the reference scores, which the softmax subtracts, and
+    // the second half the logarithms of the softmax sums. Here the first half holds the whole logsumexp, so all
+    // logarithms are zeros. A logarithm of −0 marks a query that sees no key. The other logarithms are +0.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {

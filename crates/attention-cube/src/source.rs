@@ -41,8 +41,8 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The argument for the tables of score mod and mask mod, for kernels without a score mod and a mask mod. Such kernels
-/// have no tables.
+/// The compile-time argument for the tables of score mod and mask mod, with both tables absent. Kernels without these
+/// mods get this argument.
 pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
     score: KernelTableCompilationArg {
         elements: ComptimeOptionCompilationArg::None,

@@ -140,8 +140,8 @@ impl Sequences {
         })
     }
 
-    /// Returns two tensors `[1, q_len]`. The first holds the first key that each query sees, and the second holds the
-    /// index after the last key that each query sees.
+    /// Returns two tensors `[1, q_len]`, which state the range of keys that each query sees. The first tensor holds the
+    /// index of the first key in this range. The second tensor holds the index after the last key in this range.
     fn interval(
         &self,
         q_len: usize,

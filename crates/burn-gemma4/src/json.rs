@@ -16,7 +16,7 @@ pub(crate) fn from_value<T: DeserializeOwned>(value: &Value) -> Result<T, String
     serde_path_to_error::deserialize(value).map_err(at_path)
 }
 
-/// Converts the value of the field `name` like [`from_value`]. The path in an error begins with `name`.
+/// Converts the value of the field `name` as [`from_value`] does. The path in an error begins with `name`.
 pub(crate) fn from_field<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T, String> {
     serde_path_to_error::deserialize(value).map_err(|error| {
         let is_inside = error.path().iter().next().is_some();

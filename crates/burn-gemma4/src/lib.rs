@@ -1,4 +1,4 @@
-//! Gemma 4 in [Burn](https://burn.dev). The crate loads checkpoints from Hugging Face and GGUF files without conversion,
+//! Gemma 4 in [Burn](https://burn.dev). The crate loads Hugging Face checkpoints and GGUF files without conversion,
 //! generates text and trains models.
 //!
 //! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model without tokenizer

@@ -15,8 +15,8 @@ pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTe
     )
 }
 
-/// Returns a grid of at least `cubes` cubes. If one dimension cannot hold all cubes, the grid has a second dimension and may
-/// have a few more cubes.
+/// Returns a grid of at least `cubes` cubes. If one dimension cannot hold all cubes, the grid has a second dimension
+/// and may have a few more cubes.
 pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     let limit = client.properties().hardware.max_cube_count.0 as usize;
     let cubes = cubes.max(1);

@@ -1,7 +1,7 @@
 //! Rounds f32 numbers to the element type of an output: to the nearest number, with ties to even.
 //!
-//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. Integer operations
-//! therefore round to bf16 before the conversion, which is then exact.
+//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. Integer
+//! operations therefore round to bf16 before the conversion, which is then exact.
 
 #![allow(
     missing_docs,

@@ -13,7 +13,7 @@ use burn::backend::{
 use std::sync::{Arc, Mutex};
 
 /// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the gradient to this slot,
-/// and the backward of the output's node reads it from there.
+/// and the backward of the output's node reads the gradient from the slot.
 ///
 /// A node of Burn's graph produces only one tensor. The logsumexp therefore has its own node, a child of the output's
 /// node. The backward of the child runs first and passes zeros to the output's node. The output's node then runs one
@@ -217,7 +217,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
 /// Panics if autodiff tracks the table of a score mod or mask mod, because the table would silently get no gradient.
 ///
 /// Burn tells only a graph node whether autodiff tracks the node's parents. The function therefore prepares a node
-/// whose parent is the table, asks this node, and drops it.
+/// whose parent is the table. It asks the node whether the parent is tracked, and then drops the node.
 fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(

@@ -322,8 +322,9 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Returns the logsumexp of `engine`'s own forward. Returns `None` if the saved logsumexp already comes from this
-/// forward. Also returns `None` if the engine has no forward for the problem.
+/// Runs the forward of `engine`, and returns the logsumexp of this forward for the engine's backward. Returns `None` if
+/// the saved logsumexp already comes from this forward. Also returns `None` if the engine has no forward for the
+/// problem.
 ///
 /// Forwards of different engines may sum `q·k` in different orders, and therefore round the scores differently. For
 /// scores in the hundreds, a backward with the logsumexp of another engine would compute wrong probabilities.

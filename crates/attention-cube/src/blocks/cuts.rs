@@ -7,7 +7,8 @@ use std::ops::Range;
 /// The sizes of the blocks into which a problem is cut.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
-    /// The number of score rows per key head: queries times query heads of the GQA group.
+    /// The largest number of score rows in a block for each key head. A key head has one score row for each pair of a
+    /// query and a query head of the GQA group.
     pub rows: usize,
     /// The number of keys per block.
     pub keys: usize,
@@ -16,9 +17,10 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// The sizes for all head sizes and lengths. Sizes from 128 × 128 to 512 × 256 (rows × keys) were measured for
-    /// causal and full calls over 2,048 tokens. The processor times of these sizes differ by less than a third. Larger
-    /// blocks compute more hidden scores, and smaller blocks run more operations.
+    /// The block sizes that are used for every head size and sequence length. Block sizes from 128 × 128 to 512 × 256
+    /// (rows × keys) were measured for causal and full calls over 2,048 tokens. The processor times with these block
+    /// sizes differ by less than a third. Larger blocks compute more hidden scores, and smaller blocks run more
+    /// operations.
     ///
     /// A block of 2¹⁸ scores takes 1 MiB in f32, the size of a core's L2 cache on the measured AMD EPYC.
     pub const MEASURED: Self = Self {
@@ -28,7 +30,7 @@ impl Sizes {
     };
 }
 
-/// The ranges into which a problem is cut. A block has one range of each list.
+/// The ranges into which a problem is cut. A block takes one range from each list.
 pub(super) struct Cuts {
     pub sequences: Vec<Range<usize>>,
     /// The ranges of key heads.

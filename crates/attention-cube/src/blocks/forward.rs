@@ -122,8 +122,8 @@ impl<B: Backend> Rows<B> {
         let output = B::float_matmul(to_groups::<B>(p, problem), scores.value);
         let mut output = from_groups::<B>(output, problem);
         if let Some(blind) = &scores.blind {
-            // If a query sees no key of this block, set the query's row to zero. A row of V that only other queries see
-            // may contain NaN, and 0 · NaN is NaN.
+            // If a query sees no key of this block, set the query's row of `output` to zero. Otherwise the row could be
+            // NaN: a row of V that only other queries see may contain NaN, and 0 · NaN is NaN.
             output = fill_rows::<B>(output, blind);
         }
         (self.sum, self.output) = match self.output.take() {

@@ -4,8 +4,9 @@
 //! Gimelshein, Online normalizer calculation for softmax, 2018), so the memory is O(block · block + q_len + kv_len). A
 //! block in which no query sees a key is skipped. The backward recomputes the probabilities from the saved logsumexp.
 //!
-//! The blocks support every problem on every backend. Forward and backward cut a problem into the same blocks, so that
-//! both compute bitwise equal scores. Recomputed probabilities therefore stay exact even if scores are huge.
+//! Attention in blocks supports every problem on every backend. Forward and backward cut a problem into the same
+//! blocks, so that both compute bitwise equal scores. Recomputed probabilities therefore stay exact even if scores are
+//! huge.
 
 mod backward;
 mod bounds;

@@ -1,4 +1,4 @@
-//! Tests that compare attention in blocks, which are much smaller than the problem, with the reference in f64.
+//! Tests that compare attention in blocks with the reference in f64. The blocks are much smaller than the problem.
 
 use super::backward;
 use super::cuts::Sizes;
@@ -307,8 +307,8 @@ fn blocks_combined_options_match_reference() {
     });
 }
 
-/// Checks scores far beyond the range of the exponential. The largest score of a query is in the first, the last or a
-/// middle block.
+/// Checks scores far beyond the range of the exponential. For some queries, the largest score is in the first block of
+/// keys, for others in the last or a middle block.
 #[test]
 fn blocks_large_scores_match_reference() {
     for scale in [1e4, -1e4, 1e9] {

@@ -5,9 +5,9 @@
 //!   enabled as the last engine.
 //! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer GPU.
 //! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). `device`
-//!   enables the device's own cmma, which is tested only on one H100 and one H200, with right results. `none` disables
-//!   cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`, emulates
-//!   cmma with f32 operands.
+//!   enables the device's own cmma. So far, a device's own cmma was tested only on one H100 and one H200, where the
+//!   results were right. `none` disables cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with
+//!   `:f32`, such as `8x8x8:f32`, emulates cmma with f32 operands.
 //!
 //! Each variable is read once, when the first device is queried.
 

@@ -101,8 +101,9 @@ pub trait Launch: AttentionEngine {
     /// - Key: `[batch, kv_heads, kv_len, head_dim]`.
     /// - Value: `[batch, kv_heads, kv_len, value_dim]`.
     /// - Output: `[batch, q_heads, q_len, value_dim]`, in the dtype of the problem.
-    /// - Logsumexp: `[2 · batch, q_heads, q_len]`, f32. The first `batch` entries are row maxima, the rest natural logarithms
-    ///   of row sums.
+    /// - Logsumexp: `[2 · batch, q_heads, q_len]`, f32. The first `batch` entries of the first dimension hold the
+    ///   scores that the softmax subtracted, which are near the row maxima. The other `batch` entries hold the natural
+    ///   logarithms of the row sums.
     fn forward(
         plan: Self::Forward,
         inputs: AttentionInputs<CubeBackend>,

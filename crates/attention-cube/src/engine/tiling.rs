@@ -93,8 +93,8 @@ const MOST_ROUNDS: usize = 4;
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
 /// The time to start and end a cube, in units of the time that one key block takes. With the value 2, Gemma 4 E2B on an
-/// H200 decoded 495 tokens/s at a context of 2,048 tokens, and 488 tokens/s at 8,192 tokens. For the value 1,
-/// [`BLOCKS_OF_FEW_ROWS`] was set to 2. With these two values, the model decoded 488 tokens/s at both context lengths.
+/// H200 decoded 495 tokens/s at a context of 2,048 tokens, and 488 tokens/s at 8,192 tokens. With the value 1 here and
+/// the value 2 for [`BLOCKS_OF_FEW_ROWS`], the model decoded 488 tokens/s at both context lengths.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
 /// Returns the number of key splits (split-KV) for a launch with few query rows. The function estimates the launch's
@@ -130,16 +130,17 @@ fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
 /// CTAs read the operands of the same head. The L2 cache then holds these operands.
 const HEADS_WITH_BOUNDS: usize = 32;
 
-/// The largest sum of the head sizes of K and V for which the limit [`HEADS_WITH_BOUNDS`] applies. Up to this sum, the
-/// tiles of that many heads are in flight at the same time. The operands of wider heads would not fit the L2 cache.
+/// If the head sizes of K and V add up to at most this number, the tiles of [`HEADS_WITH_BOUNDS`] heads are in flight
+/// at the same time. The operands of that many wider heads would not fit the L2 cache.
 const COLUMNS_WITH_BOUNDS: usize = 512;
 
 /// Returns the number of heads whose tiles are in flight at the same time. `planes` is the number of heads, counted
 /// over all sequences.
 ///
-/// Each group of `sharing` heads reads the same `bytes` bytes of operands. Under a causal mask, the operands of all
-/// heads in flight must fit the L2 cache. With no causal mask, no segments and no intervals, the tiles of one head run
-/// after the tiles of the previous head.
+/// Each group of `sharing` heads reads the same `bytes` bytes of operands. Under a causal mask without segments and
+/// intervals, the operands of all heads in flight must fit the L2 cache. With segments or intervals, this holds only
+/// for heads wider than [`COLUMNS_WITH_BOUNDS`]. With no causal mask, no segments and no intervals, the tiles of one
+/// head run after the tiles of the previous head.
 ///
 /// With segments or intervals of visible keys, the tiles of a head differ in work. If the heads ran one after another,
 /// only the long tiles of the last head would still run at the end. On an H200 (2026-11-28), intervals for image blocks

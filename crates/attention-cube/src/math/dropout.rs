@@ -35,9 +35,9 @@ const INFINITY: u32 = 0x7C00;
 
 /// The threshold for random bits that decides which probabilities dropout drops.
 ///
-/// The 16 random bits of a score and the threshold are read as f16 numbers. If the random bits are above the threshold,
-/// the score is a *hit*. Dropout drops the probabilities of hits. For a high chance of a drop, even the threshold −∞
-/// may give too few hits. Dropout then keeps the probabilities of hits and drops all others.
+/// Kernels read the threshold as an f16 number, and likewise the 16 random bits of each score. If the random bits are
+/// above the threshold, the score is a *hit*. Dropout drops the probabilities of hits. For a high chance of a drop,
+/// even the threshold −∞ may give too few hits. Dropout then keeps the probabilities of hits and drops all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold, as the bits of an f16 number.
@@ -60,16 +60,16 @@ impl Threshold {
         };
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
-            // A hit is a value of the random bits above the threshold. A positive threshold has at most 0x7C00
-            // (`INFINITY`) hits. A negative threshold has at least 0x7C00 + 2 hits, because the f16 numbers +0 and −0
-            // are hits too.
+            // Here, a hit is a 16-bit value that is above the threshold, read as an f16 number. A positive threshold
+            // has at most 0x7C00 (`INFINITY`) hits. A negative threshold has at least 0x7C00 + 2 hits, because the f16
+            // numbers +0 and −0 are hits too.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
     }
 
-    /// Returns the number of values of the random bits with which dropout keeps a probability. There are [`LEVELS`]
-    /// possible values.
+    /// The 16 random bits of a score have [`LEVELS`] possible values. Returns the number of these values for which
+    /// dropout keeps the score's probability.
     fn kept_levels(self) -> u32 {
         let hits = hits(self.bits);
         if self.keeps_hits { hits } else { LEVELS - hits }

@@ -71,7 +71,8 @@ pub(crate) fn head_rows<E: Numeric, N: Size>(
     group_rows(tensor, batch, head, 0u32, first, end, columns)
 }
 
-/// Returns the rows of a group of heads, whose first head is `head`. Kernels may read only the rows `first..end`.
+/// Returns the rows of a group of heads. `head` is the index of the group's first head. Kernels may read only the rows
+/// `first..end`.
 #[cube]
 pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,

@@ -70,8 +70,9 @@ pub(crate) struct ScoreKind {
 }
 
 impl ScoreKind {
-    /// True if a hidden key may lie between two visible keys. Kernels must then set the hidden rows of a block of K or V to
-    /// zero before they multiply P or dS by the block. A hidden row may hold NaN, and 0 × NaN is NaN.
+    /// True if a key that no query of a tile sees may lie between two keys that some of these queries see. Kernels must
+    /// then set the hidden rows of a block of K or V to zero before they multiply P or dS by the block. A hidden row
+    /// may hold NaN, and 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || self.mask_mod.is_some() || structure.is_irregular()
     }

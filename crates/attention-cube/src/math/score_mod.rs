@@ -33,7 +33,7 @@ pub struct ScorePlace {
     pub query: i32,
     /// The index of the key in its sequence.
     pub key: i32,
-    /// The key index at which query 0 has its own position.
+    /// The position of query 0, as a key index.
     pub(crate) offset: i32,
     /// The distance from the key to the query's own position, as a number of keys in f32. A kernel sets this field only
     /// if the kernel can compute the distance without an integer conversion per score. Otherwise the field is 0.
@@ -82,7 +82,8 @@ impl ScorePlace {
     }
 
     /// Returns the distance as f32. On tensor cores this is cheaper than converting [`distance`](Self::distance) to
-    /// f32. Kernels may round distances of 2²⁴ and more differently, so a mask must not depend on such distances.
+    /// f32. From a distance of 2²⁴ on, different kernels may round the same distance to different numbers. A mask must
+    /// therefore not depend on such distances.
     pub fn distance_f32(&self) -> f32 {
         if comptime!(self.has_float_distance) {
             self.float_distance

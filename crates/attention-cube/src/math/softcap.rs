@@ -1,9 +1,9 @@
 //! Constants of the softcap `c · tanh(x / c)`, used for a cap `c` far above most scores. Kernels and the reference
 //! implementation share these constants.
 //!
-//! A tanh that is computed from exponentials has an error of some ulps of 1. The softcapped score therefore has an
-//! error of some ulps of `c`. For a cap above [`WIDE`], this error changes the softmax. For a cap of 10⁶, the error of
-//! the score is 0.2. For caps of 10⁸ and more, the error is larger than most scores.
+//! A tanh that is computed from exponentials has an error of some f32 ulps of the number 1. The softcapped score
+//! therefore has an error of some ulps of the number `c`. For a cap above [`WIDE`], this error changes the softmax. For
+//! a cap of 10⁶, the error of the score is 0.2. For caps of 10⁸ and more, the error is larger than most scores.
 //!
 //! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore do not use the tanh. The kernels add a correction
 //! to the score. The correction is an odd polynomial of the score.

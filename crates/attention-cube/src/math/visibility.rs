@@ -25,14 +25,15 @@ pub(crate) struct SeqLens {
     pub right: i32,
     /// 1 if the last query is aligned with the last key, and 0 if the first query is aligned with the first key.
     pub bottom_right: i32,
-    /// The offsets of four regions of the packed i32 buffer, in i32 values: query records (segment id and intervals),
-    /// segment ids of the keys, bounds of the query blocks, and bounds of the key blocks.
+    /// This field and the next three are the offsets of four regions of the packed i32 buffer, in i32 values: query
+    /// records (segment id and intervals), segment ids of the keys, bounds of the query blocks, and bounds of the key
+    /// blocks.
     pub query_ids: u32,
     pub key_ids: u32,
     pub query_bounds: u32,
     pub key_bounds: u32,
-    /// The number of query blocks and the number of key blocks per sequence. For each block, the packed buffer holds
-    /// the bounds that [`BLOCK_BOUNDS`] describes.
+    /// This field is the number of query blocks per sequence. The field `key_blocks` is the number of key blocks. For
+    /// each block, the packed buffer holds the bounds that [`BLOCK_BOUNDS`] describes.
     pub query_blocks: u32,
     pub key_blocks: u32,
 }
@@ -66,7 +67,7 @@ impl Structure {
         }
     }
 
-    /// True if a hidden key can lie between two visible keys.
+    /// True if a key that a query does not see can lie between two keys that the query sees.
     pub(crate) const fn is_irregular(&self) -> bool {
         self.segments || self.intervals > 0 || self.mask
     }
@@ -239,11 +240,12 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
-    /// The range of keys or queries that form a visible score with at least one row of the tile.
+    /// The fields `first` and `end` give the range of keys or queries that form a visible score with at least one row
+    /// of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range of keys or queries that form a visible score with every row of the tile. The range is empty if the
-    /// tile reaches past the end of the sequence.
+    /// The fields `common_first` and `common_end` give the range of keys or queries that form a visible score with
+    /// every row of the tile. The range is empty if the tile reaches past the end of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }

@@ -12,7 +12,8 @@ use burn::tensor::Tensor;
 pub struct MhaCache {
     /// The projected keys and values, `[batch, n_heads, kv_len, d_k]`, or `None` before the first call.
     heads: Option<(Tensor<4>, Tensor<4>)>,
-    /// True if each call appends the last key and value. False if all calls use the keys and values of the first call.
+    /// True if each call after the first appends its last key and value to the cache (self-attention). False if all
+    /// calls use the keys and values of the first call (cross-attention).
     grows: bool,
     /// The contexts (attention outputs) of the tokens so far, `[batch, q_len, d_model]`.
     context: Option<Tensor<3>>,
@@ -120,7 +121,8 @@ pub(super) struct TokenCache {
 }
 
 impl TokenCache {
-    /// Computes the whole sequence in the first call. Later calls compute only the last token, and append its output.
+    /// Returns the layer's output for the whole sequence. The first call computes all tokens. Each later call computes
+    /// only the last token, and appends this token's output to the cached output.
     pub fn forward(
         &mut self,
         input: Tensor<3>,

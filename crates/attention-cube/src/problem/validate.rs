@@ -59,7 +59,8 @@ impl AttentionProblem {
         problem.with_dtypes_of(key, value)
     }
 
-    /// Validates the arguments of a call with quantized keys and values, and returns the problem that they describe.
+    /// Validates the arguments of a call with quantized keys and values, and returns the problem that the arguments
+    /// describe.
     ///
     /// # Shapes
     /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
@@ -76,7 +77,8 @@ impl AttentionProblem {
         Self::of(query, KeyValueShapes::of_codes(key, value)?, options)
     }
 
-    /// Validates the arguments of a call with keys and values in pages, and returns the problem that they describe.
+    /// Validates the arguments of a call with keys and values in pages, and returns the problem that the arguments
+    /// describe.
     ///
     /// # Shapes
     /// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,
@@ -96,7 +98,8 @@ impl AttentionProblem {
         problem.with_dtypes_of(key, value)
     }
 
-    /// Validates the arguments of a call with quantized keys and values in pages, and returns the problem that they describe.
+    /// Validates the arguments of a call with quantized keys and values in pages. Returns the problem that the
+    /// arguments describe.
     ///
     /// # Shapes
     /// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,

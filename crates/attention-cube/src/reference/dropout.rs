@@ -7,8 +7,8 @@ use crate::types::tensors::logsumexp_dtype;
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::TensorData;
 
-/// Returns the dropout factors of a block's probabilities, `[batch, q_heads, q_len, kv_len]`. A dropped probability has the
-/// factor 0.
+/// Returns the factors, `[batch, q_heads, q_len, kv_len]`, by which dropout multiplies a block's probabilities. The
+/// factor of a dropped probability is 0. All kept probabilities have one factor, which preserves the mean.
 pub(crate) fn factors<B: Backend>(dropout: &Dropout, block: &Block<B>) -> FloatTensor<B> {
     let (problem, place) = (&block.problem, block.place);
     let [batch, q_heads, q_len] = problem.logsumexp_shape();

@@ -52,8 +52,8 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Computes [`forward`] for an [`AttentionOutput`], which holds the logsumexp in two parts. The first part is the whole
-/// logsumexp, and the second part is 0.
+/// Computes [`forward`], but returns the logsumexp in two parts, as [`AttentionOutput`] requires. The first part is the
+/// whole logsumexp, and the second part is 0.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,

@@ -108,9 +108,9 @@ fn forward_whole<B: Backend>(block: Block<B>) -> AttentionOutput<B> {
     }
 }
 
-/// Splits the two-part logsumexp `[2 · batch, q_heads, q_len]` into its halves. The first half holds the reference
-/// scores, which the softmax subtracts and which are near the row maxima. The second half holds the logarithms of the
-/// softmax sums.
+/// Splits the two-part logsumexp `[2 · batch, q_heads, q_len]` into its halves. The first half holds each query's
+/// reference score, which the softmax subtracts from the query's scores. A reference score is near the query's largest
+/// score. The second half holds the logarithms of the softmax sums.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -135,8 +135,8 @@ pub(crate) fn output_and_lse(
     )
 }
 
-/// Adds the two parts of the logsumexp, the reference scores and the logarithms. Returns the sum,
-/// `[batch, q_heads, q_len]`.
+/// Returns the logsumexp, `[batch, q_heads, q_len]`, as the sum of its two parts. The first part holds the reference
+/// scores, which the softmax subtracts from the scores. The second part holds the logarithms of the softmax sums.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
     problem: &AttentionProblem,

@@ -57,8 +57,8 @@ macro_rules! of_kind {
             }
             let all = count * heads * page_len;
             let targets = targets::<B>(places, [count, heads, page_len], [batch, new]);
-            // A new row may have no slot in the pages. Such rows are written to one additional row at the end, which is
-            // removed afterwards.
+            // A new row may have no slot (the place of one token) in the pages. Such rows are written to one additional
+            // row after the last page's rows. The additional row is removed afterwards.
             let rows = B::$reshape(rows, Shape::new([batch * heads * new, columns]));
             let pages = B::$reshape(pages, Shape::new([all, columns]));
             let nowhere = B::$slice(rows.clone(), &[Slice::from(0..1), Slice::from(0..columns)]);
@@ -99,8 +99,8 @@ of_kind!(
     ]
 );
 
-/// Returns the index of each new row's slot among all rows of all pages, `[batch · heads · new]`. A new row without a
-/// slot gets the index after the last row.
+/// Returns the target of each new row, `[batch · heads · new]`. The target is the index, among the rows of all pages,
+/// of the row that the new row overwrites. If a new row must not be written, its target is the index after the last row.
 fn targets<B: Backend>(
     places: AppendPlaces<B>,
     [count, heads, page_len]: [usize; 3],

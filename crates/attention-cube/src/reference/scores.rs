@@ -109,8 +109,9 @@ pub(crate) fn lowest(problem: &AttentionProblem) -> f64 {
     }
 }
 
-/// Returns the scores after a wide softcap, in f32. `ratios` holds the scores divided by the softcap. For small ratios,
-/// a polynomial gives the result. For all others, the result is `far`, which the caller computes with the tanh.
+/// Returns the scores after a wide softcap (a softcap above 64), in f32. `ratios` holds the scores divided by the
+/// softcap. Where a ratio is small, a polynomial gives the result. Where a ratio is not small, the result is the
+/// element of `far`, which the caller computes with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -160,7 +161,7 @@ impl<B: Backend> Weights<B> {
         if let Some(sinks) = &sinks {
             max = elementwise_max::<B>(max, sinks.clone());
         }
-        // The maximum is detached from autodiff, because the result does not depend on it.
+        // The maximum is detached from autodiff, because the softmax does not depend on the number that is subtracted.
         let max = B::float_detach(max);
         let p = B::float_exp(B::float_sub(scores, max.clone()));
         let mut sum = B::float_sum_dim(p.clone(), 3);

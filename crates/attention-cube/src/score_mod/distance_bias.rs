@@ -40,7 +40,7 @@ impl DistanceBias {
     /// `biases [q_heads, 2 · most + 1]`.
     ///
     /// # Panics
-    /// Panics if the second size is not odd.
+    /// Panics if the second dimension of `biases` has an even size.
     pub fn table(biases: Tensor<2>) -> Tensor<1> {
         let [q_heads, count] = biases.dims();
         assert!(

@@ -1,8 +1,8 @@
 //! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their
-//! output shows registers, spills and SASS. If ptxas prints the warning C7513, the kernel waits for each wgmma
-//! separately.
+//! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. The
+//! output of the two compilers shows registers, spills and SASS. If ptxas prints the warning C7513, the kernel waits
+//! for each wgmma separately.
 //!
 //! ptxas 13.0 serializes the wgmma instructions of some kernels that ptxas 12.9 compiles without serialization.
 

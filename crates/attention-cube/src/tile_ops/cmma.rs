@@ -50,8 +50,8 @@ pub(super) enum RightFragment<C: Float> {
 pub(crate) enum SumFragment {
     /// A fragment in registers, in the layout of the device's matrix units.
     Matrix(Matrix<f32>),
-    /// The vectors (4 elements each) of the fragment that one unit holds. Unit `u` of a plane holds the vectors `u`,
-    /// `u + plane`, `u + 2 · plane` and so on, where `plane` is the number of units per plane.
+    /// One unit's part of an emulated fragment, in vectors of 4 elements. Unit `u` of a plane holds the fragment's
+    /// vectors `u`, `u + plane`, `u + 2 · plane` and so on, where `plane` is the number of units per plane.
     Emulated(Array<Vec4>),
 }
 
@@ -200,7 +200,7 @@ pub(super) fn multiply<C: Float>(
     }
 }
 
-/// Computes the product of [`multiply`] for emulated fragments, with loops.
+/// Computes `sum += left · right`, as [`multiply`] does, but for emulated fragments and with loops.
 #[cube]
 fn emulate<C: Float>(
     left: &Piece<C>,

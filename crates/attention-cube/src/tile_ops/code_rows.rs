@@ -28,7 +28,7 @@ pub(crate) fn word_element(format: CodeFormat) -> ElemType {
     }
 }
 
-/// True if an operand of element type `E` consists of packed words.
+/// True if the element type `E` of an operand is a word of four packed codes.
 #[cube]
 pub(crate) fn is_packed<E: Numeric>() -> comptime_type!(bool) {
     let element = elem_type_of::<E>();

@@ -105,8 +105,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     }
 }
 
-/// Computes [`accumulate`](super::product::accumulate) with `b` in global memory. `tile` is P in shared memory. The caller
-/// must first make P visible to all units.
+/// Computes [`accumulate`](super::product::accumulate) with `b` in global memory. `tile` is P in shared memory. Before
+/// the call, the caller must sync the cube, so that all units see P.
 #[cube]
 pub(super) fn accumulate<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

@@ -27,8 +27,9 @@ pub struct FragmentTiles {
     /// has the same rows for all blocks. Kernels copy all other stationary operands to shared memory again for each
     /// block.
     pub held: usize,
-    /// The number of left operands (P or dS) of the second product `O += P B` that are in shared memory at the same
-    /// time. If the streamed operands (such as K and V) are not resident, the number is 0.
+    /// If the streamed operands (such as K and V) are resident, the field is above 0. The field is then the number of
+    /// left operands (P or dS) of the second product `O += P B` in shared memory at the same time. If the streamed
+    /// operands are not resident, the field is 0, and shared memory holds one left operand at a time.
     ///
     /// Streamed operands are resident if a block's rows of both operands, with all columns, stay in shared memory
     /// during both products of the block. The two products are `S = A Bᵀ` and `O += P B`.
@@ -124,8 +125,8 @@ impl UnitTiles {
         self.rows * self.depth_pitch()
     }
 
-    /// Returns the offset, in vectors, of the first product's (`S = A Bᵀ`) streamed rows in the operands' shared
-    /// memory.
+    /// Returns the offset, in vectors, at which the streamed rows B of the first product `S = A Bᵀ` start. The offset
+    /// is relative to the operands' shared memory.
     pub const fn streamed_at(&self) -> usize {
         match self.held() {
             0 => self.stationary_vectors(),
@@ -133,9 +134,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the second product's (`O += P B`) streamed rows in the operands' shared
-    /// memory. These rows overwrite the operands of the first product. They do not overwrite the stationary operands
-    /// that stay in shared memory.
+    /// Returns the offset, in vectors, at which the streamed rows B of the second product `O += P B` start. The offset
+    /// is relative to the operands' shared memory. These rows overwrite the operands of the first product, except the
+    /// stationary operands that stay in shared memory.
     pub const fn accumulated_at(&self) -> usize {
         self.held() * self.stationary_vectors()
     }
@@ -212,8 +213,8 @@ impl UnitTiles {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from a unit's first row to the unit's row `k`, counted from 0. The function
-    /// chooses the rows so that each unit reads only scores that its own plane has computed.
+    /// Returns how many rows of S the unit's row number `k` lies below the unit's first row, which has number 0. The
+    /// function chooses the rows so that each unit reads only scores that its own plane has computed.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();

@@ -96,9 +96,9 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// A unit with `y = unit_row()` and `x = unit_column()` holds, at index `k · columns_per_unit + c`, the score of row
 /// `tile_row(y, k)` and column `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// Backward kernels call the function twice per block, for S and for dP. The tile keeps the rows of one operand for S
-/// and of one for dP. `stationary` is the index (0 or 1) of `a` among these two operands. If the operands stay in
-/// shared memory, `a` and `a_first` must be the same for every block.
+/// Backward kernels call the function twice per block, for S and for dP. The tile keeps the rows of two stationary
+/// operands: the left operand of S and the left operand of dP. `stationary` is the index (0 or 1) of `a` among these
+/// two operands. If these operands stay in shared memory, `a` and `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -169,8 +169,8 @@ pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Writes a tile with the shape of S, such as P, to shared memory. Each unit writes the elements of the tile that it
-/// holds. `streamed` is the index of the streamed operand (such as V) by which the second product multiplies the tile.
+/// Writes a tile with the shape of S, such as P, to shared memory. Each unit writes its own elements of the tile.
+/// `streamed` is the index of the streamed operand (such as V) by which the second product multiplies the tile.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
@@ -186,8 +186,8 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements of a tile that a unit holds, and writes them to shared memory as [`store_tile`] does. In shared
-/// memory, the tile starts at vector `at`.
+/// Rounds the unit's own elements of a tile, and writes the rounded elements to shared memory as [`store_tile`] does.
+/// In shared memory, the tile starts at vector `at`.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
@@ -285,7 +285,8 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
 /// Multiplies each row of O by the row's factor, after row maxima have changed.
 ///
 /// If O consists of fragments, `moved` has one flag per group of rows. A flag is nonzero if the factor of any row of
-/// the group is not 1. The caller need not sync the cube after the caller has written the flags.
+/// the group is not 1. The function syncs the cube before it reads the flags, so the caller need not sync the cube
+/// after writing the flags.
 #[cube]
 pub(crate) fn rescale<C: Float>(
     output: &mut TileOutput,
@@ -331,8 +332,9 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row of O to shared memory, and returns this memory. Unit `u` writes its `factor` for
-/// each row `i` with `i % units = u`. The caller must sync the cube before units read the factors.
+/// Writes the factors of all rows of O to shared memory, and returns this shared memory. Each unit passes one `factor`.
+/// The factor of unit `u` is written for each row `i` with `i % units = u`. The caller must sync the cube before units
+/// read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
@@ -349,8 +351,8 @@ pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[
 /// Multiplies each row of O by the row's factor, and writes O to the rows of a contiguous tensor. The factors are in
 /// shared memory.
 ///
-/// If a row's factor is 0, the function writes zeros, because the row's accumulators may contain NaN. After the last
-/// write to shared memory, the caller must sync the cube before it calls the function.
+/// If a row's factor is 0, the function writes zeros, because the row's accumulators may contain NaN. The caller must
+/// sync the cube after the last write to shared memory and before the call.
 #[cube]
 pub(crate) fn store_output<E: Float, C: Float, N: Size>(
     output: &TileOutput,

@@ -26,8 +26,8 @@ pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the tile's column that belongs to column `c` of a unit. Each unit has scores in several columns of the tile.
-/// Both columns are counted from 0.
+/// Returns the index, within the tile, of one of the columns in which a unit has scores. `c` is the index of this
+/// column among the unit's own columns.
 #[cube]
 pub(crate) fn tile_column(
     unit_column: usize,
@@ -37,8 +37,8 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// Returns the tile's row that belongs to row `k` of a unit. Each unit has scores in several rows of the tile. Both
-/// rows are counted from 0.
+/// Returns the index, within the tile, of one of the rows in which a unit has scores. `k` is the index of this row
+/// among the unit's own rows.
 ///
 /// If units multiply operands from shared memory, neighboring units have neighboring rows. If units multiply operands
 /// from global memory, each unit has groups of four neighboring rows.

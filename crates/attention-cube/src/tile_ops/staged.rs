@@ -20,10 +20,10 @@ const SUM: usize = 16;
 /// and not once for each load.
 const IN_FLIGHT: usize = 8;
 
-/// Loads the columns `column` to `column + 3` of a row. If `wanted` is false, the function returns zeros.
+/// Loads the columns `column` to `column + 3` of a row if `wanted` is true. Otherwise the function returns zeros.
 ///
-/// In this case, the function loads a row that exists and ignores its elements. With a branch instead, compilers would
-/// finish each load before the next load begins.
+/// If `wanted` is false, the function still loads a row that exists, but ignores the row's elements. With a branch
+/// instead, compilers would finish each load before the next load begins.
 #[cube]
 fn load_if<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -53,8 +53,8 @@ struct RowVector {
 /// Returns the vector that a unit copies in iteration `step` of a copy to shared memory. In each iteration, every unit
 /// copies one vector, and the vectors of neighboring units are neighbors. A row has `vectors` vectors.
 ///
-/// If one iteration covers whole rows, a unit copies the same columns in every iteration. The row of the unit then
-/// grows by a constant, so the unit computes its base address only once.
+/// If one iteration covers whole rows, a unit copies the same columns in every iteration. From one iteration to the
+/// next, the unit's row index grows by a constant. The unit therefore computes its base address only once.
 #[cube]
 fn turn(
     #[comptime] step: usize,
@@ -86,11 +86,11 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// A unit reads four rows of the right operand B. The field is the distance between these four rows in shared
-    /// memory, as a number of rows. The field is 0 if the rows are stored in order.
+    /// The distance, in rows of shared memory, between the four neighboring rows of the right operand B that one unit
+    /// reads. The field is 0 if shared memory holds the rows in order.
     ///
-    /// If the field is not 0, row slot `s` of shared memory holds the block's row
-    /// `(s % interleaved) · 4 + s / interleaved`. Neighboring units then read neighboring slots.
+    /// If the field is not 0, row `s` of shared memory holds the block's row `(s % interleaved) · 4 + s / interleaved`.
+    /// Neighboring units then read neighboring rows of shared memory.
     pub interleaved: usize,
     /// True if the rows of all heads of a GQA group are numbered consecutively, one head after another.
     pub packed: bool,
@@ -141,7 +141,7 @@ pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     loaded
 }
 
-/// Writes the vectors that [`load_rows`] has loaded to shared memory.
+/// Writes to shared memory the vectors that [`load_rows`] has loaded into registers.
 #[cube]
 pub(super) fn store_rows<C: Float>(
     loaded: &Array<Four<C>>,

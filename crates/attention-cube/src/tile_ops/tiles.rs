@@ -132,9 +132,9 @@ impl UnitTiles {
         self.column_units * self.column_vectors + self.padding()
     }
 
-    /// Each unit that shares a row of S has one partial maximum or sum of this row. Returns the distance between the
-    /// partial values of neighboring rows in shared memory, in floats. An odd distance places neighboring rows in
-    /// different banks.
+    /// Returns the distance in shared memory, in floats, between the partial maxima or sums of neighboring rows of S.
+    /// Each of the units that share a row has one partial maximum or sum of this row. An odd distance places
+    /// neighboring rows in different banks.
     pub const fn partial_pitch(&self) -> usize {
         self.column_units + 1
     }

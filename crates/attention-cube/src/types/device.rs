@@ -51,8 +51,8 @@ pub struct FragmentSupport {
     pub kinds: Vec<Fragments>,
     /// The smallest and the largest number of units per plane.
     pub plane_sizes: (usize, usize),
-    /// The reason why engines must not use the device's matrix multiplications, or `None` if they may. One reason is a
-    /// driver that computes wrong products. Another is that the products are untested on the device.
+    /// The reason why engines must not use the device's matrix multiplications, or `None` if engines may use them. One
+    /// reason is a driver that computes wrong products. Another is that the products are untested on the device.
     pub fault: Option<&'static str>,
 }
 

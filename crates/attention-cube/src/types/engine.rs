@@ -34,8 +34,8 @@ macro_rules! names {
             /// The engines with kernels, in the order in which selection tries them.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Returns the Cargo feature that builds the engine's kernels if this build lacks the feature, and
-            /// otherwise `None`.
+            /// If this build lacks the Cargo feature that builds the engine's kernels, returns the name of this
+            /// feature. Otherwise returns `None`.
             #[cfg(feature = "cube")]
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {

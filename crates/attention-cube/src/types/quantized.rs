@@ -35,7 +35,8 @@ impl fmt::Display for CodeFormat {
     }
 }
 
-/// Rows of 8-bit codes with f32 scales, `[batch, kv_heads, kv_len, columns]`: the keys or the values of an attention call.
+/// The keys or the values of an attention call, as rows of 8-bit codes with f32 scales. The shape of the rows is
+/// `[batch, kv_heads, kv_len, columns]`.
 #[derive(Clone, Debug)]
 pub struct QuantizedRows {
     pub(crate) words: Tensor<4, Int>,

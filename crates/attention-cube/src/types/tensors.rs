@@ -207,9 +207,9 @@ impl<B: Backend> QuantizedInputs<B> {
 #[extension_type(fusion)]
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
-    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds the reference scores, which the
-    /// softmax subtracts and which are near the row maxima. The second half holds the logarithms of the softmax sums.
-    /// The LSE is the sum of the two halves.
+    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds each query's reference score, which
+    /// the softmax subtracts from the query's scores. A reference score is near the query's largest score. The second
+    /// half holds the logarithms of the softmax sums. The LSE is the sum of the two halves.
     pub logsumexp: FloatTensor<B>,
 }
 

@@ -353,7 +353,8 @@ struct Merger<'a> {
     /// The file's tensors. A key is a tensor's name without the parts that `torch.compile` adds, and the value is the
     /// full name in the file.
     in_file: BTreeMap<String, &'a str>,
-    /// The model that PEFT adapted names a parameter by this prefix and the parameter's path.
+    /// The prefix of parameter names in the model that PEFT adapted. The prefix precedes the parameter's path in this
+    /// crate's model.
     prefix: &'static str,
     config: AdapterConfig,
     path: Vec<String>,
@@ -366,7 +367,8 @@ struct Merger<'a> {
 }
 
 impl Merger<'_> {
-    /// Returns the name, in the model that PEFT adapted, of the module that holds the matrix at `path`.
+    /// Returns the name of the module that holds the matrix at `path`. The name is the one in the model that PEFT
+    /// adapted.
     fn module(&self, path: &str) -> String {
         // The output projection, `lm_head`, gets no prefix. The prefix names the module of the text model, and
         // `lm_head` is outside of this module.

@@ -46,8 +46,9 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods by which PEFT initializes `A` and `B`. All other methods subtract the initial `B · A` from the
-/// base weights. An adapter that was trained on such changed base weights does not fit the original weights.
+/// The supported names of methods by which PEFT initializes `A` and `B`. All other named methods subtract the initial
+/// `B · A` from the base weights. An adapter that was trained on such changed base weights does not fit the original
+/// weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.

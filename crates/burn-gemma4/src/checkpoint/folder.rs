@@ -60,7 +60,7 @@ impl Folder {
         self.names.in_file(path)
     }
 
-    /// Returns the paths of those K and V projections in the files that no layer uses.
+    /// Returns the paths of unused K and V projections. The files contain these projections, but no layer uses them.
     pub fn unread(&self, config: &Gemma4Config) -> Vec<String> {
         let layers = config.first_shared_layer()..config.num_layers();
         let paths = layers.flat_map(|layer| {

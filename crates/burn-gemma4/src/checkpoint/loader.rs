@@ -22,7 +22,7 @@ pub(super) enum WeightForm {
     /// All weights are unquantized.
     Whole,
     /// Weights that are quantized in the checkpoint stay quantized. All other weights are quantized to the given
-    /// target. If the target is `None`, they stay unquantized.
+    /// target. If the target is `None`, all other weights stay unquantized.
     Words(Option<QuantTarget>),
 }
 
@@ -98,8 +98,8 @@ impl ModuleVisitor for Expected {
     }
 }
 
-/// Checks that all parameters fit the files, before any tensor is loaded. Returns the number of bytes of the files that
-/// the model needs.
+/// Checks that the tensors in the files fit the model's parameters, before any tensor is loaded. Returns the number of
+/// bytes of the tensors that the model needs.
 pub(super) fn check(
     path: &Path,
     weights: &dyn WeightSource,
@@ -133,8 +133,8 @@ pub(super) fn check(
     }
 }
 
-/// Returns the compute dtype. If the caller requests a dtype, this is the requested dtype. Otherwise this is the
-/// default dtype for the checkpoint and the device.
+/// Returns the dtype in which the model computes. If `asked` is `None`, the function returns the default dtype for the
+/// checkpoint and the device. Otherwise it returns the dtype in `asked`.
 fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType, Gemma4Error> {
     match asked {
         Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) if device.supports_dtype(dtype) => {

@@ -3,8 +3,8 @@
 use super::{files::TensorFiles, packed};
 use crate::config::Gemma4Config;
 
-/// The naming scheme of a checkpoint's tensors. Naming schemes differ in the prefix that the names of the parameters
-/// have.
+/// The naming scheme of a checkpoint's tensors. A tensor's name is a prefix, which may be empty, followed by the path
+/// of the tensor's parameter. Naming schemes differ only in the prefix.
 pub(super) struct Names {
     pub(super) prefix: &'static str,
 }

@@ -8,8 +8,8 @@ use crate::error::TensorProblem;
 use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
-/// The last part of a tensor's name. The tensor of an unpacked matrix has the last part `weight`. The tensors of a
-/// packed matrix have the last parts in [`PARTS`].
+/// The last part of the name of a tensor that stores a matrix in unpacked form. A packed matrix is stored as several
+/// tensors. The last parts of these tensors' names are in [`PARTS`].
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
@@ -47,7 +47,7 @@ pub(super) fn get<'a>(
     Ok(Source::packed(packed))
 }
 
-/// A module in the files, whose tensors store one packed matrix.
+/// A module in the files. The module's tensors store one packed matrix.
 struct Module<'a, 'name> {
     files: &'a TensorFiles,
     name: &'name str,

@@ -24,9 +24,12 @@ pub(super) struct Wanted {
 }
 
 impl Loader<'_, '_> {
-    /// Decides whether the per-layer embedding table is placed in device memory or in host memory. Refuses weights that
-    /// exceed the device's largest buffer. If the table must be split over several buffers, this function loads the
-    /// table and returns it.
+    /// Decides whether the per-layer embedding table is placed in device memory or in host memory. Refuses any other
+    /// weight that exceeds the device's largest buffer.
+    ///
+    /// If the table stays on the device but exceeds the largest buffer, the function splits the table over several
+    /// buffers. In this case, the function loads the table and returns it. In all other cases, the function returns
+    /// `None`.
     pub(super) fn place(
         &mut self,
         model: &mut Gemma4Model,

@@ -30,7 +30,7 @@ pub(super) struct Source<'a> {
     numbers: Numbers<'a>,
 }
 
-/// The elements of a parameter in one of the encodings of checkpoints. The bytes are little-endian, row by row.
+/// The elements of a parameter, in the encoding of the checkpoint. The bytes are little-endian, row by row.
 enum Numbers<'a> {
     Floats {
         dtype: DType,
@@ -41,11 +41,11 @@ enum Numbers<'a> {
         bytes: &'a [u8],
     },
     Packed(Packed<'a>),
-    /// Several matrices of the same shape, which form a stacked tensor. Each matrix is one slice of the parameter,
-    /// which is one index of the first dimension.
+    /// Several matrices of the same shape, which form a stacked tensor. Each matrix is one slice: the part of the
+    /// stacked tensor at one index of its first dimension.
     Joined(Vec<Source<'a>>),
-    /// Two stacked tensors of the same shape. Each slice (one index of the first dimension) has the rows of the first
-    /// tensor's slice, then those of the second tensor's slice.
+    /// Two tensors of the same shape, which are concatenated slice by slice. Each slice (one index of the first
+    /// dimension) has the rows of the first tensor's slice, then the rows of the second tensor's slice.
     Stacked(Box<[Source<'a>; 2]>),
 }
 
@@ -145,8 +145,8 @@ impl<'a> Source<'a> {
         dtype: DType,
         dequantize: impl Fn(usize, &mut [f32]) + Sync,
     ) -> TensorData {
-        // The parameter is a vector, and a slice is one element. The range may begin or end inside a quantized block.
-        // Dequantize the whole vector before cutting out the range.
+        // If the parameter is a vector, a slice is one element, and the range may begin or end inside a quantized
+        // block. Dequantize the whole vector before cutting out the range.
         if self.shape.len() == 1 {
             let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
             let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();

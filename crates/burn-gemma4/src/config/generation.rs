@@ -63,8 +63,8 @@ pub struct GenerationDefaults {
     pub min_length: Option<usize>,
     /// See [`GenerateOptions::begin_suppress_tokens`](crate::generate::GenerateOptions::begin_suppress_tokens). Default: none.
     pub begin_suppress_tokens: Vec<u32>,
-    /// Tokens that are never sampled, except for stop tokens among them. The list holds the entries of `bad_words_ids`
-    /// that consist of one token. Default: none.
+    /// Tokens that are never sampled. Stop tokens in this list can be sampled nevertheless. The list holds those
+    /// entries of `bad_words_ids` that consist of one token. Default: none.
     pub bad_words: Vec<u32>,
     /// Warnings to the user about settings in the file that this crate does not support. Default: none.
     pub unsupported: Vec<String>,

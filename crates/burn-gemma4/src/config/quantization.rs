@@ -164,8 +164,8 @@ impl QuantizedWeights {
         }
         match &self.actorder {
             Value::Null | Value::Bool(false) => (),
-            // Accept the orders "weight" and "static", because they leave the columns of the packed matrix in the original
-            // order.
+            // Accept the `actorder` values "weight" and "static". With these values, the columns of the packed matrix
+            // are in the original order.
             Value::String(order) if ["weight", "static"].contains(&order.as_str()) => (),
             other => {
                 return Err(format!(

@@ -6,7 +6,8 @@ use std::ops::RangeInclusive;
 
 /// The maximum number of layers. The largest published model has 60.
 pub(crate) const MOST_LAYERS: usize = 1024;
-/// The maximum of every size in a configuration, because devices store tokens and positions as i32.
+/// The largest value that any size in a configuration may have. The reason is that devices store tokens and positions
+/// as i32.
 const LARGEST_SIZE: usize = i32::MAX as usize;
 /// The maximum size of the sliding window, in positions.
 const WIDEST_WINDOW: usize = 1 << 20;
@@ -299,8 +300,8 @@ impl RopeConfig {
     }
 }
 
-/// True if a value is positive, finite and not subnormal after the cast to f32, because models compute in f32 or in a
-/// smaller dtype.
+/// True if a value, after a cast to f32, is positive, finite and not subnormal. Models compute in f32 or in a smaller
+/// dtype.
 fn is_positive_in_f32(number: f64) -> bool {
     let number = number as f32;
     number.is_normal() && number > 0.0

@@ -57,8 +57,8 @@ struct State {
 }
 
 impl CapturedPrompts {
-    /// Returns the index in [`LENGTHS`] of the length to which a prompt of `count` tokens is padded, and the state of
-    /// the graphs. Returns `None` if no graph can run the prompt on this stream.
+    /// Finds the smallest length in [`LENGTHS`] to which a prompt of `count` tokens can be padded. Returns the index of
+    /// this length and the locked state of the graphs. Returns `None` if no graph can run the prompt on this stream.
     fn state(&self, model: &Gemma4Model, count: usize) -> Option<(usize, MutexGuard<'_, State>)> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -82,15 +82,17 @@ impl CapturedPrompts {
         Some((index, state))
     }
 
-    /// True if a graph may run over a whole prompt of `count` tokens. The prompt's KV cache must be empty, have one
-    /// sequence and have the storage format `kind`.
+    /// True if a graph may run over a whole prompt of `count` tokens. `kind` is the storage format of the prompt's KV
+    /// cache, which must be empty and have one sequence.
     pub fn serve(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
         is_plain(kind) && self.state(model, count).is_some()
     }
 
-    /// Runs the model over a whole prompt by replaying a graph, and fills `cache`, an empty cache with one sequence.
-    /// Returns the normalized hidden state of the last token, `[1, 1, hidden]`. If no graph can run the prompt, returns
-    /// `None`, and the cache stays empty.
+    /// Runs the model over a whole prompt by replaying a graph, and writes the prompt's keys and values to `cache`.
+    /// Returns the normalized hidden state of the last token, `[1, 1, hidden]`.
+    ///
+    /// Returns `None` and leaves `cache` unchanged if no graph can run the prompt. One case is a cache that is not
+    /// empty or has several sequences. Another case is the first prompt of each padded length.
     pub fn read(
         &self,
         model: &Gemma4Model,
@@ -149,9 +151,9 @@ fn tokens_of_most_work(config: &Gemma4Config) -> usize {
     (MOST_WORK_PER_LAYER * config.num_layers() as f64 / work_of_token(config)) as usize
 }
 
-/// Returns the number of floating-point operations per prompt token: a multiply-add for each weight of the layers that
-/// compute their own keys and values. Layers that share an earlier layer's KV cache do not count, because they run only
-/// for the last token.
+/// Returns the number of floating-point operations per prompt token: two operations (multiply and add) for each weight.
+/// Only the weights of layers that compute their own keys and values count. Layers that share an earlier layer's KV
+/// cache run only for the last token.
 fn work_of_token(config: &Gemma4Config) -> f64 {
     let hidden = config.hidden_size;
     let of_layer = |layer| {

@@ -96,8 +96,8 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if device samplers can choose all tokens. The sampling must need more than the argmax of the raw logits,
-    /// and no log-probabilities may be requested.
+    /// True if device samplers should choose the tokens. This requires sampling that needs more than the argmax of the
+    /// raw logits. It also requires that no log-probabilities are requested.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

@@ -47,8 +47,8 @@ impl PromptGraphs {
         }
     }
 
-    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token. Replays a
-    /// graph if the cache is empty and has one sequence.
+    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token. If
+    /// the cache is empty, the function may replay a graph.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if `tokens` is empty or has a token outside the vocabulary, or if the cache does not

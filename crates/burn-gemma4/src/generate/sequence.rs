@@ -12,18 +12,18 @@ use crate::text::parts::Parts;
 use crate::text::stop::StopStrings;
 use crate::text::tokenizer::Tokenizer;
 
-/// The data from which the host gets the next tokens. These are token ids if the device has chosen the tokens, or else
-/// logits.
+/// The data from which the host gets the next tokens: token ids if the device has chosen the tokens, otherwise logits.
 pub(crate) enum Chosen {
-    /// The tokens that the device chose, one per row of logits, and the vocabulary size. A row without a possible token
-    /// has `None`.
+    /// The tokens that the device chose, one per row of logits, and the vocabulary size. The token of a row is `None`
+    /// if all logits of the row are NaN or −∞.
     Tokens(Vec<Option<u32>>, usize),
     /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),
 }
 
 impl Chosen {
-    /// Copies the tokens or the logits of `next` to the host. The rows are ordered by sequence.
+    /// Lets the device choose the next tokens, and copies the tokens to the host. If the host must choose the tokens,
+    /// copies the logits of `next` instead. The rows of logits are ordered by sequence.
     pub fn of(
         next: Next<'_>,
         sequences: &[Sequence<'_>],
@@ -58,7 +58,8 @@ impl Chosen {
         .collect()
     }
 
-    /// Chooses the next token of `sequence` from the row `row` of logits, or takes the device's token for that row.
+    /// Returns the next token of `sequence`. If the device has chosen the tokens, this is the token of row `row`.
+    /// Otherwise the sequence's sampler chooses the token from the logits of row `row`.
     pub fn token(
         &self,
         row: usize,
@@ -89,7 +90,7 @@ pub(crate) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
-/// True if a token is still forbidden in some unfinished sequence because the text is too short.
+/// True if some unfinished sequence is still so short that its sampler forbids certain tokens, such as stop tokens.
 pub(crate) fn begins(sequences: &[Sequence<'_>]) -> bool {
     let mut on_their_way = sequences.iter().filter(|one| one.finished.is_none());
     on_their_way.any(|sequence| sequence.sampler.suppresses_now())

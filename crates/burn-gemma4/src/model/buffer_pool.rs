@@ -1,5 +1,5 @@
-//! Reusable host buffers for uploads. Writing to a newly allocated buffer is slower than refilling a used buffer, up to ten
-//! times in a virtual machine.
+//! Reusable host buffers for uploads. Refilling a used buffer is faster than writing to a newly allocated buffer. In a
+//! virtual machine, refilling is up to ten times as fast.
 
 use burn::tensor::{AllocationProperty, Bytes};
 use std::sync::{Arc, Mutex, PoisonError};

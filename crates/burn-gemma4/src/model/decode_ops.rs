@@ -349,7 +349,7 @@ fn matrices_of_one_launch(projections: &[&Linear]) -> Option<Vec<Matrix>> {
     }
 }
 
-/// Returns the weight of the per-layer embedding's gate, and the embedding that is multiplied by the gate.
+/// Returns the factors of a GEMV that computes GELU of the per-layer embedding's gate, multiplied by the embedding.
 fn gate_of(gate: &Linear, embedding: ColumnSlice) -> Factors {
     Factors::GateOf {
         gate: gate.weight.matrix(),

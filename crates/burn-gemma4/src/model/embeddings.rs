@@ -12,7 +12,8 @@ use burn::tensor::{Int, Tensor};
 impl Gemma4Model {
     /// Returns the residual stream before the first layer, `[rows, hidden]`, and the per-layer embeddings,
     /// `[rows, layers · columns]`, if the model has them. No launch of a captured graph may write `tokens`, `[rows]`.
-    /// `from_host` holds the tokens' table rows if the table is in host memory: see [`host_rows`](Self::host_rows).
+    /// `from_host` holds the tokens' rows of the per-layer embedding table, if this table is in host memory: see
+    /// [`host_rows`](Self::host_rows).
     pub(crate) fn first_rows(
         &self,
         tokens: &Tensor<1, Int>,
@@ -34,8 +35,8 @@ impl Gemma4Model {
         (ResidualStream::of((rows, normed)), embeddings)
     }
 
-    /// Computes the same values as [`per_layer_embeddings`](Self::per_layer_embeddings), with the same rounding. Runs
-    /// kernels that are fast for a few rows.
+    /// Computes the same values as [`per_layer_embeddings`](Self::per_layer_embeddings), with the same rounding, but
+    /// runs kernels that are fast for a few rows.
     fn few_per_layer_embeddings(
         &self,
         tokens: &Tensor<1, Int>,
@@ -70,7 +71,8 @@ impl Gemma4Model {
     }
 }
 
-/// Describes the tokens' rows of an embedding table to the kernel that reads them. Returns `None` for a quantized table.
+/// Describes which rows of an embedding table a kernel must read: the rows of `tokens`. Returns `None` for a quantized
+/// table.
 fn token_rows(embedding: &Embedding, tokens: &Tensor<1, Int>) -> Option<TokenRows> {
     match embedding.weight.matrix() {
         Matrix::Whole(table) => Some(TokenRows {

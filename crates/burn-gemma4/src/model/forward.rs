@@ -247,7 +247,8 @@ impl Gemma4Model {
     }
 }
 
-/// Selects the rows of the last `count` positions from rows `[batch · positions, columns]`.
+/// Returns the last `count` positions of each sequence, `[batch · count, columns]`. `rows` is
+/// `[batch · positions, columns]`.
 pub(crate) fn last_positions(rows: Tensor<2>, batch: usize, count: usize) -> Tensor<2> {
     let [all, columns] = rows.dims();
     if all == batch * count {

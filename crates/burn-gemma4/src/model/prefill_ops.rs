@@ -1,5 +1,5 @@
-//! A layer's operations for any number of rows, with gradients. Decoding uses them only if the decode kernels do not
-//! support the model.
+//! A layer's operations for any number of rows, with gradients. Decoding uses these operations only if the decode
+//! kernels do not support the model.
 
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;

@@ -38,8 +38,8 @@ pub(crate) struct PromptPass {
 pub(crate) struct PromptOutputs {
     /// The normalized hidden state of the prompt's last token, `[1, hidden]`.
     hidden: Tensor<2>,
-    /// The keys and values of each layer that computes its own keys and values. Each tensor is `[1, kv_heads, length,
-    /// head_dim]`.
+    /// The keys and values of each layer that computes its own keys and values. Each tensor is
+    /// `[1, kv_heads, length, head_dim]`.
     key_values: Vec<[Tensor<4>; 2]>,
 }
 
@@ -83,7 +83,8 @@ impl PromptPass {
         }
     }
 
-    /// Overwrites the inputs with a prompt, which must have at least one token and at most the pass's number of tokens.
+    /// Overwrites the input tensors with `prompt`. The prompt must have at least one token, and at most the number of
+    /// tokens that was passed to [`new`](Self::new).
     pub fn overwrite(&self, prompt: &[u32]) {
         let [length] = self.tokens.dims();
         let mut numbers: Vec<i32> = prompt.iter().map(|token| *token as i32).collect();

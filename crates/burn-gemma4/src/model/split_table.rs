@@ -11,7 +11,7 @@ use burn::{
 pub(crate) struct SplitTable {
     /// The buffers of the table. Each holds `[tokens, columns]` for a range of tokens.
     pub parts: Vec<Weight>,
-    /// The number of tokens in every buffer except the last, which may have fewer tokens.
+    /// The number of tokens in each buffer. Only the last buffer may have fewer tokens.
     #[module(skip)]
     of_part: usize,
 }

@@ -109,8 +109,8 @@ impl Gemma4Model {
         &self.warnings
     }
 
-    /// Creates a model like [`new`](Self::new), from a validated configuration. Unlike in `new`, all layers may be shared KV
-    /// layers, as in a drafter.
+    /// Creates a model as [`new`](Self::new) does, but from a configuration that is already validated. Unlike in `new`,
+    /// all layers may be shared KV layers, as in a drafter.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();

@@ -30,8 +30,8 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
 }
 
 /// Returns a range of columns of a quantized cache's int8 values, which are packed in 32-bit words. The result is a
-/// view under the conditions of [`columns`]. The kernels must also support the device and dtype of `scales`, a float
-/// tensor of the same cache.
+/// view under the conditions of [`columns`], and if the kernels support the device and dtype of `scales`. `scales` is a
+/// float tensor of the same cache.
 pub(crate) fn columns_of_words(
     words: Tensor<4, Int>,
     scales: &Tensor<4>,

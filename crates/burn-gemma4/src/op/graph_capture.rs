@@ -88,8 +88,8 @@ impl<C: Computation> CapturedGraph<C> {
             return self.computation.compute();
         };
         // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, and the graph's own
-        // intermediate tensors. All of them live as long as the graph. All launches are issued on the graph's stream,
-        // and therefore in order.
+        // intermediate tensors. All these tensors live as long as the graph. All launches are issued on the graph's
+        // stream, and therefore in order.
         let replayed = unsafe {
             Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
         };

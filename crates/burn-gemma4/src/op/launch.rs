@@ -18,8 +18,8 @@ use cubecl::{
 
 /// The number of buffers that a device must be able to bind in one kernel. The quantized GEMV with three matrices needs
 /// 8: two for each matrix, one for the input and one for the output. The runtime's own bindings do not count. The RoPE
-/// kernel for the queries, keys and values of a layer binds more buffers. If the device cannot bind as many, several
-/// launches replace this kernel.
+/// kernel binds more buffers if it computes a layer's queries, keys and values in one launch. On a device that cannot
+/// bind so many buffers, the queries, keys and values need separate launches.
 const BINDINGS: u32 = 8;
 
 /// True if the device supports the dtype, and has enough bindings ([`BINDINGS`]) and units per cube for the kernels.
@@ -57,9 +57,9 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device is known to convert subnormal f16 values to f32 exactly. The f16 scale of a block may be
-/// subnormal in formats whose group scales are quantized. Vulkan and WGSL let the driver flush subnormal values to
-/// zero.
+/// True if the device is known to convert subnormal f16 values to f32 exactly. The conversion matters for formats with
+/// quantized group scales, because the f16 scale of a block may be subnormal. Vulkan and WGSL let the driver flush
+/// subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]

@@ -1,6 +1,6 @@
 //! The packed format of compressed-tensors. Each row of a matrix has 4-bit or 8-bit codes in 32-bit words, and one
-//! scale per group of columns. A matrix may also have zero points, one per group. Each 32-bit word of zero points holds
-//! those of consecutive rows.
+//! scale per group of columns. A matrix may also have zero points, one per group. A 32-bit word of zero points belongs
+//! to one group of columns, and holds the zero points of consecutive rows.
 
 use burn::tensor::{DType, bf16, f16};
 

@@ -100,7 +100,8 @@ fn q8(numbers: &[f32], codes: &mut [u8]) -> f16 {
     f16::from_f32(scale)
 }
 
-/// Quantizes a block to 4-bit codes. The element with the largest absolute value gets the code 0, which stands for -8.
+/// Quantizes a block to 4-bit codes. The element with the largest absolute value gets the code 0. A code `q` stands for
+/// `q - 8` times the scale.
 fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let largest = numbers.iter().fold(
         0f32,
@@ -123,8 +124,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// Compares the rounding of an element halfway between two codes with llama.cpp's `quantize_row_q4_0_ref` in f32.
-    /// Without the rounding of `number * inverse`, the second element would get the code 3 instead of 4.
+    /// Checks that an element halfway between two codes gets the code that llama.cpp's `quantize_row_q4_0_ref` computes
+    /// in f32. Without the rounding of `number * inverse`, the second element would get the code 3 instead of 4.
     #[test]
     fn write_of_numbers_halfway_between_codes_rounds_as_llama_cpp() {
         let mut numbers = [0f32; COLUMNS];

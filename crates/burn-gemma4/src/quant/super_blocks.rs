@@ -28,7 +28,8 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
 
 /// Dequantizes each code `q` to `scale · q - least`, with the scale and the minimum (`least`) of the code's group. A
 /// code has 4 bits, or 5 bits if `fifth` is given. Each 32 bytes of `nibbles` hold two groups: the first in the low 4
-/// bits, the second in the high 4 bits. Bit `g` of byte `i` of `fifth` is the fifth bit of element `i` of group `g`.
+/// bits of each byte, the second in the high 4 bits. Bit `g` of byte `i` of `fifth` is the fifth bit of element `i` of
+/// group `g`.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);

@@ -46,10 +46,10 @@ struct Header {
     /// this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,
-    /// The largest number of tokens that the cache can remove from the end of the text.
+    /// The number of spare slots in each ring buffer of the KV cache. The cache can remove up to this number of tokens
+    /// from the end of the text.
     spare: usize,
-    /// The number of tokens at the end of the session whose keys and values the ring buffers of sliding layers still
-    /// hold.
+    /// For sliding layers, the file holds the keys and values of only the session's last `kept` tokens.
     kept: usize,
     /// The last checkpoint of the session, or `None` if the session has no checkpoint.
     turn: Option<Turn>,
@@ -277,7 +277,7 @@ impl<'a> File<'a> {
         dtype_of(keys.dtype()).map(|dtype| dtype.name().to_owned())
     }
 
-    /// Returns the elements of a one-dimensional tensor whose elements have 4 bytes each.
+    /// Returns the elements of a one-dimensional tensor. Each element must have 4 bytes.
     fn list(&self, name: &str, dtype: Dtype) -> Result<&[[u8; 4]], Gemma4Error> {
         match self.tensors.tensor(name) {
             Ok(view) if view.dtype() == dtype && view.shape().len() == 1 => {
@@ -289,10 +289,10 @@ impl<'a> File<'a> {
         }
     }
 
-    /// Checks that the session was saved with the same configuration, compute dtype and weights as those of `model`.
+    /// Checks that the model that saved the session had the same configuration, compute dtype and weights as `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        // Convert the model's configuration to JSON and back before the comparison, as for the configuration in the
-        // file. The conversion may change a float.
+        // The configuration in the file was converted to JSON and back, which may change a float. Convert the model's
+        // configuration in the same way, so that equal configurations stay equal.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;

@@ -8,7 +8,8 @@
 //! each answer.
 //!
 //! For the next turn of a conversation, the session restores a checkpoint, and prefills only the tokens after the
-//! checkpoint. If the template changes earlier turns, the session prefills from the first changed token.
+//! checkpoint. If the template changes earlier turns, the session restores the cache to a position at or before the
+//! first changed token, and prefills from there.
 
 mod checkpoints;
 mod file;
@@ -25,8 +26,9 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// The number of tokens at the end of a text that may change if the text continues. The tokenizer may merge these
-/// tokens with the next characters. The session takes its checkpoint before these tokens.
+/// If a text continues, the tokenizer may merge the text's last tokens with the next characters. At most the last
+/// `MARGIN` tokens are assumed to change. For a prompt that is not a conversation, the session takes its checkpoint
+/// before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -53,8 +55,9 @@ impl<'a> Session<'a> {
     /// the cache to a token position within the cached tokens. The model then processes only the tokens after this
     /// position.
     ///
-    /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. The cache can be
-    /// restored to any other position only while no ring buffer of a sliding layer has overwritten a token.
+    /// While no ring buffer of a sliding layer has overwritten a token, the cache can be restored to any position.
+    /// Afterwards, the cache can be restored to the end of the cached tokens, or to a checkpoint. The session takes a
+    /// checkpoint at the beginning of each answer.
     ///
     /// The cache is reused only if the previous and the new generation store keys in the same format. The two
     /// generations must also agree on whether they use drafts.
@@ -78,8 +81,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens. The next prompt may
-        // begin to differ at the same token. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next
+        // prompt may begin to differ at the same token. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -123,8 +126,8 @@ impl<'a> Session<'a> {
         Ok(generation)
     }
 
-    /// Restores the cache to the longest stored state that lies in the common prefix of `tokens` and the cached tokens.
-    /// Returns the length of the common prefix. The restored state may hold fewer tokens than this prefix.
+    /// Restores the cache to the last restorable position in the common prefix of `tokens` and the cached tokens.
+    /// Returns the length of the common prefix. The restored cache may hold fewer tokens than the common prefix.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
         // Exclude the prompt's last token, which must run through the model for its logits.
         let common = common(&self.read, tokens).min(tokens.len() - 1);

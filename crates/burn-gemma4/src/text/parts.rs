@@ -106,7 +106,8 @@ impl<'a> Parts<'a> {
             return Ok(end);
         }
         let text = match self.tokenizer.special(token) {
-            // Keep special tokens in the text of a tool call, because they delimit the strings among the call's arguments.
+            // Keep special tokens in the text of a tool call, because they delimit the strings among the call's
+            // arguments.
             Some(special) if self.kind == TextKind::ToolCall => self.stream.finish()? + &special,
             _ => self.stream.push(token)?,
         };
@@ -129,7 +130,7 @@ impl<'a> Parts<'a> {
     }
 
     /// Ends the current part, and returns the text that was held back. If a channel's first line was held back,
-    /// `is_name` tells whether this line is the channel's name. A name is dropped.
+    /// `is_name` tells whether this line is the channel's name. In this case, the line is dropped and not returned.
     fn end_part(
         &mut self,
         is_name: impl Fn(&str) -> bool,

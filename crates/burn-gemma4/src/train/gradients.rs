@@ -1,8 +1,8 @@
 //! Gradients with the activations of only one layer in memory at a time: gradient checkpointing (Chen et al. 2016,
 //! arXiv:1604.06174).
 //!
-//! Burn's own checkpointing keeps the outputs of all GEMMs, which take most of the memory at long context. This module keeps
-//! only the input of each layer. The backward recomputes the layers from the last to the first.
+//! Burn's own checkpointing keeps the outputs of all GEMMs, which take most of the memory at long context. This module
+//! keeps only the input of each layer. The backward recomputes the layers from the last to the first.
 
 use crate::error::Gemma4Error;
 use crate::model::cache::key_values::{KeyValues, SharedKeyValues};
@@ -27,8 +27,8 @@ impl Gemma4Model {
     /// [`Tensor::backward`]. The backward recomputes each layer, so only one layer's activations are in memory. The
     /// recomputation costs one more forward.
     ///
-    /// The closure `loss` receives the hidden states. They come from [`hidden_packed`](Self::hidden_packed) if a
-    /// packing is given, and otherwise from [`hidden`](Self::hidden).
+    /// The closure `loss` receives the hidden states. The hidden states come from
+    /// [`hidden_packed`](Self::hidden_packed) if a packing is given, and otherwise from [`hidden`](Self::hidden).
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
@@ -182,7 +182,7 @@ impl ModuleVisitor for HasTrainable {
 
 /// The data that all layers use in one forward and backward.
 struct Pass<'a> {
-    /// The model on the device with autodiff.
+    /// The model, on a device with autodiff.
     model: &'a Gemma4Model,
     strategy: GradientCheckpointingStrategy,
     batch: usize,
@@ -211,7 +211,8 @@ struct Kept {
 /// The data with which the backward of one layer begins.
 struct Objective {
     layer: usize,
-    /// The inputs of the layer, as leaves of the autodiff graph: the residual stream `input`, and the per-layer `embedding`.
+    /// The inputs of the layer, as leaves of the autodiff graph: the residual stream `input`, and the per-layer
+    /// `embedding`.
     input: Tensor<2>,
     embedding: Option<Tensor<2>>,
     /// The gradient with respect to the layer's output.
@@ -266,8 +267,8 @@ impl<'a> Pass<'a> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
 
-    /// Runs the forward without autodiff. Returns the results that the backward needs, and the last layer's output at the
-    /// requested positions.
+    /// Runs the forward without autodiff. Returns the results that the backward needs, and the last layer's output at
+    /// the requested positions.
     fn forward(
         &self,
         plain: &Gemma4Model,
@@ -318,8 +319,8 @@ impl<'a> Pass<'a> {
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             destination: KvDestination::Dropped,
-            // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so memory
-            // holds the activations of only that layer.
+            // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so
+            // memory holds the activations of only that layer.
             mlp_recompute: false,
             observer: &mut (),
         };

@@ -68,8 +68,8 @@ impl Gemma4Model {
 
     /// Computes the cross entropy of each target given the hidden states `hidden`, in nats.
     ///
-    /// The loss of a negative target is 0. [`loss`](Self::loss) returns the mean over all other targets. The result is never
-    /// tracked by autodiff.
+    /// The loss of a negative target is 0. [`loss`](Self::loss) returns the mean over all other targets. The result is
+    /// never tracked by autodiff.
     ///
     /// # Shapes
     /// - `hidden`: `[batch, positions, hidden]`
@@ -92,8 +92,8 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if the shape of the targets does not match the hidden states. Targets beyond the vocabulary are not
-    /// detected.
+    /// Returns an error if the shape of the targets does not match the hidden states. Targets beyond the vocabulary are
+    /// not detected.
     pub fn token_losses(
         &self,
         hidden: Tensor<3>,
@@ -132,14 +132,14 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
 /// overwrites the logits. Without fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of positions per chunk of logits in f16. To a row of the head's gradient, each position adds at
-/// most its hidden state. The sum over 256 positions stays below f16's maximum, 65,504, if all hidden states are below
-/// 255.
+/// The maximum number of positions per chunk if the logits are f16. A row of the head's gradient is a sum over
+/// positions. Each position adds at most its hidden state to this sum. The sum over 256 positions stays below f16's
+/// maximum, 65,504, if all hidden states are below 255.
 const ROWS_IN_F16: usize = 256;
 
-/// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. `hidden`
-/// is `[rows, columns]`, and `head` is `[vocabulary, columns]`. Negative targets do not count. The loss is 0 if no target
-/// counts.
+/// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32.
+/// `hidden` is `[rows, columns]`, and `head` is `[vocabulary, columns]`. Negative targets do not count. The loss is 0
+/// if no target counts.
 fn mean_cross_entropy(
     hidden: Tensor<2>,
     head: Matrix,
@@ -201,8 +201,8 @@ fn in_chunks(
     let mean = |gradient: Tensor<2>, dtype: DType| {
         let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
         match dtype {
-            // Keep the gradient in f32, because the mean divides the gradient by the number of positions. In f16 the
-            // quotient would underflow.
+            // In an f16 model, keep the gradient in f32. The mean divides the gradient by the number of positions, and
+            // the quotient would underflow in f16.
             DType::F16 => mean,
             _ => mean.cast(dtype),
         }
@@ -261,8 +261,8 @@ struct Chunk<'a> {
 }
 
 impl Chunk<'_> {
-    /// Returns the losses `[rows]` in f32. If requested, also returns the gradient of the summed losses with respect to the
-    /// logits before the softcap, `[rows, vocabulary]` in the model's dtype.
+    /// Returns the losses `[rows]` in f32. If requested, also returns the gradient of the summed losses with respect to
+    /// the logits before the softcap, `[rows, vocabulary]` in the model's dtype.
     fn loss(&self, with_gradient: bool) -> (Tensor<1>, Option<Tensor<2>>) {
         let logits = rows(self.hidden.clone(), self.head.clone());
         let targets = self.targets.clone();
@@ -381,8 +381,8 @@ mod tests {
         }
     }
 
-    /// Checks that the head's gradient does not overflow in f16. The gradients of 16,384 equal rows have the same sign, so
-    /// their sum before the mean exceeds the largest f16.
+    /// Checks that the head's gradient does not overflow in f16. The gradients of 16,384 equal rows have the same sign,
+    /// so their sum before the mean exceeds the largest f16.
     #[test]
     fn in_chunks_with_large_head_gradient_stays_finite_in_f16() {
         let device = Device::flex().autodiff();

@@ -9,8 +9,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// The document lengths of a batch of packed sequences. Each row holds its documents one after another.
 ///
-/// [`Gemma4Model::forward_packed`](crate::model::Gemma4Model::forward_packed) computes the logits of each document as if the
-/// document were alone: positions begin at 0, and tokens attend to no other document.
+/// [`Gemma4Model::forward_packed`](crate::model::Gemma4Model::forward_packed) computes the logits of each document as
+/// if the document were alone: positions begin at 0, and tokens attend to no other document.
 ///
 /// ```
 /// use burn_gemma4::Packing;
@@ -22,7 +22,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
-    /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
+    /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the
+    /// padding.
     rows: Vec<Vec<usize>>,
     /// The number of documents in each row. If a row has padding, this number is also the index of the padding's length
     /// in the row's list of lengths.
@@ -31,8 +32,8 @@ pub struct Packing {
 }
 
 impl Packing {
-    /// Creates a packing with rows of `positions` tokens. Row `row` contains documents with the lengths `rows[row]`, in this
-    /// order, then padding.
+    /// Creates a packing with rows of `positions` tokens. Row `row` contains documents with the lengths `rows[row]`, in
+    /// this order, then padding.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
@@ -69,8 +70,8 @@ impl Packing {
         self.positions
     }
 
-    /// Returns a mask `[batch, positions]`, which is true where the next token belongs to the same document. The mask is
-    /// false at the last token of each document and in the padding.
+    /// Returns a mask `[batch, positions]`, which is true where the next token belongs to the same document. The mask
+    /// is false at the last token of each document and in the padding.
     pub fn predicts(&self, device: &Device) -> Tensor<2, Bool> {
         let mut predicts = Vec::with_capacity(self.batch() * self.positions);
         for (row, padding) in self.rows.iter().zip(&self.padding) {

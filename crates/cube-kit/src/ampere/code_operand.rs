@@ -10,9 +10,9 @@
 //!
 //! - For scores (summed over columns), a lane holds codes of four neighboring columns of a row. The columns of the left
 //!   operand must be in the order in which lanes hold the codes: see [`order_columns()`].
-//! - For sums (summed over rows), a lane has two neighboring columns of two rows. The result's even columns are in one
-//!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` holds the element in row
-//!   `l / 4 + 8 (i / 2 % 2)` and column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
+//! - For sums (summed over rows), a lane has two neighboring columns of two rows. Of each 16 columns of the result, one
+//!   `mma.sync` computes the 8 even columns, and another computes the 8 odd columns. Register `i` of lane `l` holds the
+//!   result's element in row `l / 4 + 8 (i / 2 % 2)` and column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
 
 use super::FRAGMENT_ROWS;
 use super::cp_async::PIECE_BYTES;
@@ -42,8 +42,8 @@ impl Codes {
     /// sets the constants among these registers. Each constant is a pair of bf16 numbers.
     const fn constants(self) -> &'static str {
         match self {
-            // `base` is 128: an OR with a code's 7 low bits adds these bits to 128. `shift` is −128: an OR with a
-            // code's sign bit gives −256. `one` is 1.
+            // `base` is 128: `base` OR a code's 7 low bits is 128 plus these bits. `shift` is −128: `shift` OR a set
+            // sign bit of a code is −256. `one` is 1.
             Self::Int8 => {
                 ".reg .b32 base, shift, one, low, high, next;\n\
                  mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n"
@@ -56,8 +56,8 @@ impl Codes {
         }
     }
 
-    /// Returns PTX that converts the four codes of a register to bf16. The first code of each 16-bit half goes to `even`, and the
-    /// second code goes to `odd`.
+    /// Returns PTX that converts the four codes of a register to bf16. The first code of each 16-bit half goes to
+    /// `even`, and the second code goes to `odd`.
     fn numbers(self, register: &str, even: &str, odd: &str) -> String {
         match self {
             Self::Int8 => int8_numbers(register, even, odd),
@@ -92,7 +92,8 @@ fn int8_numbers(register: &str, even: &str, odd: &str) -> String {
     half(register, even) + &format!("shr.u32 next, {register}, 8;\n") + &half("next", odd)
 }
 
-/// Returns the PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right operand.
+/// Returns the PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right
+/// operand.
 fn scores_text(product: &Scores, codes: Codes) -> String {
     let count = product.registers();
     let mut text = String::from(
@@ -144,8 +145,8 @@ fn scores_text(product: &Scores, codes: Codes) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers,
-/// and the lane's address of the right operand.
+/// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's
+/// registers, and the lane's address of the right operand.
 fn sums_text(product: &Sums, codes: Codes) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -161,8 +162,8 @@ fn sums_text(product: &Sums, codes: Codes) -> String {
             let rows = subtile * product.right_rows + STEP * step;
             text += &load("b", "ra", within, rows * ROW_BYTES, true);
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
-                // The registers n0 and n2 hold the right operand for the even columns of the result. The registers n1 and n3
-                // hold the right operand for the odd columns.
+                // The registers n0 and n2 hold the right operand for the even columns of the result. The registers n1
+                // and n3 hold the right operand for the odd columns.
                 text += &codes.numbers(&format!("b{}", 2 * of_load), "n0", "n1");
                 text += &codes.numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
@@ -200,12 +201,13 @@ fn order_text() -> String {
 /// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
 /// Four lanes share the 16 columns, and each of these lanes has four neighboring columns. After the reordering, the
-/// first and third columns of all lanes precede the second and fourth columns of all lanes.
+/// first and third columns of each lane come first, in the order of the lanes. The second and fourth columns of each
+/// lane follow, in the same order.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flip one address bit to get the address of the second 16-byte piece. The swizzle keeps the two pieces of 16 columns
-    // next to each other.
+    // Flip one address bit to get the address of the second 16-byte piece. The swizzle keeps the two pieces of 16
+    // columns next to each other.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(
         "{text} // {first} {second}\n",

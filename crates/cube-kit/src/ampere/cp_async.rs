@@ -13,8 +13,8 @@ pub const PIECE: usize = PIECE_BYTES / 2;
 /// Returns the global address of the element at `index` of a tensor in half precision.
 #[cube]
 pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
-    // SAFETY: this expression only takes the address of `tensor` and reads no memory. A caller that reads from the result
-    // must pass an `index` inside the tensor.
+    // SAFETY: this expression only takes the address of `tensor` and reads no memory. A caller that reads from the
+    // result must pass an `index` inside the tensor.
     crate::nvidia::ptx::element_address::<E>(
         unsafe { tensor.as_slice().as_ptr_unchecked() },
         index,

@@ -22,8 +22,8 @@ pub const PRODUCT_ROWS: usize = 8;
 /// per operand. The loaded pieces are the operands of two `mma.sync`.
 pub const PIECE_COLUMNS: usize = 32;
 
-/// Starts a load of `words` words at `offset` bytes after a global address, without keeping the data in the L1 cache. The
-/// loaded address must be aligned to the size of the load.
+/// Starts a load of `words` words at `offset` bytes after a global address, without keeping the data in the L1 cache.
+/// The loaded address must be aligned to the size of the load.
 ///
 /// Calls of this function stay in program order.
 #[cube]
@@ -60,7 +60,8 @@ pub fn read_word(address: u64, #[comptime] offset: usize) -> u32 {
     word
 }
 
-/// Loads 16 bytes at `offset` bytes after a global address. If `is_there` is 0, the function reads no memory and returns zeros.
+/// Loads 16 bytes at `offset` bytes after a global address. If `is_there` is 0, the function reads no memory and
+/// returns zeros.
 #[cube]
 pub fn read_piece_if(
     address: u64,
@@ -114,8 +115,8 @@ pub fn add_pairs(
     sum
 }
 
-/// Returns the PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand,
-/// and two pairs of the right operand.
+/// Returns the PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left
+/// operand, and two pairs of the right operand.
 fn product_text(half: Half) -> String {
     let half = half.ptx();
     format!(
@@ -156,8 +157,8 @@ pub fn add_pairs_of_two_rows(
     sum
 }
 
-/// Returns the PTX of [`add_pairs_of_two_rows()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of each of
-/// the two rows of the left operand, and two pairs of the right operand.
+/// Returns the PTX of [`add_pairs_of_two_rows()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of
+/// each of the two rows of the left operand, and two pairs of the right operand.
 fn product_of_two_rows_text(half: Half) -> String {
     let half = half.ptx();
     format!(
@@ -181,8 +182,8 @@ pub fn add_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     sum
 }
 
-/// Returns the PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. The PTX multiplies the first pair
-/// by one and adds the second pair, because sm_80 (Ampere) has no plain addition of bf16.
+/// Returns the PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. The PTX multiplies the first
+/// pair by one and adds the second pair, because sm_80 (Ampere) has no plain addition of bf16.
 fn sums_text(half: Half) -> String {
     let name = half.ptx();
     let one = match half {

@@ -1,11 +1,11 @@
-//! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. `ldmatrix` loads the right operand from shared
-//! memory. For [`Scores`] (QK) and [`SharedSums`], `ldmatrix` also loads the left operand. For [`Sums`] (PV), the left
-//! operand is in registers.
+//! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. `ldmatrix` loads the right operand from
+//! shared memory. For [`Scores`] (QK) and [`SharedSums`], `ldmatrix` also loads the left operand. For [`Sums`] (PV),
+//! the left operand is in registers.
 //!
 //! One PTX text multiplies a whole block and updates the accumulators in place, so that ptxas may reorder the loads and
 //! `mma.sync`.
 //!
-//! A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment holds the element in row
+//! A warp has `fragments` fragments of 16 rows. In each fragment, register `i` of lane `l` holds the element in row
 //! `l / 4 + 8 (i / 2 % 2)` and column `8 (i / 4) + 2 (l % 4) + i % 2`, as in
 //! [accumulators](crate::nvidia::accumulator). The registers of different fragments follow one another in a register
 //! vector.
@@ -62,11 +62,11 @@ pub struct SharedSums {
     pub fragments: usize,
     /// The number of groups of 16 result columns that each warp computes.
     pub steps: usize,
-    /// The first group of result columns to which the multiplication adds its product. The number is an index among the
-    /// warp's groups of 16 result columns.
+    /// The index, among the warp's groups of 16 result columns, of the first group to which the multiplication adds its
+    /// product.
     pub first_step: usize,
-    /// The number of groups of 16 result columns to which the multiplication adds its product, for each warp. The right
-    /// operand contains only the columns of these groups, for all warps.
+    /// The number of groups of 16 result columns, for each warp, to which the multiplication adds its product. The
+    /// right operand contains only the columns of these groups of all warps.
     pub added_steps: usize,
     /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
     pub groups: usize,
@@ -166,9 +166,9 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
         .collect()
 }
 
-/// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the
-/// register `used`, bits `4 step` and `4 step + 1` are the mask bits of two neighboring rows. Bits `4 step + 2` and
-/// `4 step + 3` are the mask bits of the two rows that are 8 rows further down.
+/// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. The mask bits
+/// are in PTX operand number `used`. Bits `4 step` and `4 step + 1` are the mask bits of two neighboring rows. Bits
+/// `4 step + 2` and `4 step + 3` are the mask bits of the two rows that are 8 rows further down.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -270,8 +270,8 @@ fn sums_text(product: &Sums) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of the
-/// operands, and the bits `used` if the product is masked.
+/// Returns the PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of
+/// the operands, and the bits `used` if the product is masked.
 fn shared_sums_text(product: &SharedSums) -> String {
     let count = product.registers();
     let [left, right, used] = [0, 1, 2].map(|i| 2 * count + i);
@@ -362,7 +362,8 @@ pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
     start + subtile + lane % 16u32 * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32)
 }
 
-/// Returns the address at which this lane stores its first pair of a fragment: see [`store_fragments()`].
+/// Returns the address at which this lane stores the first of its packed pairs of a fragment: see
+/// [`store_fragments()`].
 ///
 /// Subtiles of `rows` rows start at `start`. The fragment begins at row `row`, and covers 32 columns, starting at
 /// column `32 · group`.
@@ -379,8 +380,8 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
-/// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, in the register order of a
-/// left operand. The function stores the registers' bits, so `P` may be any 32-bit type.
+/// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, in the register order
+/// of a left operand. The function stores the registers' bits, so `P` may be any 32-bit type.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
@@ -459,8 +460,8 @@ pub fn add_shared_product<NO: Size>(
 
 /// Multiplies `left` by an operand in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` of 16 rows of the right operand, lane `l` holds the mask bits of four rows in bits `4 s` to `4 s + 3`
-/// of `used`. The rows are `r`, `r + 1`, `r + 8` and `r + 9`, where `r = 16 s + 2 (l % 4)`.
+/// For each step `s` of 16 rows of the right operand, lane `l` holds the mask bits of four rows in bits `4 s` to
+/// `4 s + 3` of `used`. The rows are `r`, `r + 1`, `r + 8` and `r + 9`, where `r = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

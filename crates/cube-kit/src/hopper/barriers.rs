@@ -4,8 +4,8 @@ use crate::hopper::WARPGROUP;
 use crate::nvidia::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
-/// Synchronizes the threads of one warpgroup, by the named barrier with the id 3 plus the warpgroup's index. Kernels use the
-/// ids below 3 for their own barriers.
+/// Synchronizes the threads of one warpgroup. The id of the named barrier is 3 plus the warpgroup's index. Kernels use
+/// the ids below 3 for their own barriers.
 #[cube]
 pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);

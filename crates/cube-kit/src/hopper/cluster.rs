@@ -6,14 +6,14 @@
 use crate::nvidia::ptx::{plain, value_of};
 use cubecl::prelude::*;
 
-/// Arrives at the cluster's barrier. The thread's earlier writes are visible to every thread that has passed the matching
-/// [`cluster_wait()`].
+/// Arrives at the cluster's barrier. The thread's earlier writes are visible to every thread that has passed the
+/// matching [`cluster_wait()`].
 #[cube]
 pub fn cluster_arrive() {
     plain(comptime!("barrier.cluster.arrive.release;\n".to_string()));
 }
 
-/// Waits until all threads of the cluster have arrived at its barrier.
+/// Waits until all threads of the cluster have arrived at the cluster's barrier.
 #[cube]
 pub fn cluster_wait() {
     plain(comptime!("barrier.cluster.wait.acquire;\n".to_string()));

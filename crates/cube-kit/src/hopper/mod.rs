@@ -27,8 +27,8 @@ use cubecl::{client::Client, ir::features::Tma};
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
-    // Check for TMA, which CubeCL supports only through CUDA C++. Check for sm_90 by name, because later architectures have
-    // other tensor-core instructions.
+    // Check for TMA, which CubeCL supports only through CUDA C++. Check for sm_90 by name, because later architectures
+    // have other tensor-core instructions.
     cfg!(feature = "cuda")
         && properties.features.tma.contains(Tma::Base)
         && properties.identity.fingerprint == "ptx_sm90"

@@ -81,8 +81,8 @@ pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_pari
     );
 }
 
-/// Returns the PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity of
-/// the second barrier.
+/// Returns the PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity
+/// of the second barrier.
 fn wait_both_text() -> String {
     let ask = |predicate: &str, address: usize| {
         let parity = address + 1;
@@ -142,8 +142,8 @@ pub fn barrier_expect_bytes(address: u32, bytes: u32) {
     );
 }
 
-/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. `map` is the address of a
-/// tensor map for a tensor `[batch, heads, length, columns]`.
+/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. `map` is the address of
+/// a tensor map for a tensor `[batch, heads, length, columns]`.
 #[cube]
 pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: u32, barrier: u32) {
     gpu_asm!(
@@ -158,9 +158,9 @@ pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: 
     );
 }
 
-/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. The box begins at subtile
-/// `subtile` of the tensor. `map` is the address of a tensor map for a tensor `[batch, heads, subtiles, length, 64]`, where
-/// a subtile has 64 columns.
+/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. The box begins at
+/// subtile `subtile` of the tensor. `map` is the address of a tensor map for a tensor
+/// `[batch, heads, subtiles, length, 64]`, where a subtile has 64 columns.
 #[cube]
 pub fn tma_load_subtiles(
     target: u32,
@@ -199,8 +199,8 @@ pub fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile:
     );
 }
 
-/// Copies a box from `source` in shared memory to a tensor `[batch, heads, length, columns]`. `map` is the address of the
-/// tensor's tensor map. Elements outside of the tensor are not written.
+/// Copies a box from `source` in shared memory to a tensor `[batch, heads, length, columns]`. `map` is the address of
+/// the tensor's tensor map. Elements outside of the tensor are not written.
 #[cube]
 pub fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column: u32) {
     gpu_asm!(

@@ -185,8 +185,8 @@ pub fn store_tma_tiles<NO: Size>(
             tma_store_wait();
         }
     }
-    // The warpgroup may overwrite the data at `target` after this barrier, because thread 0 has waited until the previous
-    // TMA store has read the data.
+    // The warpgroup may overwrite the data at `target` after this barrier, because thread 0 has waited until the
+    // previous TMA store has read the data.
     warpgroup_barrier();
     #[unroll]
     for step in 0..columns / 16 {

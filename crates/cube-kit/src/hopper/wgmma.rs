@@ -1,16 +1,18 @@
-//! Tile multiplications on Hopper with `wgmma`: a warpgroup multiplies 64 rows of operands that TMA copied to shared memory.
-//! A `wgmma` runs asynchronously, so the warpgroup's threads can do other work meanwhile.
+//! Tile multiplications on Hopper with `wgmma`: a warpgroup multiplies 64 rows of operands that TMA copied to shared
+//! memory. A `wgmma` runs asynchronously, so the warpgroup's threads can do other work meanwhile.
 //!
 //! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that
 //! issues and commits its `wgmma`. The text outputs the accumulator registers immediately, although the result is not
 //! complete. A later *fence* text waits for the `wgmma`, and passes the same registers on. Between these two texts,
 //! code may neither read nor write the registers.
 //!
-//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors address the subtiles
-//! in groups of 8 rows, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared memory layout").
+//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors address the
+//! subtiles in groups of 8 rows, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared memory
+//! layout").
 //!
 //! Accumulator register `i` of lane `l` of warp `w` is row `16 w + l / 4 + 8 (i / 2 % 2)` and column
-//! `8 (i / 4) + 2 (l % 4) + i % 2`. P, the left operand of `O += P V`, has the same layout with two columns per register.
+//! `8 (i / 4) + 2 (l % 4) + i % 2`. P, the left operand of `O += P V`, has the same layout with two columns per
+//! register.
 
 use crate::hopper::ptx::arrive_text;
 use crate::hopper::{Product, ScoreProduct};
@@ -30,15 +32,15 @@ pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 
-/// Returns the lower half of the descriptor of an operand at `address`, if the `wgmma` sums over the operand's columns. In
-/// attention these operands are Q, K and P.
+/// Returns the lower half of the descriptor of an operand at `address`, if the `wgmma` sums over the operand's columns.
+/// In attention these operands are Q, K and P.
 #[cube]
 pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
-/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes, if the `wgmma` sums over the
-/// operand's rows. In attention this operand is V.
+/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes, if the `wgmma` sums
+/// over the operand's rows. In attention this operand is V.
 #[cube]
 pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
@@ -49,8 +51,8 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
     ((address & 0x3FFFFu32) >> 4u32) | comptime!(((leading_bytes as u32) >> 4) << 16)
 }
 
-/// Returns PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare a
-/// register `low`.
+/// Returns PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare
+/// a register `low`.
 pub fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
@@ -226,7 +228,8 @@ pub fn load_rows<N: Size>(
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;
-    // Each load brings four 8 × 8 matrices from 16 rows of the subtile. The first two matrices come from the first 8 rows.
+    // Each load brings four 8 × 8 matrices from 16 rows of the subtile. The first two matrices come from the first 8
+    // rows.
     let row = lane / 16u32 * 8u32 + lane % 8u32;
     let piece = UNIT_POS / 32u32 % 4u32 * 2u32 + lane / 8u32 % 2u32;
     let at = subtile + row * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32);
@@ -282,8 +285,8 @@ pub fn take_sums<NF: Size, NP: Size>(
     taken
 }
 
-/// Waits until at most `pending` `wgmma` groups are in flight. Then each thread whose `elected` is not 0 arrives `times`
-/// times at the barrier `empty`.
+/// Waits until at most `pending` `wgmma` groups are in flight. Then each thread whose `elected` is not 0 arrives
+/// `times` times at the barrier `empty`.
 #[cube]
 pub fn free_chunk(empty: u32, elected: u32, #[comptime] pending: usize, #[comptime] times: usize) {
     let text = comptime!(format!(

@@ -35,8 +35,8 @@ pub fn arrive_as_warp(address: u32) {
     );
 }
 
-/// Waits until the barrier has completed its phase of parity `parity`. The phase before a barrier's first phase has parity 1
-/// and counts as complete.
+/// Waits until the barrier has completed its phase of parity `parity`. The phase before a barrier's first phase has
+/// parity 1 and counts as complete.
 #[cube]
 pub fn await_phase(address: u32, parity: u32) {
     let text = comptime!(wait_text());

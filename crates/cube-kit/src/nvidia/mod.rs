@@ -50,7 +50,8 @@ pub const ROW_BYTES: usize = 128;
 /// The number of columns per subtile.
 pub const SUBTILE: usize = 64;
 
-/// True if rows of `columns` columns consist of whole 64-column subtiles, so that TMA can copy them in one box.
+/// True if rows of `columns` columns consist of whole 64-column subtiles. One TMA box can then contain several subtiles
+/// of a row.
 pub const fn is_whole(columns: usize) -> bool {
     columns.is_multiple_of(SUBTILE)
 }

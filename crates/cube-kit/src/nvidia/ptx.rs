@@ -8,7 +8,8 @@ use crate::nvidia::Half;
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
-/// Returns the value of a local variable. `gpu_asm!` accepts only a value, but a mutable local variable is a memory location.
+/// Returns the value of a local variable. `gpu_asm!` accepts only a value, but a mutable local variable is a memory
+/// location.
 #[cube]
 pub fn value_of<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| { x.read_value(scope).into() })
@@ -82,8 +83,9 @@ pub fn uniform(x: u32) -> u32 {
     y
 }
 
-/// Returns `x`, and keeps the compiler from moving the computation of `x` behind the next inline assembly with side effects.
-/// Without this function, the compiler would move the computation to the first use of `x`, for example behind a wait.
+/// Returns `x`, and keeps the compiler from moving the computation of `x` behind the next inline assembly with side
+/// effects. Without this function, the compiler would move the computation to the first use of `x`, for example behind
+/// a wait.
 #[cube]
 pub fn computed_here(x: u32) -> u32 {
     let y: u32;
@@ -91,8 +93,8 @@ pub fn computed_here(x: u32) -> u32 {
     y
 }
 
-/// Compares the two f16 halves of `x` and `y`. In each half of the result, all bits are 1 if `x` is greater than `y`, and 0
-/// otherwise. Comparisons with NaN are false.
+/// Compares the two f16 halves of `x` and `y`. In each half of the result, all bits are 1 if `x` is greater than `y`,
+/// and 0 otherwise. Comparisons with NaN are false.
 #[cube]
 pub fn above_as_f16(x: u32, y: u32) -> u32 {
     let above: u32;
@@ -106,8 +108,8 @@ pub fn above_as_f16(x: u32, y: u32) -> u32 {
     above
 }
 
-/// Returns a word of four selected bytes of `low` (indices 0 to 3) and `high` (indices 4 to 7). Hexadecimal digit `i` of
-/// `selector`, counted from the lowest digit, is the index of the byte that becomes byte `i` of the result.
+/// Returns a word of four selected bytes of `low` (indices 0 to 3) and `high` (indices 4 to 7). Hexadecimal digit `i`
+/// of `selector`, counted from the lowest digit, is the index of the byte that becomes byte `i` of the result.
 #[cube]
 pub fn permuted_bytes(low: u32, high: u32, selector: u32) -> u32 {
     let bytes: u32;
@@ -168,8 +170,8 @@ pub fn element_address<T: CubePrimitive>(
     address
 }
 
-/// Loads the word `offset` words after a global address, through the read-only cache. No launch may write this word while
-/// the kernel runs.
+/// Loads the word `offset` words after a global address, through the read-only cache. No launch may write this word
+/// while the kernel runs.
 #[cube]
 pub fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     let bytes = comptime!(4 * offset);

@@ -20,19 +20,19 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Makes every dependency of a PDL kernel ([`pdl`](super)) on another kernel programmatic, in a CUDA graph under capture.
-/// Returns the number of changed dependencies.
+/// Makes every dependency of a PDL kernel ([`pdl`](super)) on another kernel programmatic, in a CUDA graph under
+/// capture. Returns the number of changed dependencies.
 ///
-/// The graph is the one that captures the calling thread's launches on `device`. Returns 0 if no graph is being captured, or
-/// if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
+/// The graph is the one that captures the calling thread's launches on `device`. Returns 0 if no graph is being
+/// captured, or if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
 pub fn make_edges_programmatic(device: &CudaDevice) -> usize {
     let stream = StreamId::current();
     let handle = DeviceHandle::<CudaServer>::new(device.to_id());
     let edited = handle.submit_blocking(move |server| {
         let stream = server.write_streams().try_stream_mut(&stream)?;
         let driver = Driver::loaded()?;
-        // SAFETY: the stream belongs to the server, and the server's thread runs this closure in the server's CUDA context.
-        // No other thread uses the stream while the closure runs.
+        // SAFETY: the stream belongs to the server, and the server's thread runs this closure in the server's CUDA
+        // context. No other thread uses the stream while the closure runs.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
     // If the closure has panicked, the caller must panic, too, because the graph may have lost a dependency and must
@@ -125,8 +125,8 @@ impl Driver {
         }
     }
 
-    /// Makes each edge from a kernel to a PDL kernel programmatic, in the graph that captures `stream`. Returns the number
-    /// of changed edges.
+    /// Makes each edge from a kernel to a PDL kernel programmatic, in the graph that captures `stream`. Returns the
+    /// number of changed edges.
     ///
     /// # Safety
     /// `stream` must be a stream of the current context that no other thread uses.
@@ -171,8 +171,8 @@ impl Driver {
         }
         let mut overlapping = 0;
         for ((from, to), edge) in from.iter().zip(&to).zip(&edges).take(count) {
-            // SAFETY: the nodes `from` and `to` belong to `graph`, which is still under capture and may be changed. `edge`
-            // points to an element of `edges`.
+            // SAFETY: the nodes `from` and `to` belong to `graph`, which is still under capture and may be changed.
+            // `edge` points to an element of `edges`.
             unsafe {
                 let takes_part = *edge == Edge::default()
                     && self.function_name(*from).is_some()

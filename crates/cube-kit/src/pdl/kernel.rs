@@ -168,8 +168,8 @@ pub fn load_element_now<T: CubePrimitive>(
 #[cube]
 fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {
     let bytes = bytes_of::<T>(elements);
-    // SAFETY: this expression only takes the address of `elements`. The load below reads the element at `index`, which is
-    // inside the slice, as in `elements[index]`.
+    // SAFETY: this expression only takes the address of `elements`. The load below reads the element at `index`, which
+    // is inside the slice, as in `elements[index]`.
     let start = unsafe { elements.as_ptr_unchecked() };
     let source = crate::nvidia::ptx::element_address::<T>(start, index as u64, bytes);
     if comptime!(bytes == 2) {

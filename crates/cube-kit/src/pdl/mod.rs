@@ -1,16 +1,16 @@
 //! Programmatic dependent launch (PDL) on NVIDIA GPUs of sm_90 (Hopper) and later: a launch begins before the previous
 //! launch has ended.
 //!
-//! Without PDL, a GPU is idle for about a microsecond between two dependent launches of a CUDA graph. One decode step of a
-//! small model needs hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous launch. The
-//! started cubes may already load tensors that no launch writes, such as weights.
+//! Without PDL, a GPU is idle for about a microsecond between two dependent launches of a CUDA graph. One decode step
+//! of a small model needs hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous
+//! launch. The started cubes may already load tensors that no launch writes, such as weights.
 //!
 //! The name of a kernel that takes part in PDL ends in [`SUFFIX`]. Each cube of the kernel does the following:
 //!
-//! - The cube allows the next launch to begin ([`launch_dependents()`]). A cube that does not call this function allows the
-//!   next launch when the cube ends.
-//! - The cube waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and before
-//!   it writes anything.
+//! - The cube allows the next launch to begin ([`launch_dependents()`]). A cube that does not call this function allows
+//!   the next launch when the cube ends.
+//! - The cube waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and
+//!   before it writes anything.
 //! - The cube then marks the tensors that earlier launches may have written ([`mark_volatile()`]).
 //!
 //! When the wait returns, all earlier launches have ended, because each launch waits for the launch before it.
@@ -40,8 +40,8 @@ pub const SUFFIX: &str = "_pdl";
 pub fn supports_pdl(client: &Client) -> bool {
     #[cfg(feature = "cuda")]
     {
-        // PDL needs CUDA C++, and was introduced with the same architecture as TMA. A device that supports TMA therefore
-        // supports PDL.
+        // PDL needs CUDA C++, and was introduced with the same architecture as TMA. A device that supports TMA
+        // therefore supports PDL.
         client.properties().features.tma.contains(Tma::Base)
     }
     #[cfg(not(feature = "cuda"))]

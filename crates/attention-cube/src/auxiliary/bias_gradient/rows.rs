@@ -1,9 +1,11 @@
 //! Computes the gradient of a bias that is constant over keys, without computing any score.
 //!
-//! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the LSE and no
-//! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients
-//! of a query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key. Here `dlse` is the gradient of
-//! the LSE, `o` the output, `do` the output's gradient, and `Δ = rowsum(do ∘ o) − dlse`.
+//! Such a bias adds one number to all scores of a query. Without a sink, this addition changes the LSE but no
+//! probability. With a sink, the probabilities also change, because the bias is not added to the sink.
+//!
+//! The gradient of a bias element is the sum of all score gradients of the queries that read the element. The score
+//! gradients of one query sum to `dlse + Δ · exp(sink − lse)`, or to 0 if the query sees no key. Here `dlse` is the
+//! gradient of the LSE, `o` the output, and `do` the output's gradient. `Δ` is `rowsum(do ∘ o) − dlse`.
 //!
 //! Schedule: the kernel divides the queries that read one bias element into groups. Each unit adds up the score
 //! gradients of one group. Budget: no shared memory and a few registers. Bound: memory, because the kernel reads up to
@@ -13,8 +15,9 @@ use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
 use cubecl::prelude::*;
 
-/// The sizes of a bias, and the number of times that broadcasting repeats the bias along each dimension. A broadcast
-/// dimension has size 1. All other dimensions have 1 repeat.
+/// The sizes of a bias, and the number of times that broadcasting repeats the bias along each dimension. If the bias is
+/// broadcast along a dimension, the bias has size 1 in this dimension. Along every other dimension, the number of
+/// repeats is 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Spread {
@@ -31,9 +34,9 @@ pub(crate) struct Spread {
     pub parts: u32,
 }
 
-/// Computes `parts` partial sums of the gradient of each bias element, and writes them to
-/// `gradient [parts, elements of the bias]`. A unit computes one partial sum from every `parts`-th query that reads the
-/// bias element.
+/// Computes `parts` partial gradients of each bias element, and writes them to
+/// `gradient [parts, elements of the bias]`. One unit computes one partial gradient: the sum over every `parts`-th
+/// query that reads the bias element.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn constant_bias_gradient<S: Float>(
     rows: &Tensor<f32>,

@@ -192,13 +192,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    // The first dimension of the partial gradients has `splits · bias sequences` entries: all sequences of split 0,
-    // then those of split 1, and so on.
+    // The first dimension of `gradient` has one entry per pair of a split and a sequence of the bias. The entries of
+    // split 0 come first, then the entries of split 1, and so on.
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Add up the score gradients (dS) of each column. The first sum runs over the rows of one unit, the second over
-        // all units that hold rows of the column.
+        // Add up the score gradients (dS) of each column. First, each unit adds up the rows that it holds of a column.
+        // Then one unit per column adds up these partial sums.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -1,9 +1,10 @@
 //! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. Here
 //! `oₛ` and `lseₛ` are the output and the LSE of split `s`. The sink acts as one more split whose output is zero.
 //!
-//! Inputs and outputs store an LSE as two numbers. The first is the reference score, a value near the row maximum that
-//! the softmax subtracted before `exp`. The second is the logarithm of the softmax sum relative to the reference score.
-//! If scores are huge, one f32 for the sum of both numbers would lose the logarithm.
+//! Inputs and outputs store an LSE as two numbers. The first number is the reference score, which the softmax
+//! subtracted from all scores of the row before `exp`. The reference score is near the row maximum. The second number
+//! is the logarithm of the sum of these exponentials. If scores are huge, one f32 for the sum of both numbers would
+//! lose the logarithm.
 //!
 //! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8
 //! splits).
@@ -48,9 +49,10 @@ pub(crate) struct CombineSizes {
 /// Combines the splits of every row, and adds the sink.
 ///
 /// # Shapes
-/// `partial_output [splits, rows, value_dim]` and `partial_logsumexp [2, splits, rows]` in f32; `output [rows, value_dim]`;
-/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences. The first half of a logsumexp
-/// holds the reference scores, the second half the logarithms of the softmax sums.
+/// `partial_output [splits, rows, value_dim]` and `partial_logsumexp [2, splits, rows]` in f32;
+/// `output [rows, value_dim]`; `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and
+/// sequences. In both `partial_logsumexp` and `logsumexp`, the first half holds the reference scores, and the second
+/// half holds the logarithms of the softmax sums.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
@@ -105,7 +107,8 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
         let mut largest = own.largest;
         let mut sum = own.sum;
         let mut total = own.total;
-        // A query sees a key if its softmax sum is nonzero or NaN. The sum is NaN if a visible score is NaN.
+        // If the softmax sum of a query is nonzero or NaN, the query sees at least one key. The sum is NaN if a visible
+        // score is NaN.
         let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
@@ -130,8 +133,8 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     }
 }
 
-/// The combined result of several splits, for one vector of an output row. The softmax sum and the weighted output are
-/// relative to `largest`, the largest reference score of these splits.
+/// The combined result of several splits, for one vector of an output row. `largest` is the largest reference score of
+/// these splits. The softmax sum and the weighted output are computed with `largest` as the reference score.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Joined<N: Size> {
@@ -140,8 +143,8 @@ struct Joined<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// Combines every `sharing.units`-th split, starting with split `first`. Splits at or past `end` are left out. The
-/// result is one vector of an output row.
+/// Combines the splits of one unit, for one vector of an output row. These are every `sharing.units`-th split from
+/// split `first` on, up to but not including split `end`.
 #[cube]
 fn joined<N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,

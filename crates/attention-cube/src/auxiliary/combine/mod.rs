@@ -14,8 +14,8 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// The largest number of units that together combine the splits of one vector of an output row. A launch uses one unit
-/// per `PARTS_OF_A_UNIT` splits, rounded up to a power of two.
+/// The largest number of units that together combine the splits of one vector of an output row. For each vector, a
+/// launch uses one unit per `PARTS_OF_A_UNIT` splits. The number of units is rounded up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
@@ -44,7 +44,7 @@ fn sharing(splits: usize) -> Sharing {
 /// `partial_output [splits, batch, q_heads, q_len, value_dim]` and
 /// `partial_logsumexp [2, splits, batch, q_heads, q_len]` in f32. The first half of `partial_logsumexp` holds the
 /// reference scores, which are near the row maxima. The second half holds the logarithms of the softmax sums. The
-/// results have the problem's shapes.
+/// returned output and logsumexp have the shapes of the problem's output and logsumexp.
 pub(crate) fn combine_splits(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,

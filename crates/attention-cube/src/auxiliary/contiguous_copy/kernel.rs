@@ -6,8 +6,8 @@
 use crate::math::layout::{head_rows, row_offset};
 use cubecl::prelude::*;
 
-/// Writes `vectors` vectors of the contiguous `target`. A row of `target` has `row_vectors` vectors: `columns` elements
-/// of the source row, then zeros as padding.
+/// Writes `vectors` vectors of the contiguous `target`. A row of `target` consists of `row_vectors` vectors. These
+/// vectors hold the `columns` elements of a source row, and then zeros as padding.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn align_rows<E: Numeric, N: Size, M: Size>(
     source: &Tensor<Vector<E, N>>,

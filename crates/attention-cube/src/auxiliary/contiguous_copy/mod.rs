@@ -54,8 +54,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
         .into_iter()
         .find(|vector| *vector <= size && is_in_vectors(&source, *vector))
         .unwrap_or(1);
-    // SAFETY: a unit writes the vector of `target` at its own index, and units whose index is not below `vectors` stop
-    // at once. The kernel reads `source` only inside its shape.
+    // SAFETY: unit `i` writes only vector `i` of `target`, and stops at once if `i` is not below `vectors`. The kernel
+    // reads `source` only inside its shape.
     unsafe {
         align_rows::launch_unchecked(
             &client,
@@ -87,7 +87,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
 /// columns. Burn allows any stride in a dimension of size 1.
 ///
 /// Kernels compute addresses with these strides even for rows past the tensor's end. TMA copies nothing from an address
-/// past the end, but requires that this address is a multiple of 16 bytes.
+/// past the end, but requires that this address is a multiple of 16 bytes. With stride 0, the address meets this
+/// requirement.
 fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
     for dim in 0..3 {
         if tensor.meta.shape()[dim] == 1 {

@@ -8,8 +8,8 @@
 //! the row maximum. A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a
 //! head are:
 //!
-//! - row 0: the LSE, or only the reference score with [`LogsumexpForm::Apart`]. With [`LogsumexpForm::Marked`], a far
-//!   query has a mark instead.
+//! - row 0: the LSE. With [`LogsumexpForm::Apart`], row 0 holds only the reference score of each query. With
+//!   [`LogsumexpForm::Marked`], row 0 holds a mark in place of the LSE of each far query.
 //! - row 1: Δ
 //! - row 2: the logarithm of the softmax sum relative to the reference score, for each query whose LSE is not in row 0
 //! - row 3: the reference scores of far queries, with [`LogsumexpForm::Marked`]
@@ -19,8 +19,9 @@
 //! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of these rows is
 //! 0. A kernel that streams blocks of queries looks for marks only if a flag of its queries is 1.
 //!
-//! Schedule: eight units share a row of the attention output, and all rows of a cube are rows of one head. Budget: 1 KB
-//! of shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its gradient once.
+//! Schedule: eight units share a row of the attention output. All rows that a cube processes belong to one head.
+//! Budget: 1 KB of shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its
+//! gradient once.
 
 use crate::math::gradient::RowLseDelta;
 use crate::math::layout::{head_rows, row_offset};
@@ -65,13 +66,14 @@ pub(crate) const TERMS: usize = NUMBERS + 1;
 /// The index of the row of flags in the LSE/delta tensor.
 pub(crate) const FLAGS: usize = NUMBERS;
 
-/// Two rows of the LSE/delta tensor. Row `LOGARITHM` holds the logarithms of the softmax sums. Row `REFERENCE` holds the
-/// reference scores of far queries (see the module's documentation).
+/// The indices of two rows of a head in the LSE/delta tensor. Row `LOGARITHM` holds the logarithms of the softmax sums.
+/// Row `REFERENCE` holds the reference scores of far queries (see the module's documentation).
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
-/// The number of rows of the LSE/delta tensor that kernels read for every query. Kernels read the remaining rows only
-/// for far queries (see the module's documentation). For all other queries, these remaining rows may hold any value.
+/// The number of rows per head of the LSE/delta tensor from which kernels read the element of every query. Kernels read
+/// the later rows only at far queries (see the module's documentation). At all other queries, the later rows may hold
+/// any value.
 const fn rows_without_marks(form: LogsumexpForm) -> usize {
     match form {
         LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,

@@ -1,6 +1,7 @@
-//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of
-//! every block of tokens, such as the block's smallest and largest segment id. Also computes the block range of every
-//! tile.
+//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Further kernels in this file
+//! compute the bounds of every block of tokens, such as the block's smallest and largest segment id. These kernels also
+//! compute the block range of every tile. A tile is a block of queries if the attention kernel streams keys, and a
+//! block of keys if it streams queries.
 //!
 //! The block range of a query tile spans all key blocks that may be visible to the tile under segments and intervals.
 //! The block range of a key tile spans all query blocks that may see a key of the tile. With block ranges, attention
@@ -83,11 +84,14 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes bounds of each query block from the key intervals of the block's queries. Every query has one interval, or
-/// every query has two intervals. The kernel writes two ranges of key blocks for the first intervals of all queries. If
-/// there are second intervals, the kernel also writes two ranges for these. The first of two ranges holds the key
-/// blocks that may be visible through the intervals. The second range holds the key blocks that are fully visible. A
-/// query block has `block` queries, and a key block has `keys` keys. See [`INTERVAL_BOUNDS`].
+/// Computes bounds of each query block from the key intervals of the block's queries. Either every query has one
+/// interval, or every query has two intervals.
+///
+/// For the first intervals of the block's queries, the kernel writes two ranges of key blocks. The first range covers
+/// each key block that has a key in at least one of these intervals. The second range covers each key block that lies
+/// entirely in all of these intervals. If every query has two intervals, the kernel writes two more ranges in the same
+/// way for the second intervals. A query block has `block` queries, and a key block has `keys` keys. See
+/// [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The record of a query holds the query's intervals.
 /// The bounds of the query blocks start at index `bounds`. One cube handles one query block.
@@ -262,13 +266,15 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. The block range of
-/// a block spans all blocks of the opposite side that may be visible under segments and intervals.
+/// Computes the block ranges of `count` blocks of `side` (queries or keys), with one cube per block. If `side` is
+/// queries, the block range of a query block spans all key blocks that its queries may see. If `side` is keys, the
+/// block range of a key block spans all query blocks that may see one of its keys. The range takes only segments and
+/// key intervals into account.
 ///
-/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
-/// `others`. The block range is stored in elements 3 and 4 of the block's bounds. Element 3 is the index of the first
-/// opposite block, and element 4 is the index after the last. The kernel also sets the counter at index `counter` to 0.
-/// Persistent attention cubes claim tiles by incrementing this counter.
+/// In `packed`, the bounds of the blocks of `side` start at index `bounds`. The bounds of the blocks of the opposite
+/// side start at index `others`. The block range of a block is stored in elements 3 and 4 of this block's bounds.
+/// Element 3 is the index of the first block in the range, and element 4 is the index after the last. The kernel also
+/// sets the counter at index `counter` to 0. Persistent attention cubes claim tiles by incrementing this counter.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

@@ -3,20 +3,19 @@
 //!
 //! A sequence has up to two lengths: its number of keys, and then its number of queries.
 //!
-//! The record of a query holds its segment id (if any), then the start key and the end key of each interval.
+//! The record of a query holds the query's segment id (if any), then the first key and the end of each key interval.
 //!
 //! The bounds of a block are the smallest and the largest segment id of the block, and a bit set of the block's ids
 //! modulo 32. Kernels skip a pair of a query block and a key block if the bounds show no common segment.
 //!
-//! A kernel keeps tiles of its stationary side (queries or keys) and streams blocks of the opposite side. The bounds of
-//! each block of the stationary side also hold one range of opposite blocks. The range covers all opposite blocks that
-//! may be visible under segments and intervals.
+//! An attention kernel keeps a tile, which is one block of its stationary side (queries or keys). The kernel streams
+//! blocks of the opposite side. The bounds of each block of the stationary side also hold one range of opposite blocks.
+//! The range covers each opposite block that segments and intervals do not hide from the tile.
 //!
-//! If the problem has intervals, every query has one interval, or every query has two. The bounds of a query block then
-//! hold two more ranges of key blocks for the first intervals of the block's queries. With second intervals, the bounds
-//! hold two further ranges for the second intervals. The first of two such ranges covers each key block with a key in
-//! at least one of the intervals. The second range covers each key block that lies entirely in every one of the
-//! intervals.
+//! A problem with key intervals has either one interval per query or two. In both cases, the bounds of a query block
+//! hold two more ranges of key blocks, for the first intervals of the block's queries. The first range covers each key
+//! block with a key in at least one of these intervals. The second range covers each key block that lies entirely in
+//! all of these intervals. With two intervals per query, two further ranges hold the same for the second intervals.
 //!
 //! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter,
 //! initially 0. Persistent cubes claim tiles by incrementing this counter.
@@ -388,9 +387,9 @@ fn pack_records(
     }
 }
 
-/// Writes the ranges of key blocks that belong to the intervals of each query block: two ranges for the first intervals
-/// of the block's queries, and two for the second intervals, if any. See `bound_intervals`. If `spans`, the function
-/// also does the work of [`span`] for query blocks.
+/// Writes, for each query block, the ranges of key blocks that follow from the key intervals of the block's queries.
+/// The first intervals of the queries give two ranges, and the second intervals, if any, give two more. See
+/// `bound_intervals`. If `spans`, the function also does the work of [`span`] for query blocks.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -425,8 +424,8 @@ fn bound_records(
     }
 }
 
-/// Writes the range of opposite blocks for each block of `side` (queries or keys). Also sets the counter `counter` to
-/// 0. Persistent cubes claim tiles by incrementing this counter.
+/// Writes the range of opposite blocks for each block of `side` (queries or keys). Also sets the counter at offset
+/// `counter` to 0. Persistent cubes claim tiles by incrementing this counter.
 ///
 /// `(bounds, blocks)` holds the offset of the bounds of `side`, and the number of blocks of `side` per sequence.
 /// `(others, other_blocks)` holds the offset and the number of blocks for the opposite side.

@@ -1,5 +1,6 @@
-//! Tests of the block ranges of tiles. A block range holds the blocks of the opposite side that may share a document
-//! with the tile. The opposite side of a tile of queries is the keys.
+//! Tests of the block ranges of tiles. The block range of a query tile holds the key blocks that may share a document
+//! with the tile. The block range of a key tile holds the query blocks that may share a document with the tile. All
+//! tokens of a document have one segment id.
 
 use super::*;
 use crate::options::AttentionOptions;
@@ -11,9 +12,10 @@ use burn::backend::{
 };
 use burn::tensor::{Tensor, TensorData};
 
-/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tokens in
-/// the tiles. `others` holds the segment ids of the tokens that the kernel streams in blocks of `other_size` tokens. A range
-/// is the index of the first block that shares an id with the tile, and the index after the last such block.
+/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the
+/// tokens in the tiles. `others` holds the segment ids of the tokens that the kernel streams in blocks of `other_size`
+/// tokens. A returned range consists of the index of the first block that shares a segment id with the tile, and the
+/// index after the last block that shares one.
 fn expected(
     stationary_side: &[i32],
     others: &[i32],
@@ -127,8 +129,8 @@ fn prepare_block_range_covers_only_own_documents() {
     );
 }
 
-/// Checks that padding does not widen a block range. The block in which the last document ends contains padding tokens too,
-/// with an id that no document has.
+/// Checks that padding does not widen a block range. The padding starts in the block in which the last document ends.
+/// The padding tokens have a segment id that no document has.
 #[test]
 fn prepare_padding_does_not_widen_block_range() {
     let ids = |padding: i32| -> Vec<i32> {

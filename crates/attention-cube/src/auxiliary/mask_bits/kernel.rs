@@ -1,10 +1,10 @@
 //! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also
 //! gets a summary.
 //!
-//! For each key block, a thread loads the mask bits of its row as a few 32-bit words, instead of one byte per score.
-//! The summary says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to
-//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile. In fully visible blocks, kernels do not
-//! test single keys.
+//! For each key block, a thread of an attention kernel loads the mask bits of a row as a few 32-bit words. Without the
+//! packing, the thread would load one byte per score. The summary says how much of the key block is visible to the
+//! query tile, in four grades from [`NOTHING`] to [`EVERYTHING`]. Kernels skip key blocks that are hidden from the
+//! whole tile. In fully visible blocks, kernels do not test single keys.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -201,8 +201,8 @@ pub(crate) fn word_of(
     }
 }
 
-/// Returns a word with one bit for each of 32 keys, starting at `key`. The bit of a key is set if the key lies in the
-/// range `run`.
+/// Returns a word with one bit for each of the 32 keys `key` to `key + 31`. The bit of a key is set if the key lies in
+/// the range `run`.
 #[cube]
 pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
     bits_below(run.end - key) & !bits_below(run.first - key)

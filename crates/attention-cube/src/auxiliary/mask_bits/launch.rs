@@ -159,8 +159,8 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that the expansion of a mask with broadcast dimensions is packed without repetition. The packed mask must
-    /// have the shape that the mask had before the expansion.
+    /// Checks that `rows_of_mask` undoes the expansion of a broadcast mask, so that repeated rows, heads and sequences
+    /// are packed only once. The result must keep size 1 in each broadcast dimension except the columns.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -29,9 +29,10 @@ pub(crate) struct MaskWords {
 }
 
 impl MaskWords {
-    /// Plans the layout of a mask `[batch, heads, queries, keys]`. If `side` is queries, a row of the packed mask is one
-    /// query's row. If `side` is keys, a row is one key's column. Tiles have `tile_rows` rows, and blocks have
-    /// `block_columns` columns. If `tile_rows` is `None`, the layout has no summaries.
+    /// Plans the layout of a mask `[batch, heads, queries, keys]`. If `side` is queries, a row of the packed mask is
+    /// the mask's row of one query. If `side` is keys, a row of the packed mask is the mask's column of one key. Tiles
+    /// have `tile_rows` rows, and blocks have `block_columns` columns. If `tile_rows` is `None`, the layout has no
+    /// summaries.
     pub fn new(
         [batch, heads, queries, keys]: [usize; 4],
         problem: &AttentionProblem,

@@ -91,8 +91,9 @@ pub(super) struct AppendSizes {
     pub vectors: usize,
 }
 
-/// Writes each sequence's new rows to the slots of these rows in the pages. Skips rows past the last page of the
-/// sequence. Also skips a row if the row's page table entry is not the index of a page.
+/// Writes the new rows of each sequence into the sequence's pages. A row is skipped if its place lies past the last
+/// page of the sequence. A row is also skipped if the page table entry for its place is not the index of a page. With
+/// `counts`, only the first `counts[batch]` new rows of a sequence are written.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn append_rows<E: Numeric, N: Size>(
     rows: &Tensor<Vector<E, N>>,

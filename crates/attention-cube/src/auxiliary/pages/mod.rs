@@ -15,9 +15,9 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per launch of `gather_pages`. Only a launch over more heads than this number has more
-/// cubes: one cube per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough
-/// that cubes without rows cost little.
+/// The largest number of cubes in a launch of `gather_pages` over at most this number of heads. A launch over more
+/// heads has one cube per head. The limit exceeds the number of cubes that a device runs at once. The limit is still so
+/// small that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.

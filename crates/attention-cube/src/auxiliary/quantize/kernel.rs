@@ -22,10 +22,12 @@ pub(super) const DEQUANTIZE_UNITS: usize = 256;
 /// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
-/// The f32 bits of +∞. As an integer, the magnitude bits of a NaN are larger than these bits.
+/// The f32 bits of +∞. If the magnitude bits of an f32 (all bits but the sign), read as an integer, exceed this number,
+/// the f32 is NaN.
 const INFINITE: u32 = 0x7f80_0000;
 
-/// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
+/// Quantizes rows, and writes their words and scales into the slots of a KV cache. A slot is the place of one row in
+/// the cache. Each cube handles one row.
 ///
 /// Without `positions`, row `i` goes to slot `i`. With `positions`, a cube handles one sequence position of one head.
 /// The cube reads the source row whose index is the position modulo `length`, where `length` is the number of source

@@ -189,8 +189,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch of `dequantize`. Only a launch over more heads than this number has more
-/// cubes: one cube per head. The limit exceeds the number of cubes that a device runs at once. It is still small enough
+/// The largest number of cubes in a launch of `dequantize` over at most this number of heads. A launch over more heads
+/// has one cube per head. The limit exceeds the number of cubes that a device runs at once. The limit is still so small
 /// that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 

@@ -24,8 +24,8 @@ pub(crate) fn sum_parts(
     let gradient = empty(gradients, input.meta.shape().clone(), input.dtype);
     let vectors = gradient.meta.shape().num_elements() / vector;
     let units = 128;
-    // SAFETY: a unit writes the vector of `gradient` at its own index, and units whose index is not below `vectors`
-    // stop at once. `gradients` holds `parts` partial gradients of `vectors` vectors each, starting at `first`.
+    // SAFETY: unit `i` writes only vector `i` of `gradient`, and stops at once if `i` is not below `vectors`.
+    // `gradients` holds `parts` partial gradients of `vectors` vectors each, starting at `first`.
     unsafe {
         kernel::sum_parts::launch_unchecked(
             &client,
@@ -78,8 +78,8 @@ pub(crate) fn sum_splits(written: &CubeTensor, splits: usize, input: &CubeTensor
     gradient
 }
 
-/// The units that divide the splits of one vector: about one unit per `SPLITS_OF_A_UNIT` splits, and at most
-/// `MOST_SHARING` units.
+/// The two constants limit the number of units that divide the splits of one vector. The number is about one unit per
+/// `SPLITS_OF_A_UNIT` splits, and at most `MOST_SHARING` units.
 #[cfg(feature = "cuda")]
 const SPLITS_OF_A_UNIT: usize = 4;
 #[cfg(feature = "cuda")]

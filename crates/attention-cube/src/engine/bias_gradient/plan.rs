@@ -7,8 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
 use crate::types::refusal::Refusal;
 
-/// The number of cubes per multiprocessor that the plan tries to reach. If there are fewer bias tiles, several cubes compute
-/// partial sums of one tile.
+/// The number of cubes per multiprocessor that the plan tries to reach. If one cube per bias tile would give fewer
+/// cubes, several cubes compute partial sums of each tile.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// The plan of a bias gradient.

@@ -26,9 +26,9 @@ pub struct GradientSplits {
     /// 1.
     pub value: usize,
     /// The size in bytes of the largest workspace that one of the kernels needs. The number of partial gradients in a
-    /// workspace is at most twice the number of cubes that the device runs at once. Each partial gradient is that of
-    /// one tile. For tiles of 128 × 256 elements on 132 multiprocessors with one cube each, a workspace takes at most
-    /// 34 MB.
+    /// workspace is at most twice the number of cubes that the device runs at once. Each partial gradient has the size
+    /// of one tile's gradient. For tiles of 128 × 256 elements on 132 multiprocessors with one cube each, a workspace
+    /// takes at most 34 MB.
     pub workspace: usize,
 }
 
@@ -40,7 +40,7 @@ pub(crate) const MOST_ROUNDS: usize = 2;
 const LEAST_BLOCKS: usize = 8;
 
 /// The time that each split adds, in units of the time that one block takes. For each split, the gradient kernel writes
-/// one partial gradient, and the second kernel reads it.
+/// one partial gradient, and a second kernel reads this partial gradient.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {

@@ -17,8 +17,9 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the plane's fragments of O, filled with zeros. The fragment at index `r · output_fragments + c` lies
-/// `r · plane_rows` fragments below the plane's first fragment, and `c · plane_columns` fragments to its right.
+/// Returns the plane's fragments of O, filled with zeros. Positions in O are counted in fragments. The fragment at
+/// index `r · output_fragments + c` lies `r · plane_rows` rows below and `c · plane_columns` columns to the right of
+/// the plane's first fragment.
 #[cube]
 pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment> {
     zero_sums(
@@ -133,8 +134,8 @@ fn clear_unused<C: Float>(
 }
 
 /// Multiplies `rows` columns of P by the matching rows of B, and adds the product to fragments of O. The columns of P
-/// start at vector `tile_at`. In each row of fragments of O, a plane updates `count` of its own fragments, beginning
-/// with its fragment number `first_fragment`, counted from 0.
+/// start at vector `tile_at`. A plane numbers its fragments in each row of fragments of O from 0. In each row of
+/// fragments, the plane updates `count` fragments, beginning with number `first_fragment`.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -185,8 +186,9 @@ fn multiply_rows<C: Float>(
     }
 }
 
-/// Multiplies each row of O by the row's factor. If no row maximum has changed, which `moved` tells, the function
-/// leaves O unchanged. Otherwise O passes through shared memory.
+/// Multiplies each row of O by the row's factor. `moved` has one flag per group of rows, which tells whether any row
+/// maximum of the group has changed. If no flag is set, the function leaves O unchanged. Otherwise O passes through
+/// shared memory.
 ///
 /// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the
 /// fragments of O overwrite S in shared memory.

@@ -85,7 +85,7 @@ pub(in crate::tile_ops) fn multiply_transposed<
     if comptime!(tiles.owns_scores()) {
         if comptime!(stationary > 0 && tiles.is_resident()) {
             // Wait until the plane's units have read the scores of the previous multiplication, because the new scores
-            // overwrite them.
+            // overwrite the previous scores.
             sync_own_plane(tiles);
         }
         hand_to_plane(&sums, stage, s, tiles);

@@ -31,9 +31,9 @@ pub(super) const TABLES: [&str; 3] = [
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The tensors that stack the matrices of all experts. An entry holds the suffix of such a tensor's name, and the names
-/// of the matrices that the tensor holds for each expert. The names are in the order of the matrices' rows in the
-/// tensor.
+/// The tensors that stack the matrices of all experts. An entry holds the suffix of the stacked tensor's name, and the
+/// names of one expert's matrices in this tensor. Each expert's rows in the stacked tensor are the rows of these
+/// matrices, in the order of the names.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
@@ -69,8 +69,8 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position in a tensor that stacks the matrices of all experts: the expert's index, and the matrix's
-    /// range of the expert's rows. `None` if the source holds only this matrix.
+    /// The matrix's position in a tensor that stacks the matrices of all experts: the expert's index, and the range of
+    /// the expert's rows that belong to the matrix. `None` if the source holds only this matrix.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
@@ -222,7 +222,8 @@ impl Export<'_> {
         matrices
     }
 
-    /// Returns the matrices that a stacked tensor holds, for all experts.
+    /// Returns the matrices of all experts that the parameter at `path` stacks in one tensor. Returns an empty list if
+    /// the parameter does not stack experts' matrices.
     fn of_experts(&self, path: &str, name: &str, shape: &[usize]) -> Vec<Matrix<'_>> {
         let mut matrices = Vec::new();
         let found = OF_EXPERTS
@@ -323,7 +324,7 @@ impl Export<'_> {
         names.map(|name| (name, parts.next().expect("one part per name")))
     }
 
-    /// Returns the text of the source's `config.json`. The function adds a description of the quantization to the text.
+    /// Returns the text of the `config.json` to write: the source's text with an added description of the quantization.
     fn packed_config(&self, ignored: BTreeSet<String>) -> Result<String, Gemma4Error> {
         let malformed = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
         let mut json: Value = serde_json::from_str(self.json).map_err(malformed)?;

@@ -94,7 +94,8 @@ impl Export<'_> {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
             },
-            // Norms, scalars and routers are written in f32, because readers compute with them in f32.
+            // Norms, scalars and routers are written in f32, because programs that read GGUF files compute with these
+            // tensors in f32.
             false => DType::F32,
         })
     }
@@ -127,8 +128,8 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Returns the quantized blocks of the slices `range`. A slice is the part of a parameter at one index of the
-    /// parameter's first dimension.
+    /// Quantizes the slices `range` of a parameter, and returns the quantized blocks. A slice is the part of the
+    /// parameter at one index of its first dimension.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
@@ -280,7 +281,7 @@ impl Export<'_> {
     }
 }
 
-/// The metadata keys of the file to write with their values, in the order in which the file stores them.
+/// The metadata keys and values of the file to write, in the order in which the file stores them.
 struct Values(Vec<(String, Written)>);
 
 impl Values {

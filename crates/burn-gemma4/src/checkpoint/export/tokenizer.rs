@@ -1,5 +1,6 @@
 //! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF cannot express normalization and
-//! pre-tokenization. The module therefore refuses a tokenizer that differs from Gemma's in one of these.
+//! pre-tokenization. The module therefore refuses a tokenizer whose normalization or pre-tokenization differs from
+//! Gemma's.
 
 use crate::checkpoint::gguf::tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type};
 use crate::checkpoint::gguf::writer::Written;

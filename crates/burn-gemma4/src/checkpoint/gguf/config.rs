@@ -8,7 +8,8 @@ use crate::config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 const ARCHITECTURE: &str = "gemma4";
 /// The architecture of drafters, the small models that propose tokens in speculative decoding.
 const DRAFTER: &str = "gemma4-assistant";
-/// The smallest divisor of a rotary angle that counts as "no rotation". llama.cpp's converter writes 1e30.
+/// If the divisor of a channel pair's rotary angle is at least this number, the channel pair is not rotated.
+/// llama.cpp's converter writes the divisor 1e30 for such pairs.
 const STANDS_STILL: f32 = 1e20;
 /// The logit softcap that llama.cpp uses if a file has no key for the softcap.
 const SOFTCAP: f64 = 30.0;
@@ -195,8 +196,8 @@ fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Vec<LayerType>, String>
         .collect())
 }
 
-/// Returns the hidden size of the feed-forward networks, and a flag. The flag is true if the layers that share an
-/// earlier layer's KV cache have twice this size.
+/// Returns the hidden size of the feed-forward networks in layers that have their own KV cache, and a flag. The flag is
+/// true if the layers that share an earlier layer's KV cache have twice this hidden size.
 fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize, bool), String> {
     const KEY: &str = "feed_forward_length";
     let widths = keys.sizes(KEY, layers)?;
@@ -256,7 +257,7 @@ fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     Ok((of("_swa")?, of("")?))
 }
 
-/// True if full layers have no V projection. These layers compute V from the output of the K projection.
+/// True if full layers have no V projection and compute V from the output of the K projection.
 fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
     let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
     full.is_some_and(|layer| {

@@ -15,8 +15,8 @@ pub(super) const MAGIC: &[u8] = b"GGUF";
 /// The supported versions of the format. Version 1, which stores lengths in 32 bits, is not supported, because no Gemma
 /// file has this version.
 const VERSIONS: [u32; 2] = [2, 3];
-/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys, and the
-/// number of their tensors is far below the limit.
+/// The limits on the number of keys (`MOST_KEYS`) and on the number of tensors (`MOST_TENSORS`) in a file. Real files
+/// have about fifty keys, and far fewer tensors than `MOST_TENSORS`.
 const MOST_KEYS: u64 = 1 << 12;
 const MOST_TENSORS: u64 = 1 << 16;
 /// The limit on the length of a key or of a tensor's name, in bytes.

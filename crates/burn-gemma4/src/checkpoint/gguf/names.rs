@@ -84,7 +84,7 @@ pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> 
     }
 }
 
-/// Returns llama.cpp's name for the parameter at `path`. If llama.cpp has no such parameter, returns `path`.
+/// Returns llama.cpp's name for the parameter at `path`. If `names` does not list the path, returns `path`.
 fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     match names.iter().find(|(ours, _)| *ours == path) {
         Some((_, theirs)) => theirs,

@@ -22,8 +22,8 @@ use std::marker::PhantomData;
 ///
 /// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. With NVIDIA's tensor cores in
 /// f16 or bf16, the limit is 64 sequences. If the device supports CUDA graphs, the kernel launches are captured once
-/// and then replayed. The decode kernels support models with at most 512 experts, whose parameters all have one dtype:
-/// f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
+/// and then replayed. The decode kernels support a model if it has at most 512 experts, and if all parameters of the
+/// model have one dtype: f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
 ///
 /// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a
 /// capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. If another thread
@@ -186,9 +186,13 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a forward pass over `count` tokens of each sequence. A pass writes the keys
-    /// of all tokens before attention reads any key. In a ring buffer, each token after the first therefore needs a
-    /// spare slot. Without the spare slot, the token's key would overwrite a key that the first token attends to.
+    /// True if the decode kernels can run a forward pass over `count` tokens of each of `batch` sequences. The kernels
+    /// limit the total number of tokens. The number of spare slots in the ring buffers limits the number of tokens per
+    /// sequence.
+    ///
+    /// A pass writes the keys of all tokens before attention reads any key. In a ring buffer, each token after the
+    /// first therefore needs a spare slot. Without the spare slot, the token's key would overwrite a key that the first
+    /// token attends to.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         let most = gemv::most_rows(&self.model.device(), self.model.dtype());

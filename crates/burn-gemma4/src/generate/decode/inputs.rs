@@ -32,21 +32,21 @@ impl Inputs {
         overwrite_three(self.all(), uploaded.numbers);
     }
 
-    /// Overwrites the inputs with the inputs of the next decode step. `chosen` holds that step's input tokens, one per
-    /// sequence.
+    /// Overwrites these tensors with the inputs of the next decode step. `chosen` holds the input tokens of the next
+    /// step, one per sequence.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
         advance_inputs(self.all(), chosen);
     }
 
-    /// Overwrites the inputs with the inputs of a run of the drafter. Also overwrites `hidden`, `[batch, columns]`, with the
-    /// hidden states from which the input tokens were chosen.
+    /// Overwrites these tensors with the inputs `begun` of a run of the drafter. Also overwrites `hidden`,
+    /// `[batch, columns]`, with the hidden states from which the input tokens were chosen.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Overwrites the inputs of a forward pass that reads, for each sequence, the input token of a drafter run and then
-    /// the draft tokens. `first` holds the inputs of the drafter run. `guesses` holds the draft tokens, ordered by
-    /// drafting step.
+    /// Overwrites these tensors with the inputs of the forward pass that follows a run of the drafter. For each
+    /// sequence, the pass runs over the drafter's input token and then over the draft tokens. `first` holds the inputs
+    /// of the drafter's run. `guesses` holds the draft tokens, ordered by drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }

@@ -124,9 +124,9 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// Draws the next token of each row on the device, with the row's sampler. Returns a list with one entry per row, which
-    /// is `None` if the row has no possible token. Returns `None` in place of a list if the device does not support the
-    /// samplers.
+    /// Draws the next token of each row on the device, with the row's sampler. Returns a list with one entry per row.
+    /// The entry is `None` if no token is possible in its row. If the device does not support the samplers, the
+    /// function returns `None` instead of a list.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],

@@ -49,15 +49,16 @@ pub struct Prefill {
     graphs: Option<CapturedPrompts>,
     /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
     reused: usize,
-    /// The position at which the prefill takes a checkpoint of the cache, because other prompts may continue from this
-    /// position.
+    /// The number of prompt tokens after which the prefill takes a checkpoint, or `None` if it takes none. A checkpoint
+    /// is a copy of the cache's ring buffers. Other prompts may continue from the checkpoint.
     boundary: Option<usize>,
-    /// The checkpoints at positions that the cache already holds, in ascending order of their positions.
+    /// The checkpoints at tokens that the cache already holds, in ascending order of position. Each checkpoint is a
+    /// copy of the ring buffers as they were at its position.
     checkpoints: Vec<Arc<Checkpoint>>,
 }
 
-/// A finished prefill, with which other prompts can share a prefix. Such a prompt continues from the prefill's cache or
-/// from one of its checkpoints.
+/// The tokens and the KV cache of a finished prefill. Another prompt that begins with some of these tokens can continue
+/// from the cache, or from one of the checkpoints (copies of the ring buffers at earlier tokens).
 #[derive(Debug)]
 pub(super) struct Prefilled {
     pub tokens: Vec<u32>,
@@ -112,8 +113,8 @@ impl Prefill {
         }
     }
 
-    /// Continues from `cache`, which holds the first tokens of this prompt. `checkpoints` are checkpoints of `cache`. Only a
-    /// prefill that has not begun can continue from another prompt.
+    /// Continues from `cache`, which holds the first tokens of this prompt. `checkpoints` holds copies of the ring
+    /// buffers of `cache` at earlier tokens. The prefill must not have begun yet.
     pub(super) fn continue_from(&mut self, cache: Cache, checkpoints: Vec<Arc<Checkpoint>>) {
         debug_assert!(self.cache.is_empty() && cache.len() < self.tokens.len());
         self.reused = cache.len();
@@ -121,7 +122,8 @@ impl Prefill {
         self.checkpoints = checkpoints;
     }
 
-    /// Makes [`advance`](Self::advance) take a checkpoint as soon as the cache holds `boundary` tokens.
+    /// Makes [`advance`](Self::advance) take a checkpoint, a copy of the cache's ring buffers, as soon as the cache
+    /// holds `boundary` tokens.
     pub(super) fn take_checkpoint_at(&mut self, boundary: usize) {
         self.boundary = Some(boundary);
     }
@@ -166,8 +168,8 @@ impl Prefill {
 
     /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of
     /// the prompt. Measurements have shown this on an H200 only (2026-11-29), so the function returns false on all
-    /// devices except Hopper cards. On slower devices the computation takes most of the time. There it saves time to
-    /// reuse the keys and values of an earlier prompt.
+    /// devices except Hopper cards. On slower devices, the computation takes longer than the launches. Reusing the keys
+    /// and values of an earlier prompt then saves time.
     pub(super) fn is_fastest_whole(&self) -> bool {
         crate::op::is_hopper(&self.model.device()) && self.has_graph()
     }
@@ -179,9 +181,9 @@ impl Prefill {
         graphs.is_some_and(|graphs| graphs.serve(&self.model, count, kind))
     }
 
-    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. A chunk ends earlier at the
-    /// end of the prompt, or at a position from which other prompts may continue. Returns the logits after the prompt's
-    /// last token, or `None` if tokens remain.
+    /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. The chunk is shorter if the
+    /// prompt ends earlier, or if the prefill must stop earlier to store a state from which other prompts can continue.
+    /// Returns the logits after the prompt's last token, or `None` if tokens remain.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns

@@ -11,24 +11,27 @@ use std::sync::Arc;
 /// tokens the copy would not pay off.
 const LEAST: usize = 16;
 
-/// The smallest number of tokens between the end of a reused prefix and a new checkpoint. A checkpoint costs one more
-/// prefill chunk and as much memory as all ring buffers. Later prompts save the prefill of the tokens before the
-/// checkpoint. For fewer tokens, this saving would not be worth the cost.
+/// The smallest number of tokens between the end of a reused prefix and a new checkpoint. A checkpoint is a copy of the
+/// ring buffers at one token, so that later prompts can continue after this token. The checkpoint costs one more
+/// prefill chunk and as much memory as all ring buffers. In return, a later prompt saves the prefill of the tokens
+/// between the reused prefix and the checkpoint. For fewer tokens, this saving would not be worth the cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
 /// The largest number of checkpoints of a prompt.
 const MOST_CHECKPOINTS: usize = 4;
 
-/// The KV caches of earlier prompts. A later prompt that begins with the same tokens continues from a copy of such a
-/// cache. The model then runs only over the remaining tokens of the later prompt.
+/// The KV caches of earlier prompts. A later prompt that begins with the same tokens as an earlier prompt continues
+/// from a copy of the earlier prompt's KV cache. The model then runs only over the remaining tokens of the later
+/// prompt.
 ///
 /// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only the last window of tokens, in
-/// ring buffers. If a prompt is at least as long as the window, other prompts can therefore continue only from its end
-/// and from its checkpoints. The first prompt that shares a prefix with an earlier one takes a checkpoint at the end of
-/// the shared prefix. Later prompts with this prefix continue from the checkpoint.
+/// ring buffers. A checkpoint is a copy of the ring buffers' contents at an earlier token. If a prompt is at least as
+/// long as the window, other prompts can continue only from the prompt's end and from its checkpoints. The first prompt
+/// that shares a prefix with an earlier prompt takes a checkpoint at the end of the shared prefix. Later prompts with
+/// this prefix continue from the checkpoint.
 ///
-/// On a Hopper card, some prompts can run as one CUDA graph, which is faster than to reuse a prefix. These prompts do
-/// not continue from other prompts, and the cache does not keep them.
+/// On a Hopper card, running a whole prompt as one CUDA graph is faster than reusing a prefix. Prompts that can run in
+/// this way do not continue from other prompts, and the cache does not keep them.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -56,7 +59,7 @@ const MOST_CHECKPOINTS: usize = 4;
 pub struct PrefixCache {
     /// The ids of the model's parameters. Prompts of other models are neither kept nor continued.
     model: Vec<ParamId>,
-    /// The earlier prompts, in the order of their last use.
+    /// The earlier prompts. The least recently used prompt comes first.
     prompts: Vec<Prefilled>,
     /// The size of the prompts' KV caches and checkpoints on the device, in bytes.
     bytes: usize,
@@ -70,7 +73,7 @@ pub struct PrefixCache {
 struct State {
     /// The index of the prompt.
     prompt: usize,
-    /// The number of tokens that the earlier prompt has up to this state.
+    /// The number of tokens of the earlier prompt that precede this state.
     column: usize,
 }
 
@@ -89,10 +92,13 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. Selects the
-    /// earlier prompt with the longest usable prefix, and copies nothing if this prefix has fewer than 16 tokens. If
-    /// the longest shared prefix is much longer than the usable prefix, the prefill will take a checkpoint at the end
-    /// of the longest shared prefix.
+    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. An earlier
+    /// prompt's usable prefix ends at the last shared token from which its cache or one of its checkpoints can
+    /// continue. Selects the earlier prompt with the longest usable prefix, and copies nothing if this prefix has fewer
+    /// than 16 tokens.
+    ///
+    /// The prompt may share a longer prefix with one of the earlier prompts. If the longest shared prefix is much
+    /// longer than the usable prefix, the prefill will take a checkpoint at the end of the longest shared prefix.
     pub fn resume(&mut self, prefill: &mut Prefill) {
         if !prefill.cache().is_empty() || !self.serves(prefill) {
             return;
@@ -126,10 +132,10 @@ impl PrefixCache {
         }
     }
 
-    /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the prompts
-    /// whose last use is longest ago, until the remaining prompts fit. Ignores unfinished prefills, prompts of fewer
-    /// than 16 tokens and prompts of other models. Also ignores prompts that a CUDA graph runs faster, and prompts that
-    /// are too large for the whole memory.
+    /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the least
+    /// recently used prompts until the remaining prompts fit. Ignores unfinished prefills, prompts of fewer than 16
+    /// tokens and prompts of other models. Also ignores prompts that exceed the whole memory, and prompts that run
+    /// faster as one CUDA graph than with a reused prefix.
     pub fn keep(&mut self, prefill: Prefill) {
         let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
         if !is_useful || !self.serves(&prefill) {
@@ -172,15 +178,17 @@ impl PrefixCache {
         self.bytes
     }
 
-    /// True if the prefill belongs to this cache's model, and would take less time with the keys and values of an
-    /// earlier prompt.
+    /// True if the prefill can benefit from this cache. The prefill must belong to this cache's model, and the cache's
+    /// memory limit must not be 0. Also, reusing a prefix must be faster than running the whole prompt as one CUDA
+    /// graph.
     fn serves(&self, prefill: &Prefill) -> bool {
         let runs_whole = prefill.is_fastest_whole() && prefill.tokens().len() <= self.chunk;
         self.most_bytes > 0 && !runs_whole && list_param_ids(prefill.model()) == self.model
     }
 
     fn count_bytes(&self) -> usize {
-        // Count each checkpoint once, because prompts that continue the same earlier prompt share its checkpoints.
+        // Count each checkpoint once. If several prompts have continued from one earlier prompt, they share its
+        // checkpoints.
         let mut counted = HashSet::new();
         let checkpoints = self.prompts.iter().flat_map(|prompt| &prompt.checkpoints);
         let checkpoints: usize = checkpoints
@@ -234,8 +242,9 @@ impl Prefilled {
         self.cache.kind() == earlier.cache.kind() && self.tokens.starts_with(&earlier.tokens)
     }
 
-    /// Takes over the checkpoints of an earlier prompt that this prompt begins with. If this prompt's cache cannot be
-    /// forked at the end of the earlier prompt, also keeps that end as a checkpoint.
+    /// Takes over the checkpoints of `earlier`. This prompt begins with all tokens of `earlier`. If another prompt
+    /// cannot continue from this prompt's cache at the end of `earlier`, also keeps a checkpoint of the ring buffers at
+    /// that end.
     fn replace(&mut self, earlier: Self) {
         let end = earlier.tokens.len();
         let mut checkpoints = earlier.checkpoints;

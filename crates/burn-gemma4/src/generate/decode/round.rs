@@ -25,8 +25,8 @@ pub(super) struct Round {
     drafter: Drafter,
     /// A clone of the caller's model. The clone shares the weight tensors with the caller's model.
     target: Gemma4Model,
-    /// The KV buffers of two target-model layers, which the drafter reads. The layers are the last sliding layer and
-    /// the last full layer that compute their own keys and values.
+    /// The target model's KV buffers that the drafter reads: those of the last sliding layer and those of the last full
+    /// layer. Only layers that compute their own keys and values count.
     last_sliding: Option<WriteTarget>,
     last_full: Option<WriteTarget>,
     ring: Ring,

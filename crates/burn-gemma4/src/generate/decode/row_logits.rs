@@ -18,8 +18,8 @@ pub struct RowLogits<'a> {
 pub enum RowChoice<'a> {
     /// Take the argmax.
     Argmax,
-    /// Draw a token on the device with this sampler. If the device cannot draw, copy the logits to the host. The sampler
-    /// does not record the token.
+    /// Draw a token on the device with this sampler. The sampler does not record the token. If the device cannot draw
+    /// the token, the row is copied to the host as with [`Logits`](Self::Logits).
     Draw(&'a Sampler),
     /// Copy the row of logits to the host.
     Logits,
@@ -120,7 +120,7 @@ impl<'a> RowLogits<'a> {
         Ok(results)
     }
 
-    /// Returns the given rows, in ascending order, as `[rows, vocabulary]`.
+    /// Returns the rows with the indices `rows`, as `[rows, vocabulary]`. The indices must be in ascending order.
     fn select(&self, rows: &[usize]) -> Tensor<2> {
         let logits = self.next.rows();
         if rows.len() == logits.dims()[0] {

@@ -58,8 +58,8 @@ impl DeviceSampler {
     /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for
     /// a row without a possible token.
     ///
-    /// If the bit mask of previous tokens lacks each sequence's last token, `read` holds these last tokens. `positions`
-    /// holds the position of each sequence's last token. Equal arguments give equal tokens.
+    /// `positions` holds the position of each sequence's last token. If the bit mask of seen tokens does not include
+    /// the last tokens yet, `read` holds the last token of each sequence. Equal arguments give equal tokens.
     pub fn choose(
         &self,
         logits: Tensor<2>,

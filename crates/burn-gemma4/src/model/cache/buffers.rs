@@ -9,8 +9,8 @@ use super::{
     slots::Slots,
 };
 
-/// The buffer of a full-attention layer grows by a multiple of this number of slots. The copies cost little: growing
-/// copies the whole buffer once per 256 tokens, whereas attention reads the whole buffer for every token.
+/// The buffer of a full-attention layer grows by a multiple of this number of slots. Growing copies the whole buffer,
+/// but only once per 256 tokens. Attention reads the whole buffer for every token, so the copies cost little.
 pub(super) const BLOCK: usize = 256;
 
 /// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.
@@ -61,7 +61,7 @@ pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots 
 
 /// Copies `count` tokens of every sequence from `new`, beginning at index `start`, to `buffer`, beginning at slot `slot`.
 ///
-/// The caller passes the only handle to the buffer's memory, so the write happens in place.
+/// If the caller passes the only handle to the memory of `buffer`, the write happens in place.
 pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count: usize) -> Slots {
     let [batch, ..] = buffer.dims();
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))

@@ -51,8 +51,9 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last tokens that a checkpoint must copy from each ring buffer. These are the `window - 1` tokens
-    /// that the next query sees, and the tokens that [`forget`](Self::forget) may remove before that query.
+    /// Returns how many of the latest tokens a checkpoint must copy from each ring buffer. These tokens are the
+    /// `window - 1` tokens that the next query sees, and the tokens that [`forget`](Self::forget) may remove before
+    /// that query.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
@@ -77,8 +78,8 @@ impl Cache {
     }
 
     /// True if some slots of the ring buffers were never written. The ring buffers then still hold every token of the
-    /// text. The result is false if the cache was restored from a checkpoint that lacks the first tokens. In that case
-    /// [`restore`](Self::restore) has set `written` to at least the number of slots.
+    /// text. A checkpoint may lack the first tokens of the text. [`restore`](Self::restore) then sets `written` to at
+    /// least the number of slots, so that the result is false.
     pub(super) fn is_whole(&self) -> bool {
         self.keeps_all(self.written)
     }
@@ -115,8 +116,8 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. A view would change later, because
-/// kernels overwrite ring buffers in place. `kept` must be at least 1.
+/// Copies the last `kept` of the `past` tokens that were written to a ring buffer. The result must not be a view,
+/// because a view would change when kernels overwrite the ring buffer in place. `kept` must be at least 1.
 fn copy_ring(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
     let parts = parts_in_order(ring, past, kept).into_iter();

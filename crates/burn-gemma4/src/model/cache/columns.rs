@@ -21,7 +21,8 @@ pub(crate) struct CacheColumns {
 }
 
 impl Cache {
-    /// Returns all columns (tokens) of the full-attention layers' buffers, with their tensor names.
+    /// Returns the keys and values of all columns (tokens) in the full-attention layers' buffers, with their tensor
+    /// names.
     pub(crate) fn columns_of_layers(&self) -> Vec<(String, Slots)> {
         let columns = |buffer: &Slots| buffer.narrow(2, 0, self.columns);
         let mut found = Vec::new();
@@ -128,7 +129,8 @@ impl Cache {
         }
     }
 
-    /// Allocates the ring buffers that are missing in the session file, which omits ring buffers without tokens.
+    /// Allocates the ring buffers that the session file does not contain. A session file omits ring buffers without
+    /// tokens.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());
@@ -146,8 +148,8 @@ impl Cache {
         }
     }
 
-    /// Removes the ring buffers' tensors from `tensors`, and returns them by layer. A layer without such tensors has
-    /// `None`.
+    /// Removes the ring buffers' tensors from `tensors`. Returns a list with one entry per layer. The entry is `None`
+    /// if `tensors` contains no ring buffer of that layer.
     pub(crate) fn rings_of(
         &self,
         prefix: &str,

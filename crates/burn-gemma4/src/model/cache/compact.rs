@@ -123,8 +123,8 @@ impl CompactKeys {
         }
     }
 
-    /// Builds the index tensors. Also builds the factors that multiply queries, because stored keys lack the key norm's
-    /// weight in some channels. `key_weight`, `[head_dim]`, is that weight.
+    /// Builds the index tensors and the query factor. `key_weight`, `[head_dim]`, is the key norm's weight. In channels
+    /// without rotation the stored keys lack this weight, so the query factor contains the weight.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
         let pairs = layout.head_dim / 2;

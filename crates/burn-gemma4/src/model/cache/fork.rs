@@ -1,4 +1,4 @@
-//! Copies a KV cache of one sequence, so that another prompt can continue its first tokens.
+//! Copies a KV cache of one sequence, so that another prompt can reuse the keys and values of the first tokens.
 
 use super::{
     Cache, Store,
@@ -25,7 +25,8 @@ impl Cache {
         let restores = !self.can_fork(column);
         let grown = |buffer: &Slots| copy_slots(buffer, column, slots);
         let stores = self.stores.iter().map(|store| match store {
-            // `restore` allocates the ring buffers and fills them from the checkpoint.
+            // Leave the ring buffer out of the copy, because `restore` allocates a ring buffer and fills it from the
+            // checkpoint.
             Store::Ring(Some(_)) if restores => Store::Ring(None),
             Store::Ring(ring) => {
                 let whole = |ring: &Slots| copy_slots(ring, ring.dims()[2], ring.dims()[2]);
@@ -53,9 +54,10 @@ impl Cache {
             padding: self.padding.clone(),
             rotated: false,
             columns: column,
-            // In the copied ring buffers, newer tokens may have overwritten the first tokens. To make `is_whole` false
-            // for such a copy, `written` counts the newer tokens. The last newer token does not count: `can_fork`
-            // allows `spare + 1` newer tokens, but `written` may exceed the number of columns by at most `spare`.
+            // The ring buffers also hold tokens from position `column` on, which may have overwritten the first tokens.
+            // To make `is_whole` false for the copy, `written` counts these newer tokens, except the last one. The
+            // exception is needed because `can_fork` allows `spare + 1` newer tokens, but `written` may exceed the
+            // number of columns by at most `spare`.
             written: match self.is_whole() {
                 true => column,
                 false => column.max(self.written - 1),
@@ -80,8 +82,8 @@ impl Cache {
     /// True if [`fork`](Self::fork) at `column` needs no checkpoint. The ring buffers then hold the `window - 1` keys before
     /// `column`.
     ///
-    /// A ring buffer has `window + spare` slots. It therefore still holds these keys if at most `spare + 1` tokens were
-    /// written at `column` and after it.
+    /// A ring buffer has `window + spare` slots. The buffer therefore still holds these keys if at most `spare + 1`
+    /// tokens were written at `column` or later.
     pub(crate) fn can_fork(&self, column: usize) -> bool {
         self.is_whole() || column + self.spare + 1 >= self.written
     }

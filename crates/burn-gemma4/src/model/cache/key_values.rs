@@ -93,8 +93,9 @@ impl Visible {
     }
 }
 
-/// The keys and values of earlier layers, which shared KV layers read because they compute none of their own. Each
-/// layer type has one field, with the keys and values of the last layer of the type that computes its own.
+/// The keys and values that shared KV layers read from earlier layers, because shared KV layers compute none of their
+/// own. Each field belongs to one layer type. The field holds the keys and values of the last layer of this type that
+/// is not a shared KV layer.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,
@@ -110,8 +111,8 @@ impl SharedKeyValues {
     }
 
     /// Lets the queries of each sequence see only the sequence's first keys. `lengths`, `[batch]`, is the number of
-    /// these keys. The queries must be at the position of the last of these keys. No launch of a captured graph may
-    /// write `lengths`.
+    /// these keys in each sequence. The queries of a sequence must be at the position of the last of these keys. No
+    /// launch of a captured graph may write `lengths`.
     #[cfg(feature = "cube")]
     pub fn limit(&mut self, lengths: &Tensor<1, Int>) {
         for key_values in [&mut self.sliding, &mut self.full].into_iter().flatten() {

@@ -8,9 +8,9 @@ use crate::error::Gemma4Error;
 /// The storage format of a KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
-    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. At Gemma
-    /// 4's shapes, such a layer needs five eighths of the memory of separate keys and values. The result differs only by
-    /// rounding.
+    /// True if a layer with one projection for both keys and values stores whole values, but only the rotated channels
+    /// of keys. At Gemma 4's shapes, such a layer needs five eighths of the memory of separate keys and values. The
+    /// result differs only by rounding.
     pub compact_keys: bool,
     /// The number format of keys and values: the model's dtype or int8.
     pub precision: KvPrecision,

@@ -67,7 +67,7 @@ pub struct Cache {
     /// The number of padding tokens at the beginning of each sequence.
     padding: Vec<usize>,
     kind: CacheKind,
-    /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
+    /// True if slot 0 of each sequence holds the sequence's first token instead of padding: see the module `rotated`.
     rotated: bool,
     /// True if the sequences may have different lengths. Each call then adds one token to every sequence: see the module
     /// `ragged`.
@@ -429,8 +429,8 @@ impl Cache {
         slots
     }
 
-    /// True if the call has one query and the ring buffer has no spare slots. The query then sees all written slots of the
-    /// ring buffer.
+    /// True if the call has one query per sequence and the ring buffer has no spare slots. The query then sees all
+    /// written slots of the ring buffer.
     fn reads_ring(&self, count: usize) -> bool {
         count == 1 && self.spare == 0
     }
@@ -452,9 +452,9 @@ impl Cache {
         self.columns.min(self.window - 1)
     }
 
-    /// Returns one token index for each slot of a ring buffer of `window` slots, to which the first `end` tokens were
-    /// written. The index is that of the newest token in the slot. For an unwritten slot, the index is that of the
-    /// first token that will be written to the slot.
+    /// Returns one token index for each slot of a ring buffer of `window` slots. The first `end` tokens must have been
+    /// written to the buffer. The index belongs to the newest token in the slot. If the slot was never written, the
+    /// index belongs to the first token that will be written to the slot.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {
@@ -487,7 +487,7 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the result of `own`, the keys and values of this call's tokens, if the cache was empty before the call.
+    /// If the cache was empty before the call, returns the keys and values of the call's tokens, which `own` computes.
     /// Otherwise returns `None`, because the queries must also attend to earlier tokens.
     ///
     /// In an int8 cache, `own` returns quantized keys and values. Later calls also attend to quantized keys and values,

@@ -27,12 +27,13 @@ const GROWTH: usize = 256;
 pub(super) struct RaggedRows {
     /// The position of each sequence's new token.
     positions: Vec<usize>,
-    /// The slots as device tensors if kernels write the keys and values. `None` if the host writes one sequence after
-    /// another.
+    /// The slots as device tensors, if kernels write the keys and values. `None` if the host writes the keys and values
+    /// of one sequence after another.
     on_device: Option<DeviceRows>,
 }
 
-/// The page tables for [`append`]. Each row of a buffer counts as one page.
+/// The arguments of [`append`]: a page table, in which each row of a buffer counts as one page, and the slots of the
+/// new tokens. `full` holds the slots in full-attention buffers, and `ring` the slots in ring buffers.
 #[derive(Debug)]
 struct DeviceRows {
     page_table: Tensor<2, Int>,
@@ -295,7 +296,8 @@ impl Cache {
 }
 
 impl RaggedRows {
-    /// Writes the token of each sequence, `[sequences, kv_heads, 1, width]`, to its slot.
+    /// Writes the new token of each sequence to the token's slot in `buffer`. `new` is
+    /// `[sequences, kv_heads, 1, width]`.
     fn write(&self, buffer: Slots, new: Tensor<4>, is_ring: bool, precision: KvPrecision) -> Slots {
         if let Some(on_device) = &self.on_device {
             return on_device.write(buffer, new, is_ring);
@@ -385,7 +387,8 @@ fn put(old: Option<Slots>, new: &Slots, row: usize, rows: usize, count: usize) -
     buffer.assign(row..row + 1, 0..count, new.narrow(2, 0, count))
 }
 
-/// Allocates an uninitialized buffer like `like` with other numbers of rows and slots.
+/// Allocates an uninitialized buffer of `rows` rows and `slots` slots. The format, number of heads and width are those
+/// of the buffer `like`.
 fn with_rows(like: &Slots, rows: usize, slots: usize) -> Slots {
     let one = like.narrow(0, 0, 1).empty(rows * slots);
     let [_, heads, _, width] = like.dims();

@@ -2,15 +2,15 @@
 //! in a buffer.
 //!
 //! Prefill aligns all sequences at their ends, so a shorter sequence begins with padding. Before the first decode step
-//! each sequence is rotated once, so that slot 0 holds its first token. The sequence's length then determines which keys
-//! a query sees.
+//! each sequence is rotated once, so that slot 0 holds the sequence's first token. The sequence's length then
+//! determines which keys a query sees.
 
 use super::{Cache, Store, slots::Slots};
 use crate::error::Gemma4Error;
 
 impl Cache {
-    /// Rotates the slots of every sequence so that slot 0 holds the sequence's first token. The padding of each
-    /// sequence must already be set.
+    /// Rotates the slots of every sequence so that slot 0 holds the sequence's first token. The cache must already hold
+    /// the whole padding of every sequence: see [`has_begun`](Self::has_begun).
     #[cfg(feature = "cube")]
     pub(crate) fn rotate(&mut self) {
         if !self.rotated {
@@ -32,7 +32,7 @@ impl Cache {
     }
 
     /// Removes the last `counts[i]` tokens of sequence `i`. These tokens must not be padding. If the counts differ,
-    /// shorter sequences get more padding.
+    /// each shorter sequence is padded to the length of the longest sequence.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).
@@ -75,8 +75,8 @@ impl Cache {
         self.padding.iter().map(|padding| self.columns - padding)
     }
 
-    /// Rotates the slots of each sequence. Slot `first(row, slots) % slots` of the sequence `row` moves to slot 0, where
-    /// `slots` is the number of slots.
+    /// Rotates the slots of each sequence. If a buffer has `slots` slots, slot `first(row, slots) % slots` of the
+    /// sequence `row` moves to slot 0.
     fn rotate_by(&mut self, first: impl Fn(usize, usize) -> usize) {
         let rows = 0..self.batch();
         let rotate = |buffer: &mut Slots| {

@@ -92,8 +92,8 @@ impl Slots {
         }
     }
 
-    /// Copies the sequence `new` to the first slots of `row`, in place. Every handle to this buffer sees the new values.
-    /// `new` must not share memory with this buffer.
+    /// Copies `new`, the slots of one sequence, to the first slots of `row`, in place. Every handle to this buffer sees
+    /// the new values. `new` must not share memory with this buffer.
     #[cfg(feature = "cube")]
     pub fn overwrite_row(&self, row: usize, new: Self) {
         match (self, new) {

@@ -182,7 +182,8 @@ impl Experts {
         self.mix(input, &routing.experts, &routing.weights)
     }
 
-    /// Runs the experts `chosen` for each row, and returns the sum of their outputs, weighted by `weights`, `[rows, top_k]`.
+    /// Runs each row's experts `chosen`, `[rows, top_k]`, and returns the weighted sum of their outputs. `weights`,
+    /// `[rows, top_k]`, are the weights of this sum.
     pub(crate) fn mix(
         &self,
         input: Tensor<2>,

@@ -132,7 +132,7 @@ pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     Tensor::from_data(TensorData::new(shown, shape), (&device, dtype))
 }
 
-/// True if [`rounding`] rounds weights of this dtype, by a fixed pseudorandom threshold for each weight.
+/// True if weights of this dtype are rounded with pseudorandom thresholds: see [`rounding`].
 fn drawn(dtype: DType) -> bool {
     dtype == DType::BF16
 }
@@ -524,8 +524,8 @@ mod tests {
             let mut sum = SumOfSquares::new();
             assert!(sum.clone().sum().is_none());
             let mut expected = 0.0;
-            // Use 27 tensors, so that several launches are needed: a launch takes only six tensors of one dtype. Tensors 10
-            // to 19 are in f16 if the device supports f16.
+            // Use 27 tensors, so that several launches are needed: a launch takes at most six tensors, all of one
+            // dtype. Tensors 10 to 19 are in f16 if the device supports f16.
             let shapes = [[1, 1], [3, 5], [300, 257], [1024, 640]].into_iter();
             for (index, shape) in shapes.cycle().take(27).enumerate() {
                 let dtype = match index / 10 == 1 && device.supports_dtype(DType::F16) {

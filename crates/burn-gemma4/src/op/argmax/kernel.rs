@@ -97,8 +97,9 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
     }
 }
 
-/// Reduces `count` values, a power of two, to the largest value and its smallest column. Afterwards element 0 of each
-/// array holds the result. Synchronizes the cube before each halving of `count`.
+/// Finds the largest of `count` values, and the smallest column with this value. `count` must be a power of two.
+/// Afterwards element 0 of `values` and `columns` holds the result. Each step first synchronizes the cube, and then
+/// halves the number of values.
 #[cube]
 pub(crate) fn bring_best_first(
     values: &mut Shared<[f32]>,

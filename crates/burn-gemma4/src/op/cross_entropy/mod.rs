@@ -31,7 +31,7 @@ use burn::{
 ///   that targets are below `words`.
 /// - losses: `[rows]` in f32, computed with natural logarithms.
 /// - gradient: `[rows, words]` in the dtype of `logits`. The gradient is that of the sum of the losses with respect to
-///   the logits before the soft cap. It overwrites the logits if no other handle shares the buffer.
+///   the logits before the soft cap. If no other handle shares the logits' buffer, the gradient overwrites the logits.
 pub(crate) fn cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,

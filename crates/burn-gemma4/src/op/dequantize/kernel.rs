@@ -89,8 +89,8 @@ fn element<E: Float>(number: f32) -> E {
     }
 }
 
-/// Returns the upper bits of the codes whose lower bits are in word `word` of the row. The lowest bits of the result
-/// are the upper bits of the first code.
+/// Returns the upper bits of the codes whose lower bits are in word `word` of the row. The upper bits of the first code
+/// are the lowest bits of the result.
 #[cube]
 pub(in crate::op) fn top_of_word(
     words: &Tensor<u32>,
@@ -128,8 +128,9 @@ pub(in crate::op) fn code(
     }
 }
 
-/// The position of a code within the mantissa of a float. To convert a code to a float, the kernel ORs the code into the
-/// mantissa of a power of two. It then subtracts this power of two. No integer-to-float instruction is needed.
+/// The position of a code within the mantissa of a float. To convert a code to a float, the kernel ORs the code into
+/// the mantissa of a power of two. The kernel then subtracts this power of two, so no integer-to-float instruction is
+/// needed.
 #[derive(Clone, Copy)]
 struct CodePosition {
     /// The number of bits by which the word is shifted right. The shift moves the code into the 23 bits of the

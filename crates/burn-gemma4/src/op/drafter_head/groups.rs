@@ -17,8 +17,8 @@ use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks. `SHARES` units together compare one of these scores with all scores of the
-/// row. Neither `OWN` nor `SHARES` has been tuned yet.
+/// The number of scores that a cube ranks. For each of these scores, `SHARES` units divide the comparisons with all
+/// scores of the row among themselves. Neither `OWN` nor `SHARES` has been tuned yet.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -118,9 +118,9 @@ pub(super) struct Candidates {
 /// The compile-time plan of the search among candidate tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct CandidatesPlan {
-    /// The group of units that computes a logit together.
+    /// The number and the arrangement of the units that compute a logit together.
     pub team: Team,
-    /// The number of teams per cube. A team is a group of units that computes a logit together.
+    /// The number of teams per cube. A team consists of the units that compute a logit together.
     pub teams: usize,
     pub pdl: bool,
 }

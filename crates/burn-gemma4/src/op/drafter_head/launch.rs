@@ -25,7 +25,8 @@ use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// The number of units in a cube that searches the candidate tokens. If a plane has more units, the cube is one plane.
+/// The number of units in a cube that searches the candidate tokens. If a plane has more units than this number, a cube
+/// consists of one plane.
 const CANDIDATE_UNITS: usize = 256;
 
 impl GuessBackend for CubeBackend {

@@ -112,8 +112,7 @@ pub(crate) fn guess_of_logits(logits: Tensor<2>, places: TokensAt) -> Tensor<1, 
     ))
 }
 
-/// True if the kernels support this clustered LM head. `table` must be in floats, and `ordering` must have the dtype of token
-/// ids.
+/// True if the kernels support this clustered LM head: `table` is in floats, and `ordering` has the dtype of token ids.
 pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
     matches!(table, Matrix::Whole(_)) && ordering.dtype() == NUMBERS
 }

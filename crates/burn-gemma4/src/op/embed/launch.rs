@@ -149,8 +149,8 @@ impl EmbedBackend for CubeBackend {
 
 impl EmbedOptions {
     /// True if the kernel may read the tensors in `read` before the previous launch has ended. No launch may write
-    /// them, and their elements must have 2 or 4 bytes. Their rows must be contiguous, because otherwise a launch would
-    /// first copy them.
+    /// these tensors, and their elements must have 2 or 4 bytes. The rows must be contiguous, because a launch would
+    /// first copy a tensor whose rows are not contiguous.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)

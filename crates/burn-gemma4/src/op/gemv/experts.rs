@@ -140,7 +140,7 @@ pub(super) struct Items {
     pub sides: SideOutputs,
     /// The number of rows in the GEMV's output.
     pub rows_out: usize,
-    /// The number of experts by whose matrices one work item multiplies; 0 without experts.
+    /// The number of experts per work item; 0 without experts. A work item multiplies by the matrices of these experts.
     pub ranks: usize,
     of_row: usize,
     rows_of_expert: usize,

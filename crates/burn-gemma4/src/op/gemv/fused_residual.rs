@@ -133,8 +133,8 @@ impl AfterResidualBackend for CubeBackend {
 }
 
 impl Row {
-    /// Computes the residual stream and the GEMV's input in one launch. The GEMV is a separate launch, because it is
-    /// not fused with the residual addition.
+    /// Computes the residual stream and the GEMV's input in one launch. The caller then launches the GEMV separately.
+    /// This method serves GEMVs that cannot be fused with the residual addition.
     fn computed(self) -> (CubeTensor, CubeTensor) {
         let Self {
             stream,

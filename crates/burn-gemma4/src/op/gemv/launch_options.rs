@@ -16,8 +16,8 @@ use cubecl::{client::Client, prelude::Float};
 /// The optional tensors of a GEMV, and its epilogue.
 pub(super) struct LaunchOptions {
     pub gelu: bool,
-    /// True for GeGLU: multiplies the output of `second` by the GELU of the first matrix's output. Otherwise the
-    /// outputs are concatenated.
+    /// True for GeGLU: the kernel multiplies the output of `second` by the GELU of the first matrix's output. If false,
+    /// the kernel concatenates the outputs.
     pub gated: bool,
     pub second: Option<CubeTensor>,
     pub third: Option<CubeTensor>,

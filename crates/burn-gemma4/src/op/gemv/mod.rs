@@ -204,7 +204,7 @@ pub struct ProductTensors<B: Backend> {
     pub second: MaybeMatrix<B>,
     #[extension_type]
     pub third: MaybeMatrix<B>,
-    /// The activations that the gate multiplies. Only a range of their columns is used.
+    /// The tensor of activations that the gate multiplies. Only a range of the tensor's columns is used.
     #[extension_type]
     pub through: MaybeMatrix<B>,
 }
@@ -214,8 +214,8 @@ pub struct ProductTensors<B: Backend> {
 pub struct ProductOptions {
     /// The layout of quantized matrices; `None` for float matrices.
     pub layout: Option<Layout>,
-    /// True for GeGLU: multiplies the second matrix's output by the GELU of the first matrix's output. Otherwise the
-    /// outputs are concatenated.
+    /// True for GeGLU: the kernel multiplies the second matrix's output by the GELU of the first matrix's output. If
+    /// false, the kernel concatenates the outputs.
     pub gated: bool,
     /// The first column of `through` that the gate multiplies.
     pub start: usize,

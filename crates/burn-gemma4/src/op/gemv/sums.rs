@@ -18,8 +18,8 @@ pub(super) struct ProjectPlan {
     pub team: Team,
     /// The number of teams in a cube. A team is a group of units that computes outputs together.
     pub teams: usize,
-    /// The number of experts per row whose outputs the kernel adds up; 0 without experts. See
-    /// [`experts`](super::experts).
+    /// The number of experts by whose matrices a work item multiplies; 0 without experts. With experts, a work item is
+    /// a row or a (row, chosen expert) pair: see [`experts`](super::experts).
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,
@@ -64,7 +64,8 @@ pub(super) struct Epilogue {
     pub capped: bool,
 }
 
-/// The position of a factor that multiplies the output: `factor[r · stride + start + o]` for output `o` of row `r`.
+/// The position, within the factor tensor, of the factors that multiply the outputs. The factor
+/// `factor[r · stride + start + o]` multiplies output `o` of row `r`.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct FactorPlace {
     pub start: u32,
@@ -86,13 +87,13 @@ pub(super) struct EpilogueInputs<E: Float> {
 pub(super) struct Outputs {
     /// The first output row that the team of units writes.
     pub row: u32,
-    /// The index of the first output that the team of units computes, counted within the outputs of its matrix.
+    /// The first output that the team of units computes, as an index among the outputs of the team's matrix.
     pub first: u32,
-    /// The number of outputs of the matrix that the team of units multiplies by.
+    /// The number of outputs of the team's matrix, which is the matrix by which the team of units multiplies.
     pub outputs: u32,
-    /// The column of an output row at which the outputs of the matrix begin.
+    /// The column of the output tensor at which the outputs of the team's matrix begin.
     pub column: u32,
-    /// The number of columns of an output row.
+    /// The number of columns of the output tensor, which concatenates the outputs of all matrices.
     pub all_outputs: u32,
 }
 
@@ -120,8 +121,8 @@ pub(super) fn finish<E: Float>(
     finish_parts(&partial, inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Adds up the partial sums of a group of units from shared memory, applies the epilogue, and writes the outputs. The
-/// partial sums of one output are contiguous. Synchronizes the cube first.
+/// Adds up a team's partial sums in shared memory, applies the epilogue, and writes the outputs. The partial sums of
+/// one output are contiguous. Synchronizes the cube first.
 #[cube]
 pub(super) fn finish_parts<E: Float>(
     partial: &Shared<[f32]>,
@@ -167,9 +168,9 @@ pub(super) fn finish_parts<E: Float>(
     }
 }
 
-/// Applies the epilogue to the sum of one output. `through` is the sum of the second matrix, which a gated GEMV
-/// multiplies by the GELU of the first sum. `row` and `column` give the position of the output among the outputs of its
-/// matrix.
+/// Applies the epilogue to one output. `sum` is the output's sum for the first matrix. If `gated`, `through` is the sum
+/// for the second matrix, and the GELU of `sum` multiplies `through`. `row` and `column` are the output's row, and its
+/// index among the outputs of its matrix.
 #[cube]
 pub(super) fn apply_epilogue<E: Float>(
     sum: f32,

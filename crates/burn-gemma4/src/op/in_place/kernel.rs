@@ -99,8 +99,8 @@ pub(super) struct Row {
     pub index: u32,
 }
 
-/// Copies the first `row.count` vectors of each head of the source to the same head of row `row.index` of the contiguous
-/// target.
+/// Copies the first `row.count` vectors of each head of the source to the same head of row `row.index` of the target.
+/// The target is contiguous.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_row<N: Numeric, S: Size>(
     source: &Tensor<Vector<N, S>>,
@@ -183,8 +183,8 @@ pub(super) fn begin_round<E: Float, I: Int>(
 }
 
 /// Writes the inputs of the verification pass. For each sequence the inputs are one length, several tokens, and the
-/// positions of these tokens. A sequence's tokens are the first input token of the drafter run, then the draft tokens.
-/// `guesses` holds the draft tokens in the order of the drafter's steps.
+/// positions of these tokens. A sequence's tokens are its token in `first_tokens`, with which the drafter run began,
+/// then its draft tokens. `guesses` holds the draft tokens in the order of the drafter's steps.
 #[cube(launch_unchecked)]
 pub(super) fn take_guesses<I: Int>(
     first_tokens: &Tensor<I>,

@@ -89,9 +89,9 @@ pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispa
     let _ = Dispatch::overwrite_integers(target.into_dispatch(), source);
 }
 
-/// Overwrites each float vector in `targets` with the vector at the same index in `sources`. Both must have the same
-/// length and dtype. Every handle to the targets sees the new values. If three consecutive targets have one dtype, one
-/// launch overwrites all three.
+/// Overwrites each float vector in `targets` with the vector at the same index in `sources`. The two vectors must have
+/// the same length and dtype. Every handle to the targets sees the new values. If three consecutive targets have the
+/// same dtype, one launch overwrites all three.
 pub(crate) fn overwrite_each(targets: &[Tensor<1>], sources: Vec<FloatTensor<Dispatch>>) {
     assert_eq!(
         targets.len(),
@@ -336,9 +336,9 @@ impl OverwriteBackend for CubeBackend {
         let integer = dtype_to_storage_type(guesses.dtype);
         let [tokens, positions, lengths] =
             [&three.first, &three.second, &three.third].map(|vector| vector.clone());
-        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`. The index of
-        // `lengths` and of the vectors of `first` is below `batch`. The unit reads only elements of `guesses` below
-        // `rows - batch`, the length of `guesses`. All vectors are contiguous.
+        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`. In `lengths` and
+        // in the vectors of `first`, the unit accesses only elements below `batch`. The unit reads only elements of
+        // `guesses` below `rows - batch`, the length of `guesses`. All vectors are contiguous.
         unsafe {
             take_guesses::launch_unchecked(
                 &client,

@@ -16,7 +16,8 @@ use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTens
 use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 
-/// Copies the slots of `source` to the first slots of `row` in `target`. Every handle to `target` sees the new values.
+/// Copies the slots of `source` to the first slots of `row` in `target`. A slot holds the `width` elements of one token
+/// and head. Every handle to `target` sees the new values.
 ///
 /// # Shapes
 /// - `target`: `[rows, heads, slots, width]`, contiguous. It must not share memory with `source`.

@@ -29,8 +29,8 @@ enum SavedBase<B: Backend> {
 }
 
 impl<B: Backend> SavedMatrix<B> {
-    /// Saves an adapted matrix. `save` saves one float tensor for the backward, and returns the id of its node in the
-    /// autodiff graph.
+    /// Saves an adapted matrix. `save` saves one float tensor for the backward, and returns the id of the tensor's node
+    /// in the autodiff graph.
     pub fn new<C: CheckpointStrategy>(
         matrix: &AdaptedMatrix<Autodiff<B, C>>,
         mut save: impl FnMut(&FloatTensor<Autodiff<B, C>>) -> NodeId,

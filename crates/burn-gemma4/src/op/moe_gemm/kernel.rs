@@ -59,7 +59,8 @@ pub(super) struct Sizes {
 }
 
 /// Multiplies `left` by the experts' weights, which are `matrix` or the quantized `words`. For [`Form::Weight`] the
-/// output is the weights' gradient, `left` is the output's gradient, and `matrix` is the input.
+/// kernel computes the gradient of the weights. In this form `left` is the gradient of the forward's output, and
+/// `matrix` is the forward's input.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn grouped<E: Float>(
     left: &Tensor<E>,

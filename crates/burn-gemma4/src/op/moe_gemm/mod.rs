@@ -53,8 +53,8 @@ pub(crate) fn infers_on_device(device: &Device, dtype: DType) -> bool {
 
 /// The (row, chosen expert) pairs grouped by expert, as constants that autodiff does not track.
 pub(crate) struct Groups {
-    /// The indices of all (row, chosen expert) pairs sorted by expert, one index per pair. The pairs of one expert keep
-    /// their order.
+    /// The indices of all (row, chosen expert) pairs sorted by expert, one index per pair. The indices of one expert's
+    /// pairs are in ascending order.
     order: Tensor<1, Int>,
     /// The index in `order` of each expert's first pair, `[experts + 1]`. The last element is the number of pairs.
     starts: Tensor<1, Int>,
@@ -185,8 +185,8 @@ pub trait GroupedBackend: Backend {
         weight: Stacked,
     ) -> FloatTensor<Self>;
 
-    /// Returns the weight's gradient, `[experts, columns out, columns in]`, which is zero for experts that no row has
-    /// chosen.
+    /// Returns the weight's gradient, `[experts, columns out, columns in]`. The gradient is zero for experts that no
+    /// row has chosen.
     #[fusion(meta = |gradient, input, _order, starts, _of_row| {
         let experts = starts.shape[0] - 1;
         let shape = [experts, gradient.shape[1], input.shape[1]];

@@ -1,6 +1,6 @@
 //! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes
-//! are not multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a
-//! tile has.
+//! are not multiples of the tile sizes. Some experts are chosen by all rows, some by no row, and some by more rows than
+//! a tile has.
 
 use super::*;
 use crate::op::dequantize::tests;

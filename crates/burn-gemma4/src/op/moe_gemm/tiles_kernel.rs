@@ -102,7 +102,8 @@ pub(super) struct MoveSizes {
     /// The distance between consecutive rows of the source, in vectors.
     pub source_stride: u32,
     pub target_stride: u32,
-    /// The number of consecutive pairs that share one row in the tensor from which, or to which, the slots are copied.
+    /// The number of consecutive pairs that share one row outside the padded matrix. A copy to slots reads this row,
+    /// and a copy from slots writes this row.
     pub of_row: u32,
 }
 

@@ -97,7 +97,7 @@ pub(super) fn route<E: Float, N: Size>(
             }
             #[unroll]
             for o in 0..plan.at_once {
-                // If the group of units has no expert left, load the matrix row of the last expert, so that the load
+                // If the team of units has no expert left, load the matrix row of the last expert, so that the load
                 // stays in bounds. The result is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;

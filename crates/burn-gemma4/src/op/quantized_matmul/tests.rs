@@ -1,5 +1,6 @@
-//! Compares GEMMs with quantized matrices, and the gradients of these GEMMs, with GEMMs with dequantized matrices. Both
-//! must be equally exact. The tests dequantize a matrix at once, or in slices of its rows.
+//! Compares GEMMs with quantized matrices, and the gradients of these GEMMs, with the results for dequantized matrices.
+//! The results for quantized matrices must be about as exact as the results for dequantized matrices. The kernels
+//! dequantize a matrix at once, or in slices of its rows.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -139,8 +140,8 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
 }
 
 /// Compares GeGLU of quantized matrices with GeGLU of the dequantized matrices. The gate and the up projection have
-/// equal or different formats, or one of them is a float matrix. The last case has no up projection: the gate
-/// multiplies the columns of a tensor, starting at column 130.
+/// equal or different formats, or one of them is a float matrix. The last case has no up projection. Instead, the GELU
+/// of the gate projection multiplies columns of a given tensor, starting at column 130.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

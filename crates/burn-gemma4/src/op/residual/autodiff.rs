@@ -1,4 +1,4 @@
-//! The backward of the residual addition `(stream + norm(added)) · scalar`. The gradient of the stream is the sum's
+//! The backward of the residual addition `(stream + norm(added)) · scalar`. The gradient of the stream is the result's
 //! gradient times the optional scalar. From this gradient, the norm's backward computes two gradients: the gradient of
 //! the block's output `added`, and the gradient of the norm's weight.
 

@@ -8,7 +8,7 @@
 //! Schedule: one cube per row, with one barrier per norm. The kernel rounds intermediate results to the stream's dtype
 //! wherever the model rounded them in training.
 //!
-//! Bound: latency. A row has a few KB, and one cube reads it once.
+//! Bound: latency. A row has a few KB, and one cube reads the row once.
 
 use crate::op::norm::kernel::NormScalars;
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
@@ -28,9 +28,9 @@ pub(super) struct ResidualPlan {
     /// True if the kernel reads the weights and the scalar before the previous launch has ended. The device must
     /// support PDL, and no launch may write these parameters.
     pub reads_ahead: bool,
-    /// True if the kernel reads the parameters before the previous launch has ended, and a vector has exactly
-    /// `LOAD_BYTES` bytes. The compiler may move vector loads of other sizes behind the wait for the previous launch:
-    /// see `load_now` in `cube_kit::pdl`.
+    /// True if the vector loads of the parameters must be issued before the wait for the previous launch: see
+    /// `load_now` in `cube_kit::pdl`. This requires `reads_ahead`, and vectors of exactly `LOAD_BYTES` bytes. The
+    /// compiler may move vector loads of other sizes behind the wait.
     pub loads_now: bool,
 }
 

@@ -146,7 +146,7 @@ pub struct Residual<B: Backend> {
     pub normed: FloatTensor<B>,
 }
 
-/// The optional scalar that multiplies the stream.
+/// The optional scalar that multiplies the sum of the stream and the normalized output of the block.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug, Clone)]
 #[extension_type(fusion)]

@@ -55,8 +55,8 @@ impl OwnShape {
     }
 }
 
-/// Computes query heads from a range of the projection's columns: normalizes each head, and rotates it by its row's
-/// position.
+/// Computes query heads from a range of the projection's columns: normalizes each head, and rotates the head by the
+/// position of the head's row.
 ///
 /// # Shapes
 /// - `projected`: `[rows, …]`.
@@ -87,7 +87,8 @@ pub(crate) struct LayerParts<'a> {
     pub key_weight: Tensor<1>,
     pub tables: &'a RotationTables,
     pub positions: Tensor<1, Int>,
-    /// The buffers of the KV cache, which the kernel writes.
+    /// The KV cache's buffer of keys. The field `values` is the buffer of values. The kernel writes to both buffers in
+    /// place.
     pub keys: Tensor<4>,
     pub values: Tensor<4>,
 }

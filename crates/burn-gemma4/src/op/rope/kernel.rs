@@ -36,7 +36,8 @@ pub(super) enum RopeColumns {
     CompactQueries,
 }
 
-/// Returns the target column of the first or second channel of `pair`. The first `rotated` pairs are rotated.
+/// Returns the target column of one channel of `pair`: of the second channel if `second` is true, and otherwise of the
+/// first channel. RoPE rotates only the first `rotated` pairs.
 #[cube]
 fn column(
     pair: u32,
@@ -124,7 +125,7 @@ pub(super) struct HeadSizes {
     pub rotated: u32,
 }
 
-/// Normalizes each head, rotates it by RoPE, and writes it to the queries or to its slot of the KV cache.
+/// Normalizes each head, rotates the head by RoPE, and writes the head to the queries or to a slot of the KV cache.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     projected: &Tensor<E>,

@@ -1,5 +1,5 @@
-//! Kernels that apply the repetition penalty to logits, suppress tokens, and update the bit sets of the tokens in each
-//! text.
+//! Kernels that apply the repetition penalty to logits, suppress tokens, and update the bit sets. Each row has a bit
+//! set of the tokens that its text contains.
 //!
 //! Budget: one logit per unit in registers, no shared memory. Bound: memory bandwidth. Each logit is read and written
 //! once.
@@ -57,7 +57,7 @@ pub(super) fn change_logits<E: Float>(
     changed[ABSOLUTE_POS] = logit;
 }
 
-/// Adds one token to the bit set of each row.
+/// For each row, adds one token to the row's bit set.
 #[cube(launch_unchecked)]
 pub(super) fn mark(seen: &mut Tensor<i32>, tokens: &Tensor<i32>, words: u32, rows: u32) {
     if ABSOLUTE_POS < rows as usize {

@@ -176,8 +176,8 @@ fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     last + 1u32
 }
 
-/// Returns the column with the largest logit among columns `start..end`, or the first such column. The row begins at
-/// element `from`.
+/// Returns the column with the largest logit among columns `start..end`. If several columns have this logit, returns
+/// the first of these columns. The row begins at element `from`.
 #[cube]
 fn argmax<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) -> i32 {
     let mut best = 0u32;
@@ -236,8 +236,8 @@ pub(super) fn draw_pdl<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Several tokens may have the smallest kept sort key. Keep the first of them, in token order, until their summed
-    // weight reaches `need`.
+    // Several tokens may have the smallest kept sort key. Of these tokens, top-p keeps the first ones in token order:
+    // as many as are needed for a summed weight of `need`.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],

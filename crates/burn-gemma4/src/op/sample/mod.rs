@@ -83,7 +83,8 @@ mod device {
     }
 
     /// Applies the repetition penalty to the logits of tokens that the row's text contains. The output is
-    /// `[rows, vocabulary]` in f32. `seen`, `[rows · words]`, has one bit per token, in words of 32 bits.
+    /// `[rows, vocabulary]` in f32. `seen`, `[rows · words]`, holds a bit set for each row, with one bit per token of
+    /// the vocabulary, in words of 32 bits.
     pub(crate) fn penalize(logits: Tensor<2>, seen: Tensor<1, Int>, penalty: f32) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::penalize(
             logits.into_dispatch(),

@@ -24,8 +24,8 @@ pub(super) const BINS: usize = 256;
 /// The number of words that a cube writes for its section, a range of columns: two words per bin, then the four words
 /// of [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// The number of histograms in shared memory. Each of a cube's units adds to one of them. Most logits fall into few
-/// bins, so several histograms reduce contention between atomics.
+/// The number of histograms that a cube keeps in shared memory. Each unit adds to one of these histograms. Most logits
+/// fall into few bins, so several histograms reduce contention between atomics.
 const COPIES: usize = 4;
 
 /// The state of the search for a threshold, the smallest sort key that is kept.
@@ -46,7 +46,8 @@ pub(super) struct Found {
 pub(super) enum SearchTarget {
     /// The number of tokens that top-k keeps.
     Count,
-    /// The fraction of the sum of all weights that top-p keeps, in units of 2⁻³².
+    /// The summed weight that top-p keeps: a fraction of the sum of all weights. The fraction is `Limits::top_p`, in
+    /// units of 2⁻³².
     Share,
     /// The part of the target that was still missing after the previous launch of the search.
     Rest,
@@ -81,7 +82,7 @@ pub(super) struct Limits {
     pub least: f32,
 }
 
-/// Finds the largest sort key in each section of a row's columns. A sort key is an integer that compares as its logit
+/// For each section of a row's columns, finds the largest sort key. A sort key is an integer that compares as its logit
 /// does.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn largest_keys_pdl<E: Float>(
@@ -250,8 +251,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// Returns the initial state of the search of top-p, limited to the sort keys that top-k keeps. Without top-k, the
-/// search considers all sort keys above the sort key of −∞.
+/// Returns the initial state of the search for top-p. The search considers only the sort keys that top-k keeps. Without
+/// top-k, the search considers all sort keys above the sort key of −∞.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,

@@ -81,7 +81,8 @@ pub(super) struct Sums {
     pub all: Wide,
 }
 
-/// Computes the sums of the units' values. `sums` is shared memory with two words per unit. Synchronizes the cube.
+/// Computes each unit's running sum, and the sum over all units. `sums` is shared memory with two words per unit.
+/// Synchronizes the cube.
 #[cube]
 pub(super) fn cube_sums(value: Wide, sums: &mut Shared<[u32]>) -> Sums {
     let mut low = value.low;

@@ -153,7 +153,7 @@ impl DraftSources {
     }
 
     /// Records the result of a forward pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens
-    /// were generated. `first` is the index of the sequence's first row in the pass.
+    /// were generated. `first` is the index of the sequence's first row among the hidden states of the pass.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
         self.streams.of[sequence] = first + taken - 1;

@@ -81,8 +81,9 @@ impl MaskedEmbedding {
         drafter_head::looks_at(table, &self.token_ordering)
     }
 
-    /// Computes the same tokens as [`token`](Self::token), but with kernels. `places` holds a tensor for all draft
-    /// tokens of one drafter run, and an index. The tokens are written to this tensor, beginning at this index.
+    /// Computes the same tokens as [`token`](Self::token), but with kernels. `places` consists of a tensor for all
+    /// draft tokens of one drafter run, and an index in this tensor. The function writes the tokens to the tensor,
+    /// beginning at the index.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,
@@ -140,7 +141,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         places.clone().unsqueeze_dim::<2>(1),
         places.clone().unsqueeze_dim::<2>(0),
     ];
-    // Row `i` of `before` has a 1 in column `j` if score `j` is larger than score `i`, or equal with a smaller index.
+    // Row `i` of `before` has a 1 in column `j` if score `j` is larger than score `i`, or if the scores are equal and
+    // `j` is smaller than `i`.
     let first = columns
         .clone()
         .equal(rows.clone())

@@ -12,8 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The maximum number of minijinja instructions in one rendering. A rendering of this length takes seconds. Gemma 4's
-/// templates search all earlier messages for each message, so 1,000 messages take 4 million instructions.
+/// The maximum number of minijinja instructions in one rendering. A rendering with this many instructions takes
+/// seconds. Gemma 4's templates search all earlier messages for each message, so 1,000 messages take 4 million
+/// instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
 /// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy
@@ -46,8 +47,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_formatter(format);
 }
 
-/// Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat templates
-/// do not produce HTML.
+/// Writes a value as Python prints the value, and counts the written bytes. No characters are escaped, because chat
+/// templates do not produce HTML.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = python::text(value)?;
     spend(state, text.len())?;
@@ -123,8 +124,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// Counts the bytes of a value that an instruction has created. Converts a lazy sequence to a list, because a lazy
-/// sequence recomputes its elements at each access.
+/// Counts the bytes of `value`, which an instruction has just created, and returns the value. Converts a lazy sequence
+/// to a list, because a lazy sequence recomputes its elements at each access.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
@@ -171,7 +172,8 @@ pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     Ok(count)
 }
 
-/// Calls `visit` for each element of a list and of all lists nested in it, down to the nesting depth `depth`.
+/// Calls `visit` for each element of a list, and for each element of the lists nested in the list. Returns an error if
+/// lists nest more than `depth` deep.
 pub(super) fn look_through(
     value: &Value,
     depth: usize,

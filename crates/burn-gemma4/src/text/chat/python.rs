@@ -147,8 +147,9 @@ fn write_quoted(output: &mut Limited, text: &str) -> fmt::Result {
     output.write_char(quote)
 }
 
-/// True if Python's `str.isprintable` is true for the character. The function asks Rust's `escape_debug`, and accepts
-/// characters that are not escaped. It also accepts combining marks, which `escape_debug` escapes but Python prints.
+/// True if Python's `str.isprintable` is true for the character. The function accepts the characters that Rust's
+/// `escape_debug` does not escape. The function also accepts combining marks, which `escape_debug` escapes but Python
+/// prints.
 fn is_printable(char: char) -> bool {
     match char {
         '\'' | '"' | '\\' | ' ' => true,

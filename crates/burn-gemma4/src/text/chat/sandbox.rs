@@ -23,8 +23,8 @@ const LONGEST_CONSTANT: usize = 1 << 20;
 /// The maximum width of a field in the filter `format`, in characters.
 const MOST_COLUMNS: usize = 1000;
 
-/// Returns the call of a counting function that replaces a minijinja instruction, or `None` if the instruction is not
-/// replaced. The functions' names are not valid identifiers, so no template can redefine the functions.
+/// Returns a function call that replaces `instruction`, or `None` if `instruction` is not replaced. The called function
+/// counts the created bytes. The functions' names are not valid identifiers, so no template can redefine the functions.
 fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'source>> {
     Some(match instruction {
         Instruction::Add => Instruction::CallFunction("+", Some(2)),

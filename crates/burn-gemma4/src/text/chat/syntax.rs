@@ -1,5 +1,5 @@
-//! Checks a template's source before minijinja parses it. Also translates the `generation` tag, which minijinja does not
-//! support.
+//! Checks a template's source before minijinja parses it. Also translates the `generation` tag, which minijinja does
+//! not support.
 
 use minijinja::machinery::{Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;

@@ -1,6 +1,6 @@
-//! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The check accepts only the
-//! types of components that Gemma's tokenizer has. Some component types of the library panic on malformed fields, choose
-//! tokens at random, or lengthen a text without bound.
+//! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The check accepts
+//! only the types of components that Gemma's tokenizer has. Some component types of the library panic on malformed
+//! fields, choose tokens at random, or lengthen a text without bound.
 
 use serde::Deserialize;
 use serde_json::Value;

@@ -130,7 +130,8 @@ mod tests {
             let fewest = tokenizer.fewest_tokens(&text);
             assert!(0 < fewest && fewest <= tokens, "{text}: {fewest}, {tokens}");
         }
-        // The longest token of the vocabulary is a byte token such as `<0xE2>`, which has 6 characters.
+        // The longest token of the vocabulary is a byte token such as `<0xE2>`, which has 6 characters. A text of 61
+        // characters therefore has at least 11 tokens.
         assert_eq!(tokenizer.fewest_tokens(&"h".repeat(61)), 11);
         assert_eq!(tokenizer.fewest_tokens(""), 0);
     }

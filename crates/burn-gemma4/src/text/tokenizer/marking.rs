@@ -24,8 +24,8 @@ impl Tokenizer {
     /// [`Marking`].
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is a
-    /// character of these planes that no text contains.
+    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is
+    /// a character of these planes that no text contains.
     ///
     /// # Examples
     /// ```no_run
@@ -70,7 +70,8 @@ impl Marking<'_> {
     /// Inserts a mark into each special token in `text`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
+    /// Returns [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot
+    /// split.
     pub fn mark(&self, text: &str) -> Result<String, Gemma4Error> {
         let mut text = text.to_owned();
         let added = self
@@ -81,8 +82,8 @@ impl Marking<'_> {
         for token in added.values().filter(|token| token.special) {
             let mut rest = token.content.chars();
             let first = rest.next();
-            // Repeat the replacement, because `replace` splits only the first of two overlapping occurrences. Each iteration
-            // leaves fewer occurrences, because no special token contains the mark.
+            // Repeat the replacement, because `replace` splits only the first of two overlapping occurrences. Each
+            // iteration leaves fewer occurrences, because no special token contains the mark.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(
@@ -94,8 +95,9 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // A tokenizer may search the normalized text for special tokens. In this case, check the text once more,
-        // because the normalizer could create a special token that the text does not contain literally.
+        // A tokenizer may search for special tokens in the normalized text instead of the original text. In this case,
+        // encode the text and look for special tokens, because the normalizer could create a special token that the
+        // text does not contain literally.
         let is_sought = |token: &AddedToken| token.special && token.normalized;
         if !added.values().any(is_sought) {
             return Ok(text);
@@ -108,7 +110,8 @@ impl Marking<'_> {
         }
     }
 
-    /// Returns the name of the first special token that would result from encoding `text`, or `None` if there is no such token.
+    /// Returns the name of the first special token that would result from encoding `text`, or `None` if there is no
+    /// such token.
     fn first_special(&self, text: &str) -> Option<String> {
         let inner = &self.tokenizer.inner;
         let pieces = inner
@@ -128,7 +131,8 @@ impl Marking<'_> {
         self.tokenizer.fewest_tokens_of(chars.count())
     }
 
-    /// Removes the marks from a rendered text, or from a part of it, and encodes the text.
+    /// Removes the marks from `rendered`, and encodes the text. `rendered` is a rendered text, or a part of a rendered
+    /// text.
     ///
     /// # Errors
     /// Passes on the errors of [`Tokenizer::encode_text`].

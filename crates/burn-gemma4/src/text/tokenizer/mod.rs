@@ -81,8 +81,8 @@ impl Tokenizer {
     /// Encodes `text` as plain text. Ordinary tokens encode the characters of a special token, such as `<|turn>`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a special
-    /// token.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a
+    /// special token.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         // Run the same steps as `encode`, but with `spelled`, so that special tokens are encoded as plain text.
         let mut pieces = self
@@ -106,8 +106,8 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes `tokens` to text, without special tokens if `skip_special` is true. Bytes that are not UTF-8 become U+FFFD.
-    /// Unknown ids give no text.
+    /// Decodes `tokens` to text, without special tokens if `skip_special` is true. Bytes that are not UTF-8 become
+    /// U+FFFD. Unknown ids give no text.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.

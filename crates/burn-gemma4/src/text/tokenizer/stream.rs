@@ -11,8 +11,8 @@ use tokenizers::DecoderWrapper;
 #[derive(Clone, Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The current run of byte tokens. One invalid byte turns the whole run into U+FFFD, so the text is known only at the
-    /// end of the run.
+    /// The current run of byte tokens. One invalid byte turns the whole run into U+FFFD, so the text is known only at
+    /// the end of the run.
     held: Vec<u32>,
 }
 
@@ -84,8 +84,8 @@ impl Tokenizer {
         }
     }
 
-    /// Returns the bytes that a token adds to a text, or `None` if the token is special or unknown. The bytes may be a part of a
-    /// character.
+    /// Returns the bytes that a token adds to a text, or `None` if the token is special or unknown. The bytes may be a
+    /// part of a character.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.

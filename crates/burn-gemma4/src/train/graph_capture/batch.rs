@@ -73,8 +73,8 @@ impl Read {
         })
     }
 
-    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. All inputs are on the device, so that a
-    /// CUDA graph can capture the computation.
+    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. All inputs are on the device, so
+    /// that a CUDA graph can capture the computation.
     pub fn gradients(
         self,
         model: &Gemma4Model,

@@ -27,7 +27,8 @@ impl Sources {
     }
 }
 
-/// The buffers that a captured graph reads. Before a replay, the step's tensors (the sources) are copied into the buffers.
+/// The buffers that a captured graph reads. Before a replay, the step's tensors (the sources) are copied into the
+/// buffers.
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,

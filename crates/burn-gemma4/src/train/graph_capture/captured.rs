@@ -1,5 +1,5 @@
-//! A captured training step: the graph of its launches and the buffers that the graph reads. The buffers include copies of
-//! the trained parameters, so that an optimizer may move the parameters to other memory.
+//! A captured training step: the graph of its launches and the buffers that the graph reads. The buffers include copies
+//! of the trained parameters, so that an optimizer may move the parameters to other memory.
 
 use super::batch::Read;
 use super::buffers::{Buffers, Reader, Sources};
@@ -206,8 +206,8 @@ struct Step {
     has_host_rows: bool,
     has_segments: bool,
     buffers: Buffers,
-    /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters from
-    /// the buffers.
+    /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters
+    /// from the buffers.
     model: Gemma4Model,
     /// The model's device, without autodiff.
     device: Device,
@@ -280,7 +280,8 @@ impl ModuleMapper for Filled<'_> {
     }
 }
 
-/// Replaces the tensor of a trained parameter. `by` maps a tensor without autodiff to the new tensor, also without autodiff.
+/// Replaces the tensor of a trained parameter. `by` maps a tensor without autodiff to the new tensor, also without
+/// autodiff.
 fn replaced<const D: usize>(
     param: Param<Tensor<D>>,
     by: impl FnOnce(&Tensor<D>) -> Tensor<D>,

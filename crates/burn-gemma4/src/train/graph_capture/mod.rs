@@ -1,7 +1,7 @@
 //! Gradients from a captured graph. The launches of a training step are captured once and replayed for later steps.
 //!
-//! A step of a few thousand tokens has thousands of kernel launches. The host takes longer to launch the kernels than the
-//! device takes to run them. With a graph the host needs only one launch.
+//! A step of a few thousand tokens has thousands of kernel launches. The host takes longer to launch the kernels than
+//! the device takes to run them. With a graph the host needs only one launch.
 
 mod batch;
 #[cfg(feature = "cube")]
@@ -24,9 +24,9 @@ use std::{fmt, marker::PhantomData};
 /// batches of the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape,
 /// or a change of the set of trained parameters, drops the graph permanently, and no other graph is captured.
 ///
-/// A step that needs data on the host is not captured. This is the case for a model with more than 512 experts. On
-/// NVIDIA GPUs before Hopper, this is also the case for half-precision experts with [`by_layer`](Self::by_layer). The
-/// gradients do not depend on whether a graph is used.
+/// A step that needs data on the host is not captured. Every step of a model with more than 512 experts needs data on
+/// the host. On NVIDIA GPUs before Hopper, so does a step with half-precision experts and [`by_layer`](Self::by_layer).
+/// The gradients do not depend on whether a graph is used.
 ///
 /// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the
 /// device or allocate device memory. Programs whose threads share a CUDA device should use
@@ -110,11 +110,11 @@ impl GradientRecorder {
         }
     }
 
-    /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`. The
-    /// next call may overwrite the returned gradients.
+    /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`.
+    /// The next call may overwrite the returned gradients.
     ///
-    /// Between two calls the caller may change the trained parameters, and may freeze or unfreeze parameters. The caller
-    /// must change nothing else in the model.
+    /// Between two calls the caller may change the trained parameters, and may freeze or unfreeze parameters. The
+    /// caller must change nothing else in the model.
     ///
     /// # Errors
     /// Returns an error if the shape of the targets does not match the tokens. Passes on the errors of

@@ -3,9 +3,9 @@
 //! A group's rows fill whole tiles of the left operand, so that no tile contains rows of two groups. The table of tiles
 //! is on the device, so the launch does not depend on the sizes of the groups.
 //!
-//! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, each tile reads one or two
-//! numbers of the table. The producer reads these numbers while the ring buffer still holds chunks of the previous
-//! tile.
+//! Budget, schedule and bound are those of the plain GEMM (`kernel.rs`). In addition, the cube reads one or two numbers
+//! of the table for each tile. The producer reads these numbers while the ring buffer still holds chunks of the
+//! previous tile.
 
 use super::kernel::{left_operand, load, right_operand};
 use super::mainloop::multiply_matrices;
@@ -26,7 +26,8 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GroupSizes {
     pub groups: u32,
-    /// The number of tile rows in the result of one group. Only the grouping [`Grouping::Inner`] uses this number.
+    /// The number of tile rows (rows of the grid of tiles) in the result of one group. Only the grouping
+    /// [`Grouping::Inner`] uses this number.
     pub rows: u32,
     /// The number of tile columns.
     pub columns: u32,
@@ -60,8 +61,9 @@ fn tile_count(table: &Tensor<i32>, sizes: &GroupSizes, #[comptime] grouping: Gro
     }
 }
 
-/// Returns the tile with index `item`. Tiles are numbered row by row, so that the tiles of a group are in flight
-/// together. The group's matrix is then read into the L2 cache once, and all these tiles use the cached matrix.
+/// Returns the tile with index `item`. Tiles are numbered along each row of the grid of tiles, row after row, so that
+/// the tiles of a group are in flight together. The group's matrix is then read into the L2 cache once, and all these
+/// tiles use the cached matrix.
 #[cube]
 fn group_tile(
     table: &Tensor<i32>,
@@ -100,8 +102,9 @@ fn group_tile(
     }
 }
 
-/// Multiplies the groups. `table` holds the first tile row of each group, then the number of tile rows of all groups,
-/// and then the group of each tile row.
+/// Multiplies the groups. In `table`, a tile row consists of [`MatrixTiles::ROWS`] rows that belong to one group.
+/// `table` holds the first tile row of each group, then the total number of tile rows, and then the group of each tile
+/// row.
 #[cube(launch_unchecked)]
 pub(crate) fn product_of_groups<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,

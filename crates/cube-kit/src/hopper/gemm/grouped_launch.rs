@@ -23,8 +23,9 @@ use cubecl::prelude::{CubeCount, CubeDim};
 /// # Shapes
 /// - `lhs`: `[slots, inner]`. The rows of a group begin at a multiple of [`MatrixTiles::ROWS`], which divides `slots`.
 /// - `rhs`: `[groups, inner, columns]`.
-/// - `table`: i32, `[groups + 1 + slots / MatrixTiles::ROWS]`. It holds the first tile row of each group, then the
-///   number of tile rows of all groups, and then the group of each tile row.
+/// - `table`: i32, `[groups + 1 + slots / MatrixTiles::ROWS]`. A tile row consists of [`MatrixTiles::ROWS`] rows of one
+///   group. The table holds the first tile row of each group, then the total number of tile rows, and then the group of
+///   each tile row.
 /// - output: `[slots, columns]`. Rows behind the last group are not written.
 ///
 /// # Panics
@@ -147,7 +148,7 @@ impl Problem {
         );
         // SAFETY: the kernel accesses the operands and the output only by TMA, which accesses only elements inside its
         // tensor maps. The kernel reads the table's first `groups + 1` elements. Behind these elements, the kernel
-        // reads only the elements of used tile rows.
+        // reads only the elements of tile rows that belong to a group.
         unsafe {
             product_of_groups::launch_unchecked(
                 &client,

@@ -1,15 +1,15 @@
 //! GEMM on Hopper, for the projections around attention and their gradients.
 //!
 //! Budget: shared memory ([`MatrixTiles::shared_memory`]) has a ring buffer and a staging area for the output. The ring
-//! buffer has `stages` stages, each with a chunk of both operands. A chunk has 64 inner elements. Each thread has half as
-//! many accumulator registers as a tile has columns.
+//! buffer has `stages` stages, each with a chunk of both operands. A chunk has 64 inner elements. Each consumer thread
+//! has half as many accumulator registers as a tile has columns.
 //!
 //! Schedule: persistent cubes with warp specialization. A cube processes every `CUBE_COUNT`-th tile. One thread of the
-//! producer warpgroup fills the ring buffer without a pause between tiles. Each of two consumer warpgroups multiplies 64
-//! rows, and writes its output while the producer loads the next tile's chunks.
+//! producer warpgroup fills the ring buffer without a pause between tiles. Each of two consumer warpgroups multiplies
+//! 64 rows, and writes its output while the producer loads the next tile's chunks.
 //!
-//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory, where
-//! `columns` is the width of the tile. The tensor cores bound tiles with 128 columns and more.
+//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory,
+//! where `columns` is the width of the tile. The tensor cores bound tiles with 128 columns and more.
 
 use super::mainloop::{SUBTILE_BYTES, multiply_matrices};
 use super::ring::{Ring, prepare_ring};
@@ -29,7 +29,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MatrixGrid {
-    /// The size of the grid in tiles. `rows` is the number of tile rows, and `columns` is the number of tile columns.
+    /// The height (`rows`) and the width (`columns`) of the grid in tiles. A tile row is a row of this grid.
     pub rows: u32,
     pub columns: u32,
     /// The number of tile rows that are in flight at the same time.
@@ -46,8 +46,8 @@ struct Corner {
     column: u32,
 }
 
-/// Returns the first row and the first column of the tile with index `item`. The rows of the grid are divided into
-/// groups of `together` rows. Within a group, tiles are numbered column by column.
+/// Returns the first row and the first column of the tile with index `item`. The rows of the grid of tiles are divided
+/// into groups of `together` rows. Within a group, tiles are numbered column by column of the grid.
 #[cube]
 fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corner {
     let of_group = grid.together * grid.columns;
@@ -60,7 +60,8 @@ fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corne
     }
 }
 
-/// The index of the first result column of the second right operand, and that of the third right operand.
+/// The results of the right operands lie side by side in one matrix. `second` and `third` are the columns of this
+/// matrix at which the results of the second and the third right operand begin.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Starts {
@@ -86,8 +87,8 @@ struct SideColumn {
     column: u32,
 }
 
-/// Returns the tensor map of the right operand that gives column `column` of the result, and the column's index within this
-/// operand.
+/// Returns the tensor map of the right operand that gives column `column` of the result, and the column's index within
+/// this operand.
 #[cube]
 fn side_of(sides: Sides, column: u32, #[comptime] several: bool) -> SideColumn {
     let mut side = SideColumn {
@@ -134,8 +135,8 @@ pub(crate) fn product<E: Float, N: Size>(
     );
 }
 
-/// Multiplies the left operand by three right operands, and writes the results side by side. The second and the third right
-/// operand may be the same. The kernel for only one right operand is [`product`].
+/// Multiplies the left operand by three right operands, and writes the results side by side. The second and the third
+/// right operand may be the same. The kernel for only one right operand is [`product`].
 #[cube(launch_unchecked)]
 pub(crate) fn product_of_sides<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,
@@ -236,8 +237,8 @@ fn multiply_tiles<N: Size>(
 
 #[cube]
 pub(super) fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
-    // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are the 64 rows of a subtile.
-    // Otherwise the warpgroup's rows are the 64 columns of a subtile.
+    // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are the 64 rows of a
+    // subtile. Otherwise the warpgroup's rows are the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
     if comptime!(tiles.lhs == Major::Inner) {
         uniform(descriptor(own))

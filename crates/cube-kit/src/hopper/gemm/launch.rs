@@ -60,9 +60,9 @@ pub enum MatrixError {
 
 /// Multiplies f16 or bf16 matrices on Hopper's tensor cores. Accumulates in f32 and rounds the result once.
 ///
-/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an operand
-/// or write the result. An operand must be contiguous along one dimension, and its stride along the other dimension must be
-/// a multiple of 16 bytes. The number of result columns must be a multiple of 8.
+/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an
+/// operand or write the result. An operand must be contiguous along one dimension, and its stride along the other
+/// dimension must be a multiple of 16 bytes. The number of result columns must be a multiple of 8.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `rhs [inner, columns]` → `[rows, columns]`, all of one dtype.
@@ -77,8 +77,8 @@ pub fn matrix_product(
     Ok(served(lhs, &[rhs]))
 }
 
-/// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix: see
-/// [`matrix_product`].
+/// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix:
+/// see [`matrix_product`].
 ///
 /// Returns `None` in the same cases as [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false,
 /// or if the right operands are contiguous along different dimensions.
@@ -215,8 +215,8 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     // A right operand that does not exist starts after the last column of the result, so that no column belongs to it.
     let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
     let starts = StartsLaunch::new(start(0), start(1));
-    // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside its tensor maps. The tensor
-    // maps have the shapes of `lhs`, the right operands and `output`.
+    // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside its tensor maps. The
+    // tensor maps have the shapes of `lhs`, the right operands and `output`.
     unsafe {
         match others {
             [] => product::launch_unchecked(
@@ -268,8 +268,8 @@ mod tests {
     use burn_cubecl::cubecl::device::CudaDevice;
     use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 
-    /// Checks that operands that do not fit each other give an error on every device. The error must name the size, dtype or
-    /// device that does not fit. Operands that fit must give a result or `None`.
+    /// Checks that operands that do not fit each other give an error on every device. The error must name the size,
+    /// dtype or device that does not fit. Operands that fit must give a result or `None`.
     #[test]
     fn matrix_product_of_unfit_operands_is_an_error() {
         let device = CubeDevice::default();

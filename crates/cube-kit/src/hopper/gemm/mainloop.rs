@@ -1,6 +1,6 @@
-//! The mainloop of a GEMM: PTX that multiplies a tile over all inner chunks, with both operands in shared memory. The PTX is
-//! one text, so that no other code can use the registers of a wgmma in flight. See `hopper/wgmma.rs` for descriptors and
-//! fragments.
+//! The mainloop of a GEMM: PTX that multiplies a tile over all inner chunks, with both operands in shared memory. The
+//! PTX is one text, so that no other code can use the registers of a wgmma in flight. See `hopper/wgmma.rs` for
+//! descriptors and fragments.
 
 use crate::hopper::PRODUCT_ROWS;
 use crate::hopper::gemm::plan::Major;
@@ -18,8 +18,8 @@ pub const SUBTILE_BYTES: usize = PRODUCT_ROWS * ROW_BYTES;
 /// The compile-time settings of a mainloop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mainloop {
-    /// The number of row tiles per warpgroup. A row tile has 64 rows of the left operand. The row tiles of a warpgroup are
-    /// [`SUBTILE_BYTES`] apart.
+    /// The number of row tiles per warpgroup. A row tile has 64 rows of the left operand. The row tiles of a warpgroup
+    /// are [`SUBTILE_BYTES`] apart.
     pub row_tiles: usize,
     /// The number of columns of the right operand, at most 256.
     pub columns: usize,
@@ -31,7 +31,7 @@ pub struct Mainloop {
     pub half: Half,
     /// The number of stages in the ring buffer. Each stage holds one chunk of 64 inner elements.
     pub stages: usize,
-    /// The distance between two stages in bytes.
+    /// The distance between neighboring stages in bytes.
     pub stage_bytes: usize,
 }
 
@@ -50,8 +50,8 @@ impl Mainloop {
 /// - the number of chunks
 /// - the ring buffer stage and the parity of the first chunk
 ///
-/// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's
-/// stage.
+/// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous
+/// chunk's stage.
 fn mainloop_text(mainloop: &Mainloop) -> String {
     let sums = mainloop.sums();
     let [lhs, rhs, full, empty, elected, chunks, stage, parity] =
@@ -107,7 +107,7 @@ fn mainloop_text(mainloop: &Mainloop) -> String {
 
 /// Multiplies a tile over all inner chunks. The function waits for each chunk, and releases the chunk's stage after
 /// use. The result has [`Mainloop::sums`] accumulator registers per thread, which `N` must equal. The registers of the
-/// first row tile come first.
+/// first row tile (64 rows of the left operand) come first.
 ///
 /// `lhs` and `rhs` are the descriptors of both operands in the first stage of the ring buffer. `full` and `empty` are
 /// the addresses of the first stage's barriers. `elected` is nonzero in one thread per warp, which arrives at the empty

@@ -20,9 +20,9 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// Describes an operand. `outer` and `inner` are the indices of those dimensions of the tensor that are the outer
-    /// and the inner dimension of the GEMM. In a stack of matrices, dimension 0 counts the matrices. Returns `None` if
-    /// TMA cannot access the operand.
+    /// Describes an operand. The tensor's dimension with the index `outer` is the outer dimension of the GEMM, and the
+    /// dimension with the index `inner` is the inner dimension. In a stack of matrices, dimension 0 counts the
+    /// matrices. Returns `None` if TMA cannot access the operand.
     pub fn of(operand: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Self> {
         let (shape, strides) = (operand.meta.shape(), operand.meta.strides());
         let is_legal = |stride: usize| {

@@ -38,8 +38,8 @@ pub struct MatrixTiles {
     pub half: Half,
 }
 
-/// The widths of tiles in columns, each with the number of ring buffer stages that fit in shared memory beside the output's
-/// staging area.
+/// The widths of tiles in columns, each with the number of ring buffer stages that fit in shared memory beside the
+/// output's staging area.
 const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 
 /// The time, per tile, for filling the ring buffer and writing the output. The unit is the time to multiply one column
@@ -50,8 +50,8 @@ const OVERHEAD: usize = 512;
 /// wgmma of this width, because both read 64 rows of the left operand from shared memory.
 const LEAST_WIDTH: usize = 96;
 
-/// The number of tile rows that are in flight at the same time. Neighboring tiles read the same parts of the operands.
-/// If these tiles are in flight at the same time, most of their reads hit the L2 cache.
+/// The number of tile rows (rows of the grid of tiles) that are in flight at the same time. Neighboring tiles read the
+/// same parts of the operands. If these tiles are in flight at the same time, most of their reads hit the L2 cache.
 #[cfg(feature = "cuda")]
 pub(crate) const TOGETHER: usize = 16;
 

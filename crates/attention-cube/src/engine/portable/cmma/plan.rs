@@ -1,10 +1,10 @@
 //! The plan of the cmma engine. The plan first chooses a fragment shape that the device supports. It then chooses tiles
 //! from tables, by the output's width and the device's shared memory.
 //!
-//! A cube's tile keeps rows of the stationary operands, which are queries or keys. The streamed operands are blocks of
-//! keys for a tile of queries, and blocks of queries for a tile of keys. The *first* GEMMs multiply a stationary and a
-//! streamed operand to compute S (the scores) and dP (the gradient of the probabilities). The *second* GEMMs compute
-//! the output or the gradients.
+//! A cube keeps one tile: rows of the *stationary* operands (Q and dO for a tile of queries, K and V for a tile of
+//! keys). The cube streams blocks of rows of the *streamed* operands (K and V for a tile of queries, Q and dO for a
+//! tile of keys). The *first* GEMMs multiply a stationary and a streamed operand to compute S (the scores) and dP (the
+//! gradient of the probabilities). The *second* GEMMs compute the output or the gradients.
 
 mod tables;
 
@@ -36,10 +36,10 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs that stay in shared memory. The second GEMMs compute the output
-    /// or the gradients. Their left operands are P (the probabilities) or dS (the gradient of the scores). If the
-    /// number is not 0, both streamed operands also stay in shared memory. If the number is 0, left operands and
-    /// streamed operands overwrite each other in one region of shared memory.
+    /// The second GEMMs compute the output or the gradients. Their left operands are P (the probabilities), dS (the
+    /// gradient of the scores), or both. This field is the number of left operands with their own region of shared
+    /// memory. If the number is not 0, each of the two streamed operands also has its own region. If the number is 0,
+    /// left operands and streamed operands overwrite each other in one region.
     resident: usize,
 }
 
@@ -118,8 +118,8 @@ fn choice<'a>(
 }
 
 impl Choice<'_> {
-    /// Searches the table for the first entry that serves `width` columns, has at least `min_rows` rows and fits the
-    /// device's limits. Returns the tiles of this entry.
+    /// Returns the tiles of the first entry in the table that fits the device's limits. The entry must also serve an
+    /// output of `width` columns, and have at least `min_rows` rows.
     fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
         table
             .iter()
@@ -369,8 +369,9 @@ mod tests {
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
-                        // If an operand stays in shared memory, the kernel copies all its columns at once. All operands
-                        // start at multiples of the alignment that fragment loads require.
+                        // The first assertion checks that the tile has room for all columns of an operand that stays in
+                        // shared memory. The loop below checks that every operand starts at a multiple of the alignment
+                        // that fragment loads require.
                         assert!(held == 0 || tiles.depth >= width, "{context}");
                         let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
                         for at in [
@@ -430,7 +431,8 @@ mod tests {
                         // The softmax gives each row of the tile to one unit, so there must be at least as many units as
                         // rows.
                         assert!(tiles.rows <= tiles.units, "{context}");
-                        // Fragments start at multiples of 16 bytes, or of 32 bytes if they are 16 elements wide.
+                        // A fragment that is 16 elements wide starts at a multiple of 32 bytes, and a narrower fragment
+                        // at a multiple of 16 bytes. For this, each row must start at a multiple of 16 bytes.
                         for pitch in [
                             tiles.depth_pitch(),
                             tiles.tile_pitch(),

@@ -6,8 +6,9 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the first dimension holds the row maxima,
-//!   the second half the natural logarithms of the row sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the first dimension holds the scores that
+//!   the softmax subtracted, which are near the row maxima. The second half holds the natural logarithms of the row
+//!   sums.
 //!
 //! Budget: [`UnitTiles::shared_memory`] of shared memory. A unit's registers hold `4 · rows_per_unit` elements of S,
 //! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A unit has `rows_per_unit`
@@ -358,7 +359,8 @@ pub(crate) fn forward<
     );
 }
 
-/// The indices of a cube's scores for a block: batch and first head, the rows of the tile, and the block's first key.
+/// The position of a cube's scores for one block of keys: the sequence, the tile's first query head and rows, and the
+/// block's first key.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct ScoreRows {

@@ -5,9 +5,10 @@
 //! For each row, one unit updates both values. Each unit sums the exponentials of its own columns, and the units add up
 //! their sums at the end.
 //!
-//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
-//! the softmax subtracts a reference maximum, which changes only if the true maximum exceeds the reference by more than
-//! ln(2^8). The exponentials are then at most 2^8, far from the limits of half precision.
+//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales
+//! rare, the softmax then subtracts a reference maximum instead of the running maximum. The reference maximum changes
+//! only if the running maximum exceeds the reference maximum by more than ln(2^8). The exponentials are then at most
+//! 2^8, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};
@@ -56,9 +57,9 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     statistics
 }
 
-/// Turns a block's scores `s` into exponentials, adds them to the unit's `sums`, and updates the row statistics.
-/// `statistics.factor` receives the factors that rescale earlier results; `sums` are already rescaled. The function
-/// syncs the cube, so that units may then read the statistics of all rows.
+/// Turns a block's scores `s` into exponentials, adds them to the unit's `sums`, and updates the row statistics. The
+/// function itself rescales the earlier `sums`. The caller must rescale the earlier output by the factors in
+/// `statistics.factor`. The function syncs the cube, so that units may then read the statistics of all rows.
 #[cube]
 pub(crate) fn advance(
     s: &mut Array<f32>,

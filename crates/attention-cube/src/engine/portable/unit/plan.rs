@@ -14,8 +14,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Pass};
 
-/// The largest number of partial gradients of the query. With a larger number, the saved time would not be worth the
-/// memory.
+/// The largest number of partial gradients of the query, if one kernel computes all gradients. This kernel saves time,
+/// but each partial gradient takes memory. With a larger number, the saved time would not be worth the memory.
 const MAX_PARTS: usize = 4;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal.

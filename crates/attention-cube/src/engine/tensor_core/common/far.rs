@@ -1,5 +1,5 @@
-//! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called
-//! *far*. Only kernels that keep unscaled dot products (`raw` kernels) distinguish far queries.
+//! A query is called *far* if its scores are so large that one f32 cannot hold the query's LSE precisely enough. Only
+//! kernels that keep unscaled dot products (`raw` kernels) distinguish far queries.
 //!
 //! For a query that is not far, the LSE is a single f32. A query is far if the magnitude of its reference (row_max,
 //! which the softmax subtracts from the scores) is [`FAR`](crate::auxiliary::delta::kernel::FAR) or more. The rounding
@@ -146,8 +146,9 @@ pub(crate) fn rows_are_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> 
 }
 
 /// Returns the LSE of two queries. Each LSE is the sum of a reference (the row maximum that the softmax subtracts) and
-/// a logarithm of row_sum. `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the
-/// returned reference is the whole LSE, and the returned logarithm is 0.
+/// a logarithm of row_sum. For each query, `wholes` holds the whole LSE in one f32, or the mark of a far query (a query
+/// whose LSE needs two f32). For a query that is not far, the returned reference is the whole LSE, and the returned
+/// logarithm is 0.
 #[cube]
 pub(crate) fn logsumexps_of_queries(
     lse_delta: &LseDelta<'_>,

@@ -24,9 +24,9 @@ use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// The LSE and delta of the queries in a thread's registers. If the rows are queries, this struct holds the LSE and
-/// delta of the thread's two rows. If the columns are queries, this struct holds the shared-memory addresses of the
-/// columns' LSE and delta.
+/// The LSE and delta of the queries in a thread's registers. If the fragment's rows are queries, this struct holds the
+/// LSE and delta of the thread's two rows. If the fragment's columns are queries, this struct holds the shared-memory
+/// addresses of the columns' LSE and delta.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
@@ -404,7 +404,8 @@ fn queries_of_pair(
     }
 }
 
-/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the preceding pair had different queries.
+/// Loads the LSEs of the queries in the `pair`-th register pair into `logsumexps`. If the preceding pair has the same
+/// queries, `logsumexps` already holds these LSEs, and the function loads nothing.
 #[cube]
 fn look_up_logsumexps(
     logsumexps: &mut Logsumexps,

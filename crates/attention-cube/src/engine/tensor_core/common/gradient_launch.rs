@@ -33,13 +33,17 @@ pub(crate) struct GradientLaunch<'a, T> {
 
 /// The arguments that a gradient kernel takes in every engine.
 pub(crate) struct GradientArguments<'a> {
-    /// The operand of S = Q Kᵀ whose rows the stationary tile holds: Q for a tile of queries, K for a tile of keys.
+    /// The stationary operand of S = Q Kᵀ: Q for a tile of queries, K for a tile of keys. The CTA keeps a tile of this
+    /// operand's rows.
     pub stationary_qk: &'a CubeTensor,
-    /// The operand of dP = dO Vᵀ whose rows the stationary tile holds: dO for a tile of queries, V for a tile of keys.
+    /// The stationary operand of dP = dO Vᵀ: dO for a tile of queries, V for a tile of keys. The CTA keeps a tile of
+    /// this operand's rows.
     pub stationary_v_do: &'a CubeTensor,
-    /// The operand of S = Q Kᵀ that the CTA streams in blocks: K for a tile of queries, Q for a tile of keys.
+    /// The streamed operand of S = Q Kᵀ: K for a tile of queries, Q for a tile of keys. The CTA streams this operand's
+    /// rows in blocks.
     pub q_or_k: &'a CubeTensor,
-    /// The operand of dP = dO Vᵀ that the CTA streams in blocks: V for a tile of queries, dO for a tile of keys.
+    /// The streamed operand of dP = dO Vᵀ: V for a tile of queries, dO for a tile of keys. The CTA streams this
+    /// operand's rows in blocks.
     pub v_or_do: &'a CubeTensor,
     /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`.
     pub lse_delta: &'a CubeTensor,

@@ -1,5 +1,6 @@
-//! Bits that tell which columns of a fragment are visible under mask, segments and key intervals. A *mask word* holds the
-//! bits of 32 columns of one row.
+//! Visibility bits of a fragment. Each bit belongs to one row and one column of the fragment. The bit tells whether
+//! mask, segments and key intervals leave the column visible to the row. A *mask word* holds the bits of one row for 32
+//! columns.
 
 use super::scoring::Masking;
 use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
@@ -17,7 +18,8 @@ pub(crate) struct BitPair {
 }
 
 /// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment.
-/// Each word is shifted, so that bit 0 belongs to the first of these columns that the thread holds.
+/// The thread holds only some of these 32 columns. Each word is shifted so that bit 0 belongs to the first column that
+/// the thread holds.
 #[cube]
 pub(crate) fn bits_of_word(
     mask_words: MaskWords,
@@ -35,13 +37,13 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. The bit of a column is set if mask, segments and key
-/// intervals leave the column visible to the row. Word `2i` covers 32 columns of the first row, and word `2i + 1` the
-/// same columns of the second row.
+/// The mask words of a thread's two rows, for up to 128 columns. A column has one bit in the words of each row. The bit
+/// is set if mask, segments and key intervals leave the column visible to the row. Word `2i` covers 32 columns of the
+/// first row, and word `2i + 1` the same columns of the second row.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
 /// Loads the mask words of a thread's two rows for `columns` columns, starting at word `first_word` of the row's mask.
-/// In a fully visible block (`whole`), the words stay 0.
+/// If the problem has no mask, or if the block is fully visible (`whole`), the words stay 0 and have no meaning.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -76,8 +78,8 @@ pub(crate) fn mask_words(
     words
 }
 
-/// If a column and a row are in different segments, clears the column's bit in the row's words. The words cover
-/// `columns` columns, starting at `first_column`.
+/// Clears the bits of columns that segments hide from the thread's two rows. A row does not see columns of other
+/// segments. The words cover `columns` columns, starting at `first_column`.
 ///
 /// `documents` holds the smallest and the largest segment id of the block. If `share`, all rows of the tile and all
 /// columns of the block are in one segment, and no bit is cleared.
@@ -188,8 +190,8 @@ pub(crate) fn words_of_segments(
     words
 }
 
-/// Clears the bits of columns that key intervals hide from the row. The words cover `columns` columns, starting at
-/// `first_column`.
+/// Clears the bits of columns that key intervals hide from the thread's two rows. The words cover `columns` columns,
+/// starting at `first_column`.
 ///
 /// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. If `within`, the
 /// intervals of all queries contain the whole block, and no bit is cleared.
@@ -234,7 +236,7 @@ fn bits_of_queries(
     first_key: i32,
     #[comptime] kind: FragmentKind,
 ) -> BitPair {
-    // A row past the end reads the intervals of the last query, which keeps the read inside the buffer.
+    // For a row past the last query, read the intervals of the last query. The read then stays inside the buffer.
     let last = rows_end(&masking.seq_lens, kind.side) - 1i32;
     let mut bits = BitPair {
         first: 0u32.runtime(),

@@ -92,8 +92,8 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::OnceAHead)
     }
 
-    /// True if the LSE of every query is stored as two f32: the reference (the row maximum) and the logarithm of row_sum.
-    /// Otherwise only *far* queries store two f32 (see [`far`]).
+    /// True if the LSE of every query is stored as two f32: the reference (the row maximum) and the logarithm of
+    /// row_sum. Otherwise only the LSE of a *far* query may take two f32 (see [`far`]).
     pub(crate) const fn has_logarithms(&self) -> bool {
         matches!(
             LogsumexpForm::of(
@@ -125,7 +125,8 @@ pub(crate) fn own_column(first_column: i32, #[comptime] pair: usize) -> i32 {
     first_column + ((UNIT_POS % 4u32) * 2u32) as i32 + comptime!(column(2 * pair) as i32)
 }
 
-/// The range of columns that each of a thread's two rows sees, and the offset of each row's first bias, in elements.
+/// The range of columns that each of the thread's two rows sees. Also, for each row, the offset in elements of the
+/// row's first bias.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Known {
@@ -207,9 +208,9 @@ fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
     }
 }
 
-/// Returns the two scores of the `pair`-th register pair, whose first column is `at`. The score of a hidden column is
-/// `hidden`. With a mask, segments or key intervals, `bits` decides which columns are visible. Otherwise the row's
-/// visible range decides.
+/// Returns `values`, the two scores of the `pair`-th register pair, with `hidden` in place of the score of a hidden
+/// column. `at` is the pair's first column. With a mask, segments or key intervals, `bits` decides which columns are
+/// visible. Otherwise the row's visible range decides.
 #[cube]
 pub(crate) fn shown(
     values: Pair,

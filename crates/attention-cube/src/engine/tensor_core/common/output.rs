@@ -22,7 +22,8 @@ pub(crate) struct Finished<NO: Size> {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputRow {
-    /// The index in the tensor's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
+    /// The row's index in the tensor's first dimension: `batch + split · batches`, where `batches` is the number of
+    /// sequences.
     pub part: u32,
     pub head: u32,
     pub position: i32,
@@ -65,7 +66,7 @@ pub(crate) struct OutputPart<NO: Size> {
     pub factors: Pair,
 }
 
-/// The number of a thread's registers for 16 columns of a fragment: four columns in each of two rows.
+/// The number of registers in which a thread holds its part of 16 fragment columns: four columns in each of two rows.
 pub(crate) const STEP_REGISTERS: usize = 8;
 
 /// Extracts the registers of columns `16 · step` to `16 · step + 15`.

@@ -116,8 +116,8 @@ fn masked<F: Float, NB: Size, NS: Size>(
     s
 }
 
-/// Turns the dot products `s` into scores, without the mask. If the kernel is `raw`, it keeps unscaled dot products, so
-/// the function returns `s` unchanged.
+/// Turns the dot products `s` into scores, without the mask. A `raw` kernel keeps unscaled dot products. For a `raw`
+/// kernel, the function therefore returns `s` unchanged.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

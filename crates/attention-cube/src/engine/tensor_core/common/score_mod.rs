@@ -9,9 +9,9 @@ use crate::math::side::Side;
 use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
-/// Returns the query and key positions of the two scores of the `pair`-th register pair, in a block that begins at
-/// `first_column`. The pair's first column is `at`. For a pair past the last column of the head, `at` is the first
-/// column of the last pair instead.
+/// Returns the query and key positions of the two scores of the `pair`-th register pair. The block of scores begins at
+/// column `first_column`. `at` is the pair's first column. If the pair lies past the problem's last column, `at` is
+/// instead the first column of the problem's last pair.
 ///
 /// The result also holds the distance between query and key as f32. To compute this distance, the kernel converts one
 /// integer per row to f32, and adds one constant per column.

@@ -1,5 +1,5 @@
-//! The kernel arguments for the computation of scores. Also the operands of kernels that load operands through pointers
-//! instead of TMA.
+//! The kernel arguments for the computation of scores. The module also defines the operands of kernels that load
+//! operands through pointers instead of TMA.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
 use crate::math::dropout::kernel::DropoutArguments;
@@ -13,12 +13,13 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Masking {
     pub seq_lens: SeqLens,
-    /// The sequence lengths, the segment ids, the key intervals of the queries, and the bounds of each block, packed in one
-    /// tensor. The bounds of a block include its range of segment ids. The bounds also include the range of opposite blocks
-    /// (key blocks for a query block) that segments and intervals may leave visible.
+    /// The sequence lengths, the segment ids, the key intervals of the queries, and the bounds of each block, packed in
+    /// one tensor. A block's bounds are two ranges. The first is the range of the block's segment ids. The second, for
+    /// a block of queries, is the range of key blocks that segments and intervals may leave visible. For a block of
+    /// keys, the second is the same kind of range over query blocks.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
-    /// The mask bits, and one summary for each pair of a tile and a block. The summary tells whether the mask shows the
-    /// block in full, in part or not at all.
+    /// The mask bits, and one summary for each tile and block. The summary tells whether the mask shows the tile all,
+    /// some or none of the block.
     pub mask: ComptimeOption<OwnedTensor<u32>>,
     pub mask_offsets: MaskOffsets,
 }
@@ -34,18 +35,18 @@ pub(crate) struct Scoring<F: Float, NB: Size> {
     pub tables: KernelTables,
 }
 
-/// Q, K, V and the int8 scales of K and V, for a kernel that loads these tensors through pointers instead of TMA.
+/// Q, K, V and the scales of quantized K and V, for a kernel that loads these tensors through pointers instead of TMA.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     /// The query, `[batch, q_heads, q_len, head_dim]`.
     pub query: OwnedTensor<E>,
-    /// The key, `[batch, kv_heads, kv_len, head_dim]`. An int8 K packs four elements in a `u32`.
+    /// The key, `[batch, kv_heads, kv_len, head_dim]`. A quantized K packs four 8-bit codes in a `u32`.
     pub key: OwnedTensor<W>,
-    /// The value, `[batch, kv_heads, kv_len, value_dim]`. An int8 V packs four elements in a `u32`.
+    /// The value, `[batch, kv_heads, kv_len, value_dim]`. A quantized V packs four 8-bit codes in a `u32`.
     pub value: OwnedTensor<W>,
-    /// The scale of each row of an int8 K, `[batch, kv_heads, kv_len]`.
+    /// The scale of each row of a quantized K, `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The scale of each row of an int8 V, `[batch, kv_heads, kv_len]`.
+    /// The scale of each row of a quantized V, `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page whose first key
     /// is key `n · page_len` of the sequence. With a page table, the first dimension of K, V and their scales is the

@@ -70,8 +70,8 @@ pub(crate) struct RowMax {
     pub far: bool,
 }
 
-/// The scores of a block, the references that the exponential subtracts from the scores, and the factor that rescales earlier
-/// results.
+/// The scores of a block, the references that the exponential subtracts from these scores, and the rescale factor. The
+/// factor rescales row_sum and O of earlier blocks.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rescaled<NS: Size> {
@@ -84,15 +84,16 @@ pub(crate) struct Rescaled<NS: Size> {
 }
 
 /// Updates the references, the values that the softmax subtracts from the scores. A reference is an earlier maximum of
-/// its row. It may be below the current maximum by up to [`RESCALE_THRESHOLD`]. If a score of the warp exceeds its row's
-/// reference by more, the references of all rows of the warp become the maxima of their rows.
+/// its row. It may be below the current maximum by up to [`RESCALE_THRESHOLD`]. If a score of the warp exceeds its
+/// row's reference by more than [`RESCALE_THRESHOLD`], the references of all the warp's rows are updated. Each
+/// reference then becomes the maximum of its row.
 ///
 /// If a reference exceeds [`FAR`] in magnitude, the references are updated after each block of keys instead. In this
 /// case, the softmax subtracts the references before it applies the scale, not after.
 ///
 /// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
-/// `agreed`, `largest` already covers the scores of the whole row. `scale_log2` is the factor from scores to log2
-/// units.
+/// `agreed`, `largest` already covers the scores of all threads that share the row. `scale_log2` is the factor from
+/// scores to log2 units.
 #[cube]
 pub(crate) fn rescaled<NS: Size>(
     s: Vector<f32, NS>,
@@ -228,13 +229,14 @@ const FAR: f32 = 2048.0;
 pub(crate) struct ExpScores {
     pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
-    /// A bit mask of the columns that the thread holds. A bit is 1 if at least one of the thread's two rows sees the
-    /// column. If the caller did not request the bit mask, the field is 0.
+    /// A bit mask of the columns that the thread holds. A bit is 1 if the exponential is positive in at least one of
+    /// the thread's two rows. If the caller did not request the bit mask, the field is 0.
     pub used: u32,
 }
 
 /// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the
-/// references in log2 units (see [`RowMax`]). If `uses`, the result includes the bit mask of used columns.
+/// references in log2 units (see [`RowMax`]). If `uses`, the result includes a bit mask of the columns with a positive
+/// exponential.
 #[cube]
 pub(crate) fn exp_scores<NS: Size>(
     s: Vector<f32, NS>,

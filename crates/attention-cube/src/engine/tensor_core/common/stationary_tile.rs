@@ -34,8 +34,9 @@ pub(crate) struct Stationary {
     pub row_block: u32,
     /// The length and the window of the tile's sequence.
     pub seq_info: SeqInfo,
-    /// The tile's visible range: the keys (or queries) that window and sequence length leave visible to at least one
-    /// row of the tile.
+    /// The tile's visible range. For a tile of queries, the range is over keys. It covers the keys that window and
+    /// sequence length leave visible to at least one of the tile's queries. For a tile of keys, the range is over
+    /// queries in the same way.
     pub run: Run,
     pub first_block: i32,
     pub end_block: i32,
@@ -175,14 +176,14 @@ pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Si
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Visit {
-    /// The index of the head, counted from the tile's `first_head`. After the last block, the index equals the tile's
-    /// `heads`.
+    /// The index of the head, counted from the tile's `first_head`. After the last block, the index equals `heads`, the
+    /// number of heads that the tile streams.
     pub head: u32,
     pub block: i32,
 }
 
-/// Returns the tile's indices in the table of segment bounds and in the mask. `head` is counted from the tile's
-/// `first_head`.
+/// Returns the tile's indices in the table of segment bounds and in the mask. For a tile of keys, `head` is the index
+/// of the streamed query head, counted from the tile's `first_head`. For a tile of queries, `head` is not used.
 #[cube]
 pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) -> TilePosition {
     let query_head = if comptime!(side == Side::Queries) {
@@ -244,8 +245,8 @@ pub(crate) fn visit_from(
     Visit { head, block }
 }
 
-/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile. For a tile of keys, `head` selects
-/// the query head of the mask and the bias, counted from the tile's `first_head`.
+/// Returns the thread's row pair, which is rows `first` and `first + 8` of the tile. For a tile of keys, mask and bias
+/// are those of a query head. `head` is the index of this query head, counted from the tile's `first_head`.
 #[cube]
 pub(crate) fn stationary_rows<F: Float, NB: Size>(
     tile: &Stationary,
@@ -280,8 +281,8 @@ pub(crate) struct Seen {
     pub block_mask: BlockMask,
 }
 
-/// Computes the visibility of a block of `size` columns to the tile. Also loads the mask bits of rows `row` and
-/// `row + 8`, for `columns` columns of the block, starting at column `32 · first_word`.
+/// Computes the visibility of a block of `size` columns to the tile. Also loads mask bits of rows `row` and `row + 8`.
+/// The loaded bits cover `columns` columns of the block, starting at the block's column `32 · first_word`.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
     tile: &Stationary,
@@ -313,9 +314,10 @@ pub(crate) fn seen_by<F: Float, NB: Size>(
 
 /// Returns the LSE and delta of rows `row` and `row + 8` if the tile holds queries.
 ///
-/// If the tile holds keys, the function only computes `far`, the sum of the flags of far queries in the tile's blocks of
-/// `columns` queries. The LSE of a far query needs two f32 (see `far.rs`). The caller must call [`voted`](super::far::voted)
-/// before it uses `may_have_far`.
+/// If the tile holds keys, the function only sets the field `far` of the result. `far` is not 0 if this lane finds a
+/// far query among the tile's streamed queries. A query is far if its LSE needs two f32 (see `far.rs`). A block has
+/// `columns` queries. [`voted`](super::far::voted) combines `far` of all lanes into the field `may_have_far`. The
+/// caller must call `voted` before it reads `may_have_far`.
 #[cube]
 pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -345,9 +347,9 @@ pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta_of_rows(lse_delta, tile.batch, tile.head, far, row, seq_lens, kind)
 }
 
-/// Returns one factor for each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The caller
-/// sets a gradient row with the factor 0 to zeros. Without this step, the gradient row could be NaN, because the GEMM
-/// multiplies dS = 0 by keys that may be NaN.
+/// Returns one factor for each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. If the
+/// factor is 0, the caller sets the gradient row to zeros. Otherwise this row could be NaN, because the GEMM multiplies
+/// dS = 0 by keys that may be NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

@@ -13,8 +13,8 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TileKind {
     pub fragment: FragmentKind,
-    /// The number of query heads that share a tile, all from one GQA group. The number is 1 if a tile has rows of one head
-    /// only.
+    /// The number of query heads that share a tile, all from one GQA group. The number is 1 if each tile has rows of
+    /// only one head.
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
@@ -41,8 +41,8 @@ impl TileKind {
         structure.has_bounds() && !is_one_range || self.sums_up_mask()
     }
 
-    /// True if the launch has precomputed a mask summary for every pair of a tile and a block. The summary tells whether the
-    /// mask shows the block in full, in part or not at all.
+    /// True if the launch has precomputed a mask summary for every tile and block. The summary tells whether the mask
+    /// shows the tile all, some or none of the block.
     pub(crate) const fn sums_up_mask(&self) -> bool {
         self.fragment.structure.mask && self.heads == 1
     }

@@ -72,13 +72,13 @@ pub(crate) fn used_by_warp<A: Size>(
     used
 }
 
-/// Returns one bit for each column of P or dS that this lane multiplies. P or dS is the left operand of a GEMM, and
-/// lies in shared memory. A bit is set if any of the `warps` warps that stored P or dS has a nonzero element in the
-/// column.
+/// P or dS is the left operand of a GEMM, and lies in shared memory. This lane multiplies some columns of this operand.
+/// Returns one bit for each of these columns. The bit is set if any of the `warps` warps that stored the operand has a
+/// nonzero element in the column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. The set bits of these words mark the
-/// columns with nonzero elements, among the warp's 32 columns. `groups` consecutive warps have the same rows and
-/// different columns.
+/// Each of the `warps` warps has stored 32 columns of some rows, and four words at `table`, one for each lane of a
+/// quad. A set bit of these words marks a column in which the warp has a nonzero element. Consecutive warps form groups
+/// of `groups` warps. The warps of a group have stored the same rows and different columns.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,
@@ -95,8 +95,8 @@ pub(crate) fn used_by_warps(
     used
 }
 
-/// The distance in bytes between two words in a table with one word per row. The two words belong to the two rows of a
-/// thread, which are 8 rows apart.
+/// The distance in bytes between the two words of a thread in a table with one word per row. The thread's two rows are
+/// 8 rows apart.
 const TO_SECOND: u32 = 4 * 8;
 
 /// Stores two f32 of a thread, one for each of its two rows, in a table with one word per row. One lane of each quad stores.

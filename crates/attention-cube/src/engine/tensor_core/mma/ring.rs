@@ -1,6 +1,5 @@
 //! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the
-//! ring and read chunks from it. A pass is one iteration of the main loop. In each pass, the warps read the same number
-//! of chunks.
+//! ring and read chunks from it. A pass is one iteration of the main loop. All passes have the same number of chunks.
 //!
 //! A slot is full when all threads have completed their copy operations into the slot, and empty when all warps have read
 //! the slot. A warp continues with the next chunk as soon as that chunk's slot is full, without a CTA-wide barrier.
@@ -29,8 +28,8 @@ pub(super) fn make_ring(
     }
 }
 
-/// A slot of the ring buffer in shared memory, and the mbarrier parity of the chunk in this slot. The parity flips each
-/// time the ring wraps around from its last slot to its first.
+/// The slot of a chunk in the ring buffer, and the parity with which warps wait for this chunk at the slot's mbarriers.
+/// The parity flips each time the chunks wrap around from the ring's last slot to its first.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingTurn {
@@ -69,15 +68,15 @@ pub(super) fn turn_after(
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingSlot {
     pub slot: u32,
-    /// The addresses of the slot's two barriers (`full` and `empty`). Completion of `full` means that the slot is full,
-    /// and completion of `empty` that all warps have read the slot.
+    /// The addresses of the slot's two barriers (`full` and `empty`). The barrier `full` completes when the slot is
+    /// full. The barrier `empty` completes when all warps have read the slot.
     full: u32,
     empty: u32,
     parity: u32,
 }
 
 /// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration). `first` is the slot of the pass's first
-/// chunk. If `chunk` is past the pass's last chunk, it means a chunk of the next pass.
+/// chunk. An index `chunk` past the pass's last chunk counts on into the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,

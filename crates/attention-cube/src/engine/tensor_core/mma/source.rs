@@ -59,7 +59,7 @@ fn write() {
 const MOST_SHARED_MEMORY: usize = 232_448;
 
 /// Returns the bytes of shared memory per CTA of the target GPU: the value of the environment variable `SHARED_MEMORY`,
-/// or the number of an H200 if the variable is not set.
+/// or [`MOST_SHARED_MEMORY`] if the variable is not set.
 fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY")
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
@@ -71,7 +71,8 @@ fn supports_pdl() -> bool {
     shared_memory() == MOST_SHARED_MEMORY
 }
 
-/// Returns the compile-time settings of the kernel that `wanted` describes. Biases are never prefetched.
+/// Returns the compile-time settings of the kernel that `wanted` describes. With these settings, the kernel does not
+/// prefetch biases.
 fn kind(wanted: &Wanted, side: Side) -> TileKind {
     let mut kind = wanted.kind(side);
     if kind.fragment.reads_ahead() {

@@ -17,15 +17,15 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of scores per query that one split-D warpgroup computes for a block, which is half the keys of the block.
-/// The warpgroup computes them for the 64 queries of the tile.
+/// Half the number of keys in a block. In split-D, each warpgroup computes the scores of the tile's 64 queries for half
+/// of the block's keys.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// Emits PTX that steps through the chunks in a ring of shared-memory buffers (stages), and computes the addresses of each
 /// chunk's barriers and data.
 ///
-/// If every operand's number of chunks is a multiple of the number of stages, the addresses lie at constant offsets
-/// from those of the first chunk. Otherwise the PTX computes the stage of each chunk.
+/// If every operand's number of chunks is a multiple of the number of stages, the addresses of all chunks lie at
+/// constant offsets from the addresses of the first chunk. Otherwise the PTX computes the stage of each chunk.
 struct Walk {
     ring: RingShape,
     /// The PTX register with the address of the first stage's full barrier.
@@ -34,10 +34,11 @@ struct Walk {
     empty: String,
     /// The PTX register with the shared memory descriptor of the ring's first stage.
     data: String,
-    /// The number of chunks from one chunk that the warpgroup uses to the next chunk that it uses.
+    /// The step from one chunk that the warpgroup uses to the next: 1 if the warpgroup uses every chunk, 2 if the
+    /// warpgroup uses every second chunk.
     step: usize,
-    /// The distance in stages to the stage of the current chunk, counted from the stage that the PTX register `stage`
-    /// holds.
+    /// The PTX register `stage` holds the index of a stage. This field is the number of stages from that stage to the
+    /// stage of the current chunk.
     offset: usize,
     text: String,
 }
@@ -80,8 +81,8 @@ impl Walk {
         self.text += "wgmma.fence.sync.aligned;\n";
     }
 
-    /// Returns the distance from the descriptor in the PTX register `chunk` to the descriptor of the current chunk's
-    /// data.
+    /// Returns the number that the PTX adds to the descriptor in the PTX register `chunk`. The sum is the descriptor of
+    /// the current chunk's data.
     const fn data(&self) -> usize {
         units(self.offset * WgmmaSplitDTiles::STAGE_BYTES)
     }
@@ -109,11 +110,11 @@ impl Walk {
 /// Emits the GEMM `S = Q Kᵀ` of a block of K. The chunks of K stream through a ring of shared-memory buffers (stages).
 ///
 /// The outputs are the registers of S. The inputs are, in this order:
-/// 1. The registers of the first query chunks, which stay in registers.
+/// 1. The registers that hold the first query chunks. The GEMM reads the other query chunks from shared memory.
 /// 2. The descriptors of the queries and of the ring.
 /// 3. The full and the empty barrier of the ring's first stage, and `elected`, which is 1 in the lane that frees chunks
 ///    for its warp.
-/// 4. The stage and the parity of the first chunk.
+/// 4. The stage and the parity of the first chunk of K.
 ///
 /// The PTX frees each chunk except the last. The caller frees the last chunk, after it has waited for S.
 ///
@@ -266,10 +267,11 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The empty barrier of the next block's last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
-/// The caller frees the chunks of V, with one exception. In some tiles, the last chunk of V of the block reuses the
-/// stage of the first chunk of V. The PTX then helps to free the first chunk of V that the warpgroup multiplies. In the
-/// PTX, each warp arrives once at the empty barrier of that chunk. This barrier expects eight arrivals, but a warpgroup
-/// has only four warps. `share_first_chunk` or `free_own_first_chunk` adds the other four arrivals.
+/// The caller frees the chunks of V, with one exception. If the ring has fewer stages than the block has chunks of V,
+/// the block's last chunk of V reuses the stage of the block's first chunk of V. The PTX then helps to free the first
+/// chunk of V that the warpgroup multiplies. In the PTX, each warp arrives once at the empty barrier of that chunk.
+/// This barrier expects eight arrivals, but a warpgroup has only four warps. `share_first_chunk` or
+/// `free_own_first_chunk` adds the other four arrivals.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -316,8 +318,8 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     format!("{{\n{}}}\n", walk.text)
 }
 
-/// The addresses of the full and empty barriers of the ring's stages (shared-memory buffers), and the lane that arrives at
-/// the barriers.
+/// The addresses of the first full barrier and the first empty barrier of a ring, and a flag for the lane that arrives
+/// at barriers. The ring has one full and one empty barrier for each stage (shared-memory buffer).
 ///
 /// `elected` is 1 in the lane that arrives for its warp, else 0.
 #[derive(CubeType, Clone, Copy)]

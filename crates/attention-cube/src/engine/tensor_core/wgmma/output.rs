@@ -23,7 +23,7 @@ pub(crate) struct OutputTarget {
     pub staging: u32,
     /// The address of the TMA tensor map of the output or gradient.
     pub map: u64,
-    /// The tile row of the element in the thread's first register.
+    /// The tile row of the matrix element that the thread holds in its first accumulator register.
     pub row: i32,
     /// The tile row at which the warpgroup's rows begin.
     pub first_row: i32,
@@ -86,8 +86,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies the part of a gradient that a warpgroup has computed by `factors`, and writes the products. The function
-/// stages them in a shared-memory buffer that still holds an operand. All warps must have read that operand before the
+/// Multiplies a warpgroup's rows and columns of a gradient by `factors`, and writes the products. The function stages
+/// the products in a shared-memory buffer that still holds an operand. All warps must have read that operand before the
 /// call.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(

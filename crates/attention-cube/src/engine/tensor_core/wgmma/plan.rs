@@ -115,20 +115,20 @@ const fn split_m_shape(
 /// The split-M table. A problem takes the first entry whose largest head sizes are not below the problem's head sizes.
 /// The comments give TFLOP/s on one H200 in bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // At head size 64 under a causal mask, the next tile reaches 463 TFLOP/s on an H200. Variants of this tile under a
-    // causal mask, in TFLOP/s: 449 with two stages; 414 with blocks of 80 keys; 426 with blocks of 112 keys; 460 with
-    // blocks of 128 keys; 450 without ping-pong.
+    // At head size 64 under a causal mask, the tile of the entry below reaches 463 TFLOP/s on an H200. Variants of this
+    // tile under a causal mask, in TFLOP/s: 449 with two stages; 414 with blocks of 80 keys; 426 with blocks of 112
+    // keys; 460 with blocks of 128 keys; 450 without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // At head size 128 on an H200, the next tile reaches 649 TFLOP/s with a causal mask, 691 without, and 460 with a
-    // bias. Variants of this tile under a causal mask, in TFLOP/s: 629 with ping-pong; 622 with blocks of 112 keys; 618
-    // with blocks of 144 keys. Without a mask, blocks of 144 keys reach 697 TFLOP/s. With a bias, blocks of 96 keys and
-    // two stages reach 461 TFLOP/s.
+    // At head size 128 on an H200, the tile of the entry below reaches 649 TFLOP/s with a causal mask, 691 without, and
+    // 460 with a bias. Variants of this tile under a causal mask, in TFLOP/s: 629 with ping-pong; 622 with blocks of
+    // 112 keys; 618 with blocks of 144 keys. Without a mask, blocks of 144 keys reach 697 TFLOP/s. With a bias, blocks
+    // of 96 keys and two stages reach 461 TFLOP/s.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // At head size 256 on an H200, the next tile reaches 788 TFLOP/s without a mask, and 534 with a bias. Variants of
-    // this tile without a mask, in TFLOP/s: 796 with blocks of 64 keys; 779 without ping-pong. With a bias, one stage
-    // also reaches 534 TFLOP/s.
+    // At head size 256 on an H200, the tile of the entry below reaches 788 TFLOP/s without a mask, and 534 with a bias.
+    // Variants of this tile without a mask, in TFLOP/s: 796 with blocks of 64 keys; 779 without ping-pong. With a bias,
+    // one stage also reaches 534 TFLOP/s.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
@@ -273,9 +273,9 @@ pub(crate) fn forward_tiles(
 /// Chooses the assignment of tiles to CTAs.
 ///
 /// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter.
-/// In all other cases, CTAs are persistent under two conditions. There are more tiles (counted once per split) than
-/// multiprocessors, and all tiles have equal work. Instead of the tiles, pairs of a tile and its mirror image in the
-/// sequence may have equal work.
+/// In all other cases, CTAs are persistent only if two conditions hold. First, there are more tiles (counted once per
+/// split) than multiprocessors. Second, all work items have equal work. A work item is a tile, or a pair of a tile and
+/// its mirror image in the sequence.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,

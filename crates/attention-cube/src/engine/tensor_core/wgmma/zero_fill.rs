@@ -41,8 +41,8 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
 }
 
 /// Sets *used bits* of the `count`-th block in shared memory. A used bit tells whether some row of the tile sees a
-/// certain row of the block, which is a column of S. `used` holds the bits that this thread contributes, and the
-/// function combines the bits of the warp's lanes. Bit 0 of `used` becomes bit `shift` of the stored word.
+/// certain row of the block. (A row of the block is a column of S.) `used` holds the bits that this thread contributes,
+/// and the function combines the bits of the warp's lanes. Bit 0 of `used` becomes bit `shift` of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -85,8 +85,9 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
 }
 
 /// True if the block has rows that no row of the tile sees. If `masked`, the function reads the *used words* of the
-/// `count`-th block, whose set bits mark the rows that the tile sees. The function then also clears the used words of a
-/// later block. Without `masked`, the function compares the block with the tile's visible range `run`.
+/// `count`-th block. Each set bit of these words marks a block row that the tile sees. With `masked`, the function also
+/// clears the used words of block `count + 2`. Without `masked`, the function compares the block with the tile's
+/// visible range `run`.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,
@@ -113,7 +114,7 @@ pub(crate) fn has_unseen(
 /// is this thread's index in the group.
 ///
 /// If `masked`, the bits at `words` in shared memory tell which block rows the tile sees. Otherwise the tile's visible
-/// range `run` tells it.
+/// range `run` tells which block rows the tile sees.
 #[cube]
 pub(crate) fn zero_fill_unseen(
     address: u32,

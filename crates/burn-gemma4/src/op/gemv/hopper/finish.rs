@@ -16,8 +16,8 @@ use cube_kit::nvidia::accumulator::{column, is_second};
 use cube_kit::nvidia::ptx::{load_shared_four, store_shared};
 use cubecl::prelude::*;
 
-/// Writes the warpgroup's sums to the shared memory of the cubes that add them up. `partials` is the address of the
-/// partial sums in shared memory, and `rank` is the index of this cube within the cluster.
+/// Writes the warpgroup's partial sums to the shared memory of the cubes that add up these partial sums. `partials` is
+/// the address of the partial sums in shared memory, and `rank` is the index of this cube within the cluster.
 #[cube]
 pub(super) fn leave_partials<N: Size>(
     sums: Vector<f32, N>,
@@ -58,8 +58,8 @@ pub(super) fn leave_partials<N: Size>(
     }
 }
 
-/// Adds up the partial sums of the cube's slice of input rows, applies the epilogue, and writes the outputs. `first` is
-/// the index of the tile's first output among the outputs of the matrix.
+/// For the input rows of this cube's slice, adds up the partial sums of all cubes, applies the epilogue, and writes the
+/// outputs. `first` is the index of the tile's first output among the outputs of the matrix.
 #[cube]
 pub(super) fn finish_outputs<E: Float>(
     partials: u32,
@@ -112,8 +112,8 @@ pub(super) fn finish_outputs<E: Float>(
     }
 }
 
-/// Adds up the parts of four neighboring sums. A part is the partial sums of one cube. `at` is the address of the four
-/// sums in the first part.
+/// Returns four neighboring sums, each added up over all parts. A part is the partial sums of one cube. `at` is the
+/// address of the four partial sums in the first part.
 #[cube]
 fn sum_of_parts(at: u32, #[comptime] plan: BatchPlan) -> Vector<f32, Const<4>> {
     let part_bytes = comptime!(4 * plan.slice() * plan.partials_stride());

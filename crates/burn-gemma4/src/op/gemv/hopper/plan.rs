@@ -26,9 +26,9 @@ const SHARED_MEMORY: usize = 113 * 1024;
 /// The limits of a plan. They were tuned for decode speed.
 ///
 /// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
-/// tokens of context. An empty cell has no measurement. The first row has the limits in [`LIMITS`]. The second row
-/// differs from the first row only in the number of chunks. Each further row differs from the second row only in the
-/// setting that it names.
+/// tokens of context. An empty cell has no measurement. A part is the range of the inner dimension that one cube
+/// multiplies. The first row has the limits in [`LIMITS`]. The second row differs from the first row only in the number
+/// of chunks. Each further row differs from the second row only in the setting that it names.
 ///
 /// | limits | 1 | 8 | 16 | 64 |
 /// |---|---|---|---|---|
@@ -44,8 +44,8 @@ const SHARED_MEMORY: usize = 113 * 1024;
 /// | two row tiles from 1 cube per multiprocessor on | 536 | 3,992 | 7,447 | 21,731 |
 /// | without this kernel, on `mma.sync` | 527 | 3,590 | 5,850 | 10,330 |
 struct Limits {
-    /// The largest number of cubes that divide the inner dimension of an output tile. The cubes form a cluster, and
-    /// clusters of up to 8 cubes are portable.
+    /// The largest number of cubes that divide the inner dimension of an output tile. The cubes form a cluster. A
+    /// cluster of at most 8 cubes needs no special launch attribute (portable cluster size).
     parts: usize,
     /// The smallest number of chunks of the inner dimension that a cube multiplies.
     chunks: usize,
@@ -164,8 +164,8 @@ impl BatchPlan {
         self.tokens / self.parts
     }
 
-    /// The distance between the partial sums of two consecutive input rows, in f32 numbers. The padding avoids bank
-    /// conflicts.
+    /// The distance between the partial sums of two consecutive input rows, in f32 numbers. The distance includes
+    /// padding, which avoids bank conflicts.
     pub const fn partials_stride(&self) -> usize {
         PRODUCT_ROWS * self.row_tiles + 4
     }
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn plan_of_few_outputs_divides_the_inner_dimension() {
-        // The shapes are the GEMMs of E2B: the down projection, the gate of per-layer embeddings, the gate and up
+        // The shapes are those of E2B's GEMMs: the down projection, the gate of per-layer embeddings, the gate and up
         // projections, and the LM head.
         for (outputs, columns, gated, row_tiles, parts) in [
             (1536, 6144, false, 1, 8),

@@ -5,12 +5,12 @@
 //!
 //! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by
 //! unscaled codes. It then multiplies the sum over each vector by the group's scale. Otherwise the kernel scales each
-//! weight, which is cheaper for several rows.
+//! weight. For several rows, scaling the weights is cheaper than scaling the sums.
 //!
-//! Budget: shared memory holds the planes' partial sums, as in the float GEMV. A group of units handles `weights`
-//! weight rows. For each weight row, a unit keeps `unroll` vectors of `vector` words in flight. For `rows` input rows,
-//! registers hold `rows · weights` sums, `vector · unroll · weights` words, and the dequantized weights of one word per
-//! weight row. The sums, the words and the dequantized weights take at most 32 registers each.
+//! Budget: shared memory holds the planes' partial sums, as in the float GEMV. A team, which is a group of units,
+//! handles `weights` weight rows. For each weight row, a unit keeps `unroll` vectors of `vector` words in flight. For
+//! `rows` input rows, registers hold `rows · weights` sums, `vector · unroll · weights` words, and the dequantized
+//! weights of one word per weight row. The sums, the words and the dequantized weights take at most 32 registers each.
 //!
 //! Bound: memory bandwidth.
 
@@ -32,7 +32,8 @@ use cubecl::prelude::*;
 pub(super) struct WordMatrix<M: Size> {
     /// The packed rows as single 32-bit words, `[outputs, words]`.
     pub words: OwnedTensor<u32>,
-    /// The packed rows as vectors of words. The kernel reads only the words with codes through this binding.
+    /// The packed rows as vectors of words. Through this binding, the kernel reads only the words that hold codes.
+    /// Through `words`, the kernel reads the upper bits of codes and the group parameters.
     pub codes: OwnedTensor<Vector<u32, M>>,
 }
 
@@ -89,7 +90,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
         sums[index] = 0.0f32;
     }
     let scales_sums = comptime!(format.format.is_linear() && plan.rows == 1);
-    // One sum per weight row, over one vector of codes. These sums have not been multiplied by the scale yet.
+    // For each weight row, the sum over one vector of codes, before the multiplication by the scale.
     let mut part_sums = Array::<f32>::new(weights);
     let mut numbers = Array::<f32>::new(comptime!(weights * columns_of_word));
     let mut vector = UNIT_POS_X;
@@ -255,8 +256,8 @@ impl WordsFormat {
 #[derive(CubeType)]
 struct Loaded<M: Size> {
     codes: Array<Vector<u32, M>>,
-    /// The upper bits of the codes in each word. A row stores the upper bits of its codes after the lower bits of all
-    /// its codes.
+    /// The upper bits of the codes, one array element for each word of `codes`. In memory, a row stores the upper bits
+    /// of all its codes after the lower bits of all its codes.
     tops: Array<u32>,
     zeros: Array<f32>,
     scales: Array<f32>,
@@ -297,8 +298,8 @@ fn load<M: Size>(
         let at = of_vector.vector;
         #[unroll]
         for o in 0..plan.outputs {
-            // Let units without an output load the last weight row again, so that the load stays in bounds. The
-            // function `finish` does not write the sums of these units.
+            // Let units without an output load the last weight row again, so that the load stays in bounds. `finish`
+            // does not write the sums of these units.
             let row = of_vector.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             let place = VectorOfRow {

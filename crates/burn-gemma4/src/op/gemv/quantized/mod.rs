@@ -17,9 +17,9 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes. The distance between the inputs of two adjacent units is the
-/// number of columns in a vector of codes. With twice as many columns, the loads of inputs would touch twice as many
-/// cache lines, and the cache would be the bottleneck.
+/// The largest number of columns in a vector of codes. The inputs that two adjacent units read are one vector of codes
+/// apart. With twice as many columns per vector, the loads of inputs would touch twice as many cache lines. The cache
+/// would then be the bottleneck.
 const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight. With 32 vectors, decoding was slower: see the last
 /// measurement in [`words_in_flight`].
@@ -32,7 +32,8 @@ const VECTORS_IN_FLIGHT: usize = 16;
 /// - E4B in Q4_0: 376 with 16 words, and 413 with 32.
 /// - E2B in Q8_0: 588 with 16 words, and 576 with 32.
 /// - 12B in Q8_0: 187 with 16 words, and 189 with 32.
-/// - 12B in Q4_0: 211 with 16 words, and 193 with 32. A vector of this model has one word.
+/// - 12B in Q4_0: 211 with 16 words, and 193 with 32. A vector of codes of this model has only one word, so
+///   [`VECTORS_IN_FLIGHT`] now limits a unit to 16 words.
 ///
 /// The other formats were not measured.
 fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
@@ -42,8 +43,8 @@ fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
     }
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices
-/// in `options` must have the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transposes of quantized matrices. `words` holds the rows of the
+/// first matrix, and `options` holds the other matrices. All matrices must have the same layout.
 pub(super) fn launch(
     input: CubeTensor,
     words: CubeTensor,

@@ -30,8 +30,8 @@ use cubecl::prelude::*;
 /// The number of rows in a row tile, which is the number of rows of the left operand of `mma.sync`.
 pub(super) const TILE_ROWS: usize = 16;
 
-/// The number of 16-byte pieces of input that a thread loads per row tile. Lane `l` of a warp loads a piece of row
-/// `l / 4`, and a piece of row `l / 4 + 8`.
+/// The number of 16-byte pieces of input that a thread loads per row tile and step. A step is 32 columns. Lane `l` of a
+/// warp loads a piece of row `l / 4`, and a piece of row `l / 4 + 8`.
 const PIECES: usize = TILE_ROWS / PRODUCT_ROWS;
 
 /// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8
@@ -219,9 +219,10 @@ fn leave_tile_parts(
     );
 }
 
-/// Loads the thread's input for one step, which is 32 columns, in all row tiles. The thread loads 16 bytes of each of
-/// its rows. If the last tile has more rows than the input has left, the surplus rows are zeros. `rows_address` is the
-/// address of the thread's bytes of step 0 in its first row. `piece_distance` is the size of 8 rows in bytes.
+/// Loads the thread's input for one step, which is 32 columns, in all row tiles. From each input row that the thread
+/// handles, the thread loads 16 bytes. If the last row tile extends beyond the input, the missing rows are zeros.
+/// `rows_address` is the address of the 16 bytes for step 0 in the thread's first row. `piece_distance` is the size of
+/// 8 rows in bytes.
 #[cube]
 fn read_rows(
     rows: &mut Array<Vector<u32, Const<4>>>,
@@ -238,8 +239,9 @@ fn read_rows(
     }
 }
 
-/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the thread's lane. The bytes begin `offset` bytes
-/// after the thread's address in this row. If the input has no such row, the result is zeros.
+/// Loads 16 bytes of the input row `8 · piece + l / 4`, where `l` is the thread's lane. `rows_address` is an address in
+/// row `l / 4`. The load begins `8 · piece` rows and `offset` bytes after this address. If the input has no such row,
+/// the result is zeros.
 #[cube]
 pub(super) fn read_input_piece(
     rows_address: u64,

@@ -80,8 +80,8 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
-    // After the threads have exchanged codes, each thread multiplies one quarter of every quantization group. This is
-    // the index of the thread's quarter.
+    // The index of the quarter that this thread multiplies in every quantization group. Before the multiplication, the
+    // four threads of a weight row exchange codes, so that each thread has one quarter of each group.
     let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
     let column =
         lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
@@ -168,10 +168,11 @@ fn multiply<N: Size>(
     let tiles = comptime!(plan.row_tiles());
     let fragments = comptime!(plan.fragments());
     let half_words = comptime!(codes.words() / 2);
-    // The converted codes of both quantization groups in the step. For each group and fragment there are four words.
-    // Each word holds two 16-bit floats.
+    // The converted codes of both quantization groups in the step. There are four words for each group and each
+    // fragment of 8 weight rows. Each word holds two 16-bit floats.
     let mut weights = Array::<u32>::new(comptime!(8 * fragments));
-    // The scales of the thread's two outputs, for both quantization groups in the step.
+    // The scales of both quantization groups in the step. Each fragment of 8 weight rows has two scales per group, one
+    // for each of the thread's two outputs.
     let mut factors = Array::<f32>::new(comptime!(4 * fragments));
     #[unroll]
     for fragment in 0..fragments {

@@ -2,8 +2,8 @@
 //! [`residual`](crate::op::residual).
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the whole row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. The row has the same bits as in `residual` if a CTA has at least one thread per
-//! vector of the row.
+//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector, the row has the same bits as the row
+//! that `residual` computes.
 //!
 //! Budget: shared memory holds the warps' sums as in [`kernel`](super::kernel), the row, and two floats for each warp.
 //! Registers hold the weights and sums of [`kernel`](super::kernel), and the thread's vectors of the stream, the
@@ -42,13 +42,14 @@ pub(super) struct RowPlan {
 }
 
 impl RowPlan {
-    /// The largest number of vectors of the row per thread.
+    /// The largest number of the row's vectors that a thread holds in registers.
     fn held(self) -> usize {
         self.vectors.div_ceil(self.team.units)
     }
 }
 
-/// The inputs of the residual addition. All rows have the same number of columns.
+/// The inputs of the residual addition. The stream, the block's output and the norm weights have the same number of
+/// columns.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct ResidualInputs<E: Float, N: Size> {
     /// The residual stream, `[1, columns]`.

@@ -138,7 +138,7 @@ pub(super) fn project_by_matrix_units_pdl<E: Float>(
     );
 }
 
-/// Returns the address of the first weight that the thread reads for a fragment.
+/// Returns the address of the first weight that the thread reads for a fragment. A fragment is 8 weight rows.
 #[cube]
 pub(super) fn weight_address<E: Float>(
     matrices: &WeightMatrices<OwnedTensor<E>>,

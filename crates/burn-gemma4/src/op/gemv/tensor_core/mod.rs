@@ -44,7 +44,7 @@ use kernel::project_by_matrix_units_pdl;
 use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
 use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
 
-/// The row strides of quantized matrices, in words, must be a multiple of this number, so that vectors of codes are
+/// The row stride of a quantized matrix, in words, must be a multiple of this number, so that vectors of codes are
 /// aligned.
 const WORDS_OF_VECTOR: usize = 4;
 
@@ -113,7 +113,8 @@ pub(super) fn plan_of_words(
     })?
 }
 
-/// True if tensor cores multiply batches of rows of `dtype`.
+/// True if the device's tensor cores can multiply batches in `dtype`. A batch is 9 to
+/// [`BATCH_MAX_ROWS`](super::BATCH_MAX_ROWS) input rows.
 pub(super) fn serves_batches(client: &Client, dtype: DType) -> bool {
     Half::of(dtype).is_some_and(|half| has_product(client, half))
 }
@@ -298,8 +299,8 @@ fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> Weig
     )
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All quantized matrices
-/// in `options` must have the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transposes of quantized matrices. `words` holds the rows of the
+/// first matrix, and `options` holds the other matrices. All matrices must have the same layout.
 pub(super) fn multiply_words(
     input: CubeTensor,
     words: CubeTensor,

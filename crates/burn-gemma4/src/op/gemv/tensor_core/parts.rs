@@ -10,7 +10,8 @@ use cubecl::prelude::*;
 pub(super) struct Lane {
     /// The index of the thread's warp within its team of warps.
     pub warp: u32,
-    /// The thread's row in the input, and in each fragment of weights.
+    /// The index, 0 to 7, of the row that the thread reads. The index counts both the rows of the input and the weight
+    /// rows of a fragment.
     pub row: u32,
     /// The thread's index, 0 to 3, among the four threads of its row. The index selects the 16 bytes that the thread
     /// loads, and the pair of outputs that the thread holds in a fragment.
@@ -41,7 +42,7 @@ pub(super) fn weight_row(
 }
 
 /// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds
-/// them up.
+/// up the partial sums of all warps.
 #[cube]
 pub(super) fn leave_parts(
     partial: &mut Shared<[f32]>,

@@ -34,13 +34,13 @@ pub(super) struct Tuning {
     /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among
     /// more warps.
     pub threads: usize,
-    /// True if the kernel reads weights before it waits for the previous launch, provided that no launch writes these
-    /// weights.
+    /// True if the kernel may read weights before it waits for the previous launch. The kernel does so only for weights
+    /// that no launch writes.
     pub reads_ahead: bool,
 }
 
-/// The amount of weights in flight: at most a number of vectors per thread, or a fixed number of steps per warp. A step
-/// is the columns that a warp multiplies at once.
+/// The amount of weights in flight. The amount is either a largest number of vectors per thread, or a fixed number of
+/// steps per warp. A step is the columns that a warp multiplies at once.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AtOnce {
     /// The largest number of weight vectors that a thread keeps in flight.
@@ -146,24 +146,24 @@ pub(super) struct Shape {
 }
 
 impl ProjectPlan {
-    /// The number of fragments per warp; each has 8 weight rows.
+    /// The number of fragments per warp. A fragment is 8 weight rows.
     pub(super) fn fragments(self) -> usize {
         self.weights() / PRODUCT_ROWS
     }
 
-    /// The number of row tiles of the batch kernels.
+    /// The number of row tiles that the batch kernels process. A row tile is 16 input rows.
     pub(super) fn row_tiles(self) -> usize {
         self.rows.div_ceil(TILE_ROWS)
     }
 
-    /// Returns this plan with only the input rows of one row tile.
+    /// Returns this plan, limited to the input rows of one row tile. A row tile is 16 input rows.
     pub(super) fn of_row_tile(self, tile: usize) -> Self {
         let rows = (self.rows - tile * TILE_ROWS).min(TILE_ROWS);
         Self { rows, ..self }
     }
 
-    /// The number of fragments of a warp that belong to one matrix. In a gated GEMV, a warp's fragments belong to two
-    /// matrices.
+    /// The number of a warp's fragments that belong to the same matrix. A fragment is 8 weight rows. In a gated GEMV,
+    /// half of a warp's fragments belong to the gate projection, and half belong to the up projection.
     pub(super) fn fragments_of_matrix(self) -> usize {
         self.outputs / PRODUCT_ROWS
     }

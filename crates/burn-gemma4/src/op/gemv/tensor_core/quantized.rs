@@ -24,13 +24,13 @@ use cube_kit::nvidia::ptx::{unpack, word_address};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The number of steps in a block. A step is 64 columns. Four threads share a weight row, and each thread reads the
-/// scales of one step.
+/// The number of steps in a block. A step is 64 columns. Each of the four threads that share a weight row reads the
+/// scales of one step of the block.
 pub(super) const BLOCK: usize = 4;
 /// The number of bytes of an input row that a step of 64 columns covers.
 pub(super) const INPUT_BYTES: usize = 2 * STEP;
 
-/// The layout of the rows of quantized words.
+/// The layout of the packed rows of a quantized matrix.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WordRows {
@@ -97,8 +97,8 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
 
     let is_there = select(lane.row < comptime!(plan.rows as u32), 1u32, 0u32);
     let input_row = min(lane.row, comptime!(plan.rows as u32 - 1));
-    // After the threads have exchanged codes, each thread multiplies one quarter of every quantization group. This is
-    // the index of the thread's quarter.
+    // The index of the quarter that this thread multiplies in every quantization group. Before the multiplication, the
+    // four threads of a weight row exchange codes, so that each thread has one quarter of each group.
     let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
     let column =
         lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
@@ -303,9 +303,9 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns four sums of input times code over one group, before the multiplication by the scale. The thread's arguments
-/// hold a quarter of the group's columns. The last two sums are 0. They belong to rows 8 to 15 of the instruction's
-/// left operand, which are zeros.
+/// Returns four sums of input times code over one quantization group, before the multiplication by the group's scale.
+/// `words` and `pairs` hold the thread's quarter of the group's columns. The last two sums are for rows 8 to 15 of the
+/// instruction's left operand. These rows are zeros, so the two sums are 0.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

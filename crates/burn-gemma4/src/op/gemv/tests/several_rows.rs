@@ -36,8 +36,9 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks the error of each output. The error may be twice the largest error with which the exact output can be rounded
-/// to the dtype. For the rounding of the f32 sums, another 1e-5 of the largest exact output is allowed.
+/// Checks the error of each output. The tolerance has two terms. The first is twice the largest error that rounding the
+/// exact output to the dtype can cause. The second is 1e-5 of the largest exact output, to allow for rounding in the
+/// f32 sums.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -149,8 +150,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
     }
 }
 
-/// True if Hopper's batch kernel multiplies `rows` rows by a matrix of `outputs` rows, or if the device is not a Hopper
-/// card.
+/// True if Hopper's batch kernel multiplies `rows` rows by a matrix of `outputs` rows. On a device that is not a Hopper
+/// card, the function also returns true.
 #[cfg(feature = "cuda")]
 fn runs_on_hopper_kernel(drawn: &Drawn<'_>, [rows, columns, outputs]: [usize; 3]) -> bool {
     use super::launch_options::LaunchOptions;
@@ -168,9 +169,13 @@ fn runs_on_hopper_kernel(drawn: &Drawn<'_>, [rows, columns, outputs]: [usize; 3]
     !crate::op::is_hopper(drawn.device) || plan().is_some()
 }
 
-/// Checks 1 to 65 rows with Hopper's batch kernel. The numbers of columns cover one part of the inner dimension and
-/// several parts, and equal and different numbers of chunks per part. They also cover a full and a partial last chunk,
-/// and more chunks than a ring buffer has stages.
+/// Checks 1 to 65 rows with Hopper's batch kernel. The kernel divides the inner dimension into parts, one for each cube
+/// of a cluster. A cube loads its part in chunks into a ring buffer. The numbers of columns cover:
+///
+/// - one part and several parts,
+/// - parts with equal and with different numbers of chunks,
+/// - a full and a partial last chunk,
+/// - more chunks than the ring buffer has stages.
 #[test]
 fn multiply_batches_by_float_matrices_matches_reference() {
     let device = Device::default();

@@ -14,7 +14,8 @@ use burn::backend::{
 #[derive(Debug)]
 struct RotateBackward;
 
-/// The saved tables of the rotation. The backward rotates the gradients by the inverse rotation.
+/// The rotation tables that the forward saves for the backward. The backward rotates the gradients by the inverse
+/// rotation.
 #[derive(Clone, Debug)]
 struct Tables<B: Backend> {
     cos: FloatTensor<B>,

@@ -14,9 +14,10 @@
 //! A software driver silently stops a unit's loops after a fixed number of iterations. A launch therefore covers only a
 //! [`Window`] of the tile pairs, and the host repeats the launch until all pairs are done.
 //!
-//! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for
-//! any head size. Global memory holds the operands and `splits + 2` gradients in f32: the partial dQ of each split, dK
-//! and dV. Bound: loads, see `tile_ops/direct.rs`.
+//! Budget: shared memory for one tile. A unit's registers first hold the unit's elements of S and dP. During the
+//! gradient GEMMs, the registers hold up to 128 vectors of a gradient, for any head size. Global memory holds the
+//! operands and `splits + 2` gradients in f32: the partial dQ of each split, dK and dV. Bound: loads, see
+//! `tile_ops/direct.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::BackwardKind;

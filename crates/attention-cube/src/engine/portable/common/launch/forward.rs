@@ -25,8 +25,9 @@ use cubecl::prelude::CubeDim;
 /// and values are floats.
 ///
 /// # Shapes
-/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first
-/// half holds the row maxima, its second half the natural logarithms of the row sums.
+/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. The first
+/// half of the logsumexp holds the scores that the softmax subtracted, which are near the row maxima. The second half
+/// holds the natural logarithms of the row sums.
 pub(crate) fn launch(
     inputs: AttentionInputs<CubeBackend>,
     scales: Option<RowScales>,

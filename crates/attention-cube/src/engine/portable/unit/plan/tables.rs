@@ -4,7 +4,7 @@
 use crate::tile_ops::table::{Shape, direct, shape};
 
 /// The tiles of the kernel for the gradients of keys and values. The number beside a tile is the TFLOP/s of the whole
-/// backward. Parentheses hold the TFLOP/s with other tiles, which were rejected.
+/// backward. Parentheses hold the TFLOP/s with the tiles that were rejected.
 pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)

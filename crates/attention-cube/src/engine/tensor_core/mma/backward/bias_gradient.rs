@@ -218,8 +218,9 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the shared-memory buffer whose chunk the warps multiply next. After the next barrier,
-    // all warps have read the preceding buffer. The CTA may then refill the preceding buffer.
+    // `stage` is the address of the shared-memory buffer that holds the next chunk to multiply. At the next barrier,
+    // all warps have read the buffer of the previous chunk. After the barrier, the CTA may therefore refill the
+    // previous chunk's buffer.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));

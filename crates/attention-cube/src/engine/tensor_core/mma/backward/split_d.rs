@@ -8,10 +8,11 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the
-//!   logarithm of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0
-//!   holds a marker value instead of the LSE, and row 3 the row maximum. Row 4 holds one flag per group of queries,
-//!   which tells whether the group has a far query.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta. If every LSE
+//!   is stored as two f32, row 0 holds only the row maximum, and row 2 the logarithm of the row sum. Otherwise, a query
+//!   is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a marker value, row 2 the
+//!   logarithm of the row sum, and row 3 the row maximum. Row 4 holds one flag per group of queries. The flag tells
+//!   whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). Shared

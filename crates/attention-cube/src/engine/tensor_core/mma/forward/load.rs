@@ -76,8 +76,8 @@ pub(crate) fn copy_rows<E: Float>(
     let pieces = comptime!(pieces(columns));
     let total = comptime!(rows * pieces);
     // `units` is the number of threads, and `pieces` the number of 16-byte pieces per row. If `units` is a multiple of
-    // `pieces`, a thread copies the piece of the same index in each of its rows. From one iteration to the next, the
-    // thread then advances by `stride_rows` rows.
+    // `pieces`, the index of the piece in its row is the same in all iterations of a thread. The thread then advances
+    // by `stride_rows` rows per iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
     // The swizzle depends on the row number modulo 8. If `stride_rows` is also a multiple of 8, all pieces of a thread
@@ -262,8 +262,8 @@ impl Section {
 const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
 /// Starts the copy of a section (some rows and columns of an operand). `first_row` is the section's first row. The copy
-/// writes zeros for rows that do not exist in the head. A thread copies the 16-byte piece of the same index in each of
-/// its rows. Most addresses of the thread therefore differ by compile-time constants.
+/// writes zeros for rows that do not exist in the head. In every row that a thread copies, the thread's 16-byte piece
+/// has the same index. Most addresses of the thread therefore differ by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,
@@ -334,8 +334,7 @@ pub(crate) struct WarpSection {
     pub is_whole: bool,
 }
 
-/// The number of rows that a warp copies in one iteration of a copy. In each iteration, a lane copies one 16-byte
-/// piece.
+/// The number of rows that a warp copies in one iteration. Each lane copies one 16-byte piece per iteration.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
 /// Starts a warp's copy of some rows and columns of an operand. The copied rows begin with `first_row`, and the copied

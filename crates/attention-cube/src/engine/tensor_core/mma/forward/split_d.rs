@@ -239,8 +239,9 @@ fn store_results<AO: Size>(
     }
 }
 
-/// Returns a fragment of the output, with two f32 for each row: the row maximum that the softmax has subtracted, and
-/// the row sum. The row sum adds the partial sums of all key groups (32 keys each), in the order of the keys.
+/// Returns a fragment of the output. Also returns two f32 for each row of the fragment: the row maximum that the
+/// softmax has subtracted, and the row sum. The row sum is the sum of the partial row sums of all key groups (32 keys
+/// each), in the order of the keys.
 #[cube]
 fn finished<AO: Size, NO: Size>(
     all: Vector<f32, AO>,

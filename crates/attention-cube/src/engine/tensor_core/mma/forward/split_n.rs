@@ -31,11 +31,11 @@
 //! 1 GB of keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads from memory take 0.25 ms at 4 TB/s.
 //!
 //! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all
-//! these heads. A *key group* is one or two warps. It processes every `key_groups`-th block. Each warp copies its own
-//! operands, so groups do not wait for each other during the main loop. In a group of two warps, each warp sums `q·k`
-//! over half of the columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs
-//! to the largest row maxima. Each warp then sums the outputs of all groups for some of the columns, in the order of
-//! the groups.
+//! these heads. A *key group* is one or two warps. The CTA has `key_groups` key groups, and each key group processes
+//! every `key_groups`-th block. Each warp copies its own operands, so groups do not wait for each other during the main
+//! loop. In a group of two warps, each warp sums `q·k` over half of the columns, and the warps exchange their partial
+//! scores. At the end, the groups rescale their outputs to the largest row maxima. Each warp then sums the outputs of
+//! all groups for some of the columns, in the order of the groups.
 //!
 //! Pages. A block lies in one page. The warp looks up a block's page one iteration before it starts the block's copies.
 //!

@@ -49,8 +49,8 @@ const FEW_ROWS: &[Shape] = &[
     split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
 
-/// Returns the tiles for `rows` query rows and these head sizes, or `None` if no tiles fit. `limits` are the largest
-/// number of bytes of shared memory per CTA, and the largest number of threads per CTA.
+/// Returns the tiles for these head sizes and for `rows` query rows, or `None` if no tiles fit. `limits` are the
+/// largest number of bytes of shared memory per CTA, and the largest number of threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
     widths: [usize; 2],

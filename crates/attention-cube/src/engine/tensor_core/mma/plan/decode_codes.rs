@@ -9,9 +9,9 @@ use cube_kit::nvidia::Half;
 
 /// The table of tiles of 8-bit codes: first the tiles of 16 rows, then of 32. The plan takes the first entry that has
 /// enough rows, serves the problem's head sizes and fits the device's shared memory. Each head size has entries for
-/// 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold the output of 32 rows. On an
-/// H200, the first entry for head size 512 was measured with 8 query rows and int8 codes. These tiles read K and V at
-/// 81 % of the rate of a memory copy. The other entries, and e4m3 codes, were not measured.
+/// 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold the output of 32 rows. Only the
+/// first entry for head size 512 was measured, on an H200 with 8 query rows and int8 codes. The tiles of this entry
+/// read K and V at 81 % of the rate of a memory copy. The other entries, and e4m3 codes, were not measured.
 ///
 /// A block of codes has half the bytes of a bf16 block. The GEMMs of a block of codes take longer, because of the
 /// conversion to bf16. The tiles in this table therefore have more warps than tiles for bf16. As many bytes are then in
@@ -41,9 +41,9 @@ const WORDS: &[Shape] = &[
 /// sizes, 32 rows take two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` query rows over K and V that have these widths and the code format `format`. Returns
-/// `None` if no tiles fit. `limits` are the largest number of bytes of shared memory per CTA, and the largest number of
-/// threads per CTA.
+/// Returns the tiles for `rows` query rows, or `None` if no tiles fit. `widths` are the head sizes of K and V, and
+/// `format` is the format of their codes. `limits` are the largest number of bytes of shared memory per CTA, and the
+/// largest number of threads per CTA.
 ///
 /// If the rows need two tiles, the second tile reads K and V from the L2 cache. The alternative, a separate conversion
 /// of K and V to bf16 before attention, would move five times as many bytes to and from memory.

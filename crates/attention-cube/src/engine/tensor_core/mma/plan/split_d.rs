@@ -27,13 +27,14 @@ pub struct MmaSplitDTiles {
     pub key_columns: usize,
     /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The number of chunks into which `value_keys` rows of V are divided by columns.
+    /// The number of chunks that have the same `value_keys` rows of V. These chunks divide the columns of V among
+    /// themselves.
     pub value_parts: usize,
     /// The number of slots in the ring buffer for chunks of K and V, at least 2.
     pub slots: usize,
     /// True if the queries stay in shared memory. Otherwise the kernel copies the queries again with every block of keys.
     pub holds_queries: bool,
-    /// The number of buffers for P of a block: 1 or 2. With two buffers, a warp passes one barrier fewer before it
+    /// The number of buffers for P of a block: 1 or 2. With two buffers, a warp waits at one barrier fewer before it
     /// stores P.
     pub shares: usize,
 }
@@ -127,7 +128,8 @@ impl MmaSplitDTiles {
     }
 
     /// The byte offset of the queries in a ring slot that holds a chunk of K. The queries lie behind the chunk. The
-    /// kernel uses this offset only if the queries do not stay in a part of shared memory of their own.
+    /// kernel uses this offset only if the queries do not stay in shared memory. The kernel then copies the queries
+    /// again with every block of keys.
     pub const fn chunk_queries_at(&self) -> usize {
         self.keys * self.key_columns / SUBTILE * ROW_BYTES
     }
@@ -196,8 +198,9 @@ impl MmaSplitDTiles {
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
     /// The byte offset in shared memory of the barriers of the row groups. A row group is the warps that compute the
-    /// same output rows. Its three barriers are for row maxima, for P, and for the GEMM with P. A warp arrives at them
-    /// after it has stored its row maxima, stored P, and finished the GEMM.
+    /// same output rows. Each row group has three barriers. A warp arrives at the first barrier when it has stored its
+    /// row maxima. It arrives at the second when it has stored P, and at the third when it has finished the GEMM with
+    /// P.
     pub const fn meetings_at(&self) -> usize {
         self.used_at() + self.shares * Self::USED_BYTES
     }

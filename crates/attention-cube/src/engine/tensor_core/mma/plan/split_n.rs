@@ -8,7 +8,8 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 const FLOAT: usize = 4;
 
 /// The tiles of the forward for few rows. Every warp processes all rows of the tile. A *key group* is one or two warps.
-/// It processes every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
+/// A CTA has `key_groups` key groups, and each key group processes every `key_groups`-th block of keys. The warps of a
+/// key group divide the columns of all operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitNTiles {
     /// The number of columns of Q and K.
@@ -21,7 +22,7 @@ pub struct MmaSplitNTiles {
     pub codes: Option<CodeFormat>,
     /// The number of 16-row fragments in the tile: 1 or 2.
     pub fragments: usize,
-    /// The number of key groups. Each group processes every `key_groups`-th block of keys.
+    /// The number of key groups per CTA. Each key group processes every `key_groups`-th block of keys.
     pub key_groups: usize,
     /// The number of warps per key group: 1 or 2. If a group has two warps, each warp sums `q·k` over half of the
     /// columns, and the two warps exchange and add these partial scores.

@@ -62,7 +62,7 @@ impl MmaForwardTiles {
         }
     }
 
-    /// The number of keys that all warps of a CTA multiply at the same time.
+    /// The number of keys that a CTA multiplies at the same time, over all warps.
     pub(super) const fn keys_at_once(&self) -> usize {
         match self {
             Self::SplitN(tiles) => tiles.keys * tiles.key_groups,

@@ -27,7 +27,7 @@ pub struct WarpTiles {
 }
 
 impl WarpTiles {
-    /// The number of rows per warp.
+    /// The number of query rows that a warp computes.
     pub const fn rows(&self) -> usize {
         FRAGMENT_ROWS * self.fragments
     }
@@ -37,7 +37,7 @@ impl WarpTiles {
         self.columns / STEP
     }
 
-    /// The lengths of the register vectors of S, P and O for one fragment.
+    /// The lengths of the register vectors of S, P and O for one fragment (16 query rows).
     pub const fn fragment_vectors(&self) -> [usize; 3] {
         [
             registers(self.keys / 2),
@@ -46,7 +46,7 @@ impl WarpTiles {
         ]
     }
 
-    /// The lengths of the register vectors of S, P and O for all fragments.
+    /// The lengths of the register vectors of S, P and O for all fragments of the warp.
     pub const fn vectors(&self) -> [usize; 3] {
         let [s, p, o] = self.fragment_vectors();
         let all = self.fragments;

@@ -1,10 +1,11 @@
 //! The split-D backward on Hopper, for head sizes up to 512. Two warpgroups compute the gradient of the same 64 rows, which
 //! are queries or keys. Each warpgroup computes half of the gradient's columns.
 //!
-//! Algorithm. For each streamed block, each warpgroup recomputes S for half of the block's columns, and P from S and
-//! the LSE. For the same columns, the warpgroup computes `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. The warpgroup stores
-//! dS (or P, in the kernel for dV) to shared memory, where both warpgroups read it. Each warpgroup multiplies dS (or P)
-//! by the streamed operand, and adds the result to its half of the gradient.
+//! Algorithm. Each row of a streamed block gives one column of S. For each block, each warpgroup recomputes half of the
+//! columns of S, and P from S and the LSE. For the same half of the columns, the warpgroup computes `dP = dO Vᵀ` and
+//! `dS = P ∘ (dP − delta)`. The warpgroup stores dS (or P, in the kernel for dV) to shared memory, where both
+//! warpgroups read it. Each warpgroup multiplies dS (or P) by the streamed operand, and adds the result to its half of
+//! the gradient.
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
@@ -17,7 +18,8 @@
 //!
 //! Budget. [`WgmmaGradientSplitDTiles::shared_memory`] at head size 512: 64 KB for `stationary_qk`, 64 KB for
 //! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. Of the two stationary operands, the kernel for dV needs
-//! only `stationary_qk`. It has a ring of 8 × 16 KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
+//! only `stationary_qk`. The kernel for dV has a ring of 8 × 16 KB. Registers per thread: 128 for the gradient, 32 for
+//! S, 32 for dP.
 //!
 //! Schedule. All blocks pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a
 //! chunk fills one stage. First come the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks
@@ -28,10 +30,10 @@
 //! 2. Store dS (or P) to shared memory for both warpgroups.
 //! 3. Multiply dS (or P) by the chunks of `summed`, and add the result to the gradient.
 //!
-//! Bound. For a block of 128 columns, each GEMM takes the tensor cores 4 clocks per column of the head: 2,048 clocks at
-//! head size 512. The accesses to shared memory take about 0.9 times as long as the tensor cores. The ring loads 16 KB
-//! in every 256 clocks, a rate that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time. During
-//! this tenth, the tensor cores are idle.
+//! Bound. For a block of 128 rows, each GEMM takes the tensor cores 4 clocks times the head size: 2,048 clocks at head
+//! size 512. The accesses to shared memory take about 0.9 times as long as the tensor cores. The ring loads 16 KB in
+//! every 256 clocks, a rate that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time. During this
+//! tenth, the tensor cores are idle.
 
 mod producer;
 
@@ -75,7 +77,7 @@ use cube_kit::nvidia::ptx::{named_barrier, shared_address, store_shared, uniform
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The number of columns of S that a warpgroup computes.
+/// The number of columns of S that a warpgroup computes per block.
 const HALF_COLUMNS: usize = WgmmaGradientSplitDTiles::COLUMNS / 2;
 
 /// The number of threads in the consumer warpgroups.
@@ -85,8 +87,8 @@ const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 /// gradient GEMM. Each of its chunks has 32 rows.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
-/// The named barrier at which the two consumer warpgroups wait for each other, twice per block. At the first barrier,
-/// both warpgroups have read the previous dS (or P). At the second barrier, both have written the next dS (or P).
+/// The named barrier at which the two consumer warpgroups wait for each other, twice per block. After the first wait,
+/// both warpgroups have read the previous dS (or P). After the second wait, both have written the next dS (or P).
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -167,7 +169,7 @@ pub(crate) fn backward_split_d<
         } else {
             setmaxnreg_inc(240usize);
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-            // The tile row of the element in the thread's first register.
+            // The tile row of the matrix element that the thread holds in its first accumulator register.
             let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, NG>(
                 &tile, row, lse_delta, &scoring, &offsets, warpgroup, tiles, kind,

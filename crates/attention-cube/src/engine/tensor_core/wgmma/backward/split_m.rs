@@ -27,10 +27,10 @@
 //! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores
 //! run the GEMMs of another warpgroup.
 //!
-//! Bound. For a tile of `rows` rows and a block of `columns` rows, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores
-//! `rows · columns · head_dim / 2048` clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048`
-//! clocks. The GEMMs of S and dP read both operands from shared memory. At 64 columns, these reads take as long as the GEMM
-//! itself.
+//! Bound. For a tile of `rows` rows and a block of `columns` rows, a GEMM over `head_dim` (S, dQ, dK) occupies the
+//! tensor cores for `rows · columns · head_dim / 2048` clocks. For a GEMM over `value_dim` (dP, dV), the number is
+//! `rows · columns · value_dim / 2048` clocks. The GEMMs of S and dP read both operands from shared memory. For blocks
+//! of 64 rows, these reads take as long as the GEMM itself.
 
 mod p_ds;
 mod producer;
@@ -158,7 +158,7 @@ pub(crate) fn backward_split_m<
         } else {
             setmaxnreg_inc(comptime!(tiles.thread_registers()[1]));
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-            // The tile row of the element in the thread's first register.
+            // The tile row of the matrix element that the thread holds in its first accumulator register.
             let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, ND, NV>(
                 &tile, row, lse_delta, &scoring, &offsets, warpgroup, tiles, kind,

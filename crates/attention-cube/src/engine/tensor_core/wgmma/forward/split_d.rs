@@ -7,13 +7,13 @@
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
-//! - Optional: bias `[batch, q_heads, q_len, kv_len]` by strides, sinks `[q_heads]`, mask bits (u32), lengths and segment ids
-//!   (i32).
+//! - Optional: bias `[batch, q_heads, q_len, kv_len]` with any strides, sinks `[q_heads]`, mask bits (u32), lengths and
+//!   segment ids (i32).
 //! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32: row
 //!   maxima in the first half, logarithms of row_sum in the second.
 //!
-//! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: queries 64 KB, a ring of 8 × 16 KB, two buffers of P with 16
-//! KB each, row maxima. Registers per thread: 128 for O, 32 for S.
+//! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: 64 KB for the queries, a ring of 8 × 16 KB, two
+//! buffers of 16 KB each for P, and the row maxima. Registers per thread: 128 for O, 32 for S.
 //!
 //! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
 //! fills one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and half of the columns of V. One warpgroup
@@ -139,7 +139,7 @@ pub(crate) fn forward_split_d<
         setmaxnreg_inc(240usize);
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
-        // The tile row of the element in the thread's first register.
+        // The tile row of the matrix element that the thread holds in its first accumulator register.
         let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32) as i32;
         let ring = Ring {
             full: offsets.full,

@@ -6,8 +6,8 @@
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
-//! - Optional: bias `[batch, q_heads, q_len, kv_len]` by strides, sinks `[q_heads]`, mask bits (u32), lengths and segment ids
-//!   (i32).
+//! - Optional: bias `[batch, q_heads, q_len, kv_len]` with any strides, sinks `[q_heads]`, mask bits (u32), lengths and
+//!   segment ids (i32).
 //! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32: row
 //!   maxima in the first half, logarithms of row_sum in the second.
 //!
@@ -155,7 +155,7 @@ pub(crate) fn forward_split_m<
         let lane = UNIT_POS % 32u32;
         let elected = u32::cast_from(lane == 0u32);
         let thread = Thread { warpgroup, elected };
-        // The tile row of the element in the thread's first register.
+        // The tile row of the matrix element that the thread holds in its first accumulator register.
         let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
         let target = OutputTarget {
             staging: offsets.output + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),

@@ -193,7 +193,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                         WgmmaGradientSplitDTiles::COLUMNS,
                     ),
                     boxes(tiles.stores_gradient_by_tma(), target),
-                    // The kernel computes one gradient only, so it ignores its second gradient's tensor map.
+                    // The kernel computes one gradient only, so it ignores the tensor map of the second gradient. The
+                    // launch passes the first gradient's map again.
                     boxes(tiles.stores_gradient_by_tma(), target),
                     steps,
                 ),

@@ -300,8 +300,8 @@ mod tests {
                             assert!(tiles.has_bias_boxes(), "{tiles:?}");
                         }
                         if let WgmmaGradientTiles::SplitM(tiles) = tiles {
-                            // The swizzle depends on a row's address modulo 8 rows, so blocks of biases must start at
-                            // multiples of 8 rows.
+                            // The swizzle pattern of a subtile repeats every 8 rows (of 128 bytes each). The address of
+                            // every block of biases must therefore be a multiple of 8 rows.
                             let permuted = [tiles.biases_at(), tiles.bias_bytes()];
                             let whole = |bytes: usize| bytes.is_multiple_of(8 * ROW_BYTES);
                             assert!(permuted.into_iter().all(whole), "{tiles:?}");

@@ -30,8 +30,8 @@ pub(super) struct Visits {
     pub group: u32,
     /// The total number of visits of all CTAs that share the bias tile. A visit is one query tile of one head and sequence.
     pub count: u32,
-    /// The difference between the numbers of two consecutive visits of a CTA. A visit is one query tile of one head and
-    /// sequence.
+    /// The difference between the number of a CTA's visit and the number of the CTA's next visit. A visit is one query
+    /// tile of one head and sequence.
     pub step: u32,
 }
 

@@ -55,8 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The kernel uses only the field `w` of the result. `w` holds probabilities before dropout. No keep bits are
-        // needed for `w`, so this call computes keep bits of 0 columns.
+        // This call needs only `w`, the probabilities before dropout. Keep bits affect only other fields of the result.
+        // The call therefore requests keep bits for 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,

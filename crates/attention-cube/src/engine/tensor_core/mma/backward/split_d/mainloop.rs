@@ -177,11 +177,11 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The offset of the lane's first operand row in a chunk of the tile's columns. The GEMMs of S and dP load their
-    /// left operand from there.
+    /// The offset in a chunk of the tile's columns from which the lane loads the left operand of the GEMMs of S and dP.
+    /// The lane's first row of this operand lies there.
     score_left: u32,
-    /// The offset of the lane's first operand row in a chunk of the block's columns, which starts where its ring slot
-    /// starts. The GEMMs of S and dP load their right operand from there.
+    /// The offset in a chunk of the block's columns from which the lane loads the right operand of the GEMMs of S and
+    /// dP. The lane's first row of this operand lies there. The chunk starts at the start of its ring slot.
     score_right: u32,
     /// The absolute address from which the lane loads P or dS, the left operand of the gradient GEMM.
     sum_left: u32,
@@ -220,8 +220,8 @@ fn await_chunk(
 }
 
 /// Signals that this warp has read the `chunk`-th chunk. Then waits until all warps have read the preceding chunk, and
-/// refills the slot of the preceding chunk. Usually all warps have already read the preceding chunk at this time, so
-/// the function seldom waits.
+/// refills the slot of the preceding chunk. The function seldom waits, because all warps have usually read the
+/// preceding chunk by then.
 #[cube]
 fn leave_chunk(
     operands: &Operands,

@@ -168,9 +168,9 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads the *used bits* of P or dS, the left operand of the gradient GEMM. The result has one bit for each column of
-/// this operand that the lane multiplies. A bit is set if the column has a nonzero element in one of the warp's
-/// gradient rows.
+/// Loads the *used bits* of P or dS, the left operand of the gradient GEMM. The lane multiplies some of this operand's
+/// columns, and the result has one bit for each of them. A bit is set if the column has a nonzero element in one of the
+/// warp's gradient rows.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

@@ -13,8 +13,8 @@ use cube_kit::ampere::cp_async::half_address;
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// An operand whose blocks the kernel streams. `address` is the address in global memory of the first of the heads that
-/// the tile streams.
+/// An operand whose blocks the kernel streams. A tile streams the blocks of one or several heads. `address` is the
+/// global-memory address of the first of these heads.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Passed {
@@ -23,7 +23,8 @@ pub(super) struct Passed {
     row_bytes: u64,
 }
 
-/// Returns the address and the strides of a streamed operand, for the first of the heads that the tile streams.
+/// Returns the address and the strides of a streamed operand. The address is that of the first head whose blocks the
+/// tile streams.
 #[cube]
 pub(super) fn passed<E: Float>(source: &Tensor<E>, tile: &Stationary) -> Passed {
     let start =
@@ -111,9 +112,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read the old chunk in the slot of the `chunk`-th chunk of an iteration (`pass`). Then
-/// starts the copy of the `chunk`-th chunk to this slot. A `chunk` past the iteration's last chunk is a chunk of the
-/// next iteration. If there is no next iteration, the function does nothing.
+/// Refills a ring slot with the `chunk`-th chunk of an iteration (`pass`). First waits until all warps have read the
+/// chunk that the slot holds. Then starts the copy of the new chunk. If `chunk` is past the iteration's last chunk, the
+/// new chunk belongs to the next iteration. If there is no next iteration, the function then does nothing.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,

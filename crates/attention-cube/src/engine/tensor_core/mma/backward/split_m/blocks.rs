@@ -8,7 +8,7 @@ use crate::math::side::Side;
 use cubecl::prelude::*;
 
 /// Starts the copy of the tile's rows of Q or K. If the kernel needs the tile's rows of V or dO, the function also
-/// starts their copy. The copies write zeros for rows that do not exist.
+/// starts the copy of these rows. The copies write zeros for rows that do not exist.
 #[cube]
 pub(super) fn copy_stationary<E: Float>(
     q_or_k: &Tensor<E>,
@@ -40,8 +40,8 @@ pub(super) fn copy_stationary<E: Float>(
     }
 }
 
-/// Starts the copy of a block to address `target`, for the `head`-th of the heads that the tile streams. The copy
-/// writes zeros for rows that the tile does not see.
+/// Starts the copy of a block to address `target`. `head` is the index of the block's head among the heads that the
+/// tile streams. The copy writes zeros for rows that the tile does not see.
 #[cube]
 pub(super) fn copy_block<E: Float>(
     q_or_k: &Tensor<E>,

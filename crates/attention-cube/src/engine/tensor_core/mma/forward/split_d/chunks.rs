@@ -13,8 +13,8 @@ use crate::engine::tensor_core::mma::ring::{RingTurn, await_empty, ring_slot_of,
 use cube_kit::nvidia::SUBTILE;
 use cubecl::prelude::*;
 
-/// The addresses of K and V of the tile's head in global memory, and the address of the CTA's shared memory.
-/// `end_block` is the index at which the tile's blocks end.
+/// The global-memory addresses of K and V for the tile's head, the address of the CTA's shared memory, and the end of
+/// the tile's blocks.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -42,9 +42,10 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read the old chunk in the slot of the `chunk`-th chunk of a pass (main loop iteration).
-/// Then starts the copy of the `chunk`-th chunk to this slot. A `chunk` past the last chunk is a chunk of the next
-/// pass. If the chunk's block does not exist, the function copies nothing, and the slot counts as full.
+/// Refills a ring slot with the `chunk`-th chunk of a pass (main loop iteration). First waits until all warps have read
+/// the chunk that the slot holds. Then starts the copy of the new chunk. If `chunk` is past the last chunk of the pass,
+/// the new chunk belongs to the next pass. If the chunk's block does not exist, the function copies nothing, and the
+/// slot counts as full.
 #[cube]
 #[allow(
     clippy::collapsible_if,

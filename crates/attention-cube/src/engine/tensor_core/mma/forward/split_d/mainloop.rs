@@ -156,7 +156,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         let mut used = 0u32;
         if has_values {
-            // Wait until all warps of the row group have stored P of the previous block and the rescale factors.
+            // Wait until all warps of the row group have stored the rescale factors, and P of the previous block.
             await_phase(offsets.meetings + SHARED, parity ^ 1u32);
             if comptime!(kind.leaves_masked()) {
                 used = load_used_keys(offsets, roles, parity ^ 1u32, tiles);
@@ -186,8 +186,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
                     tiles,
                 );
             }
-            // First wait until all lanes have read the previous rescale factors. When this warp signals that it has
-            // stored its row maxima, other warps may overwrite these factors.
+            // First wait until all lanes have read the previous rescale factors. The signal below tells other warps
+            // that this warp has stored its row maxima. After the signal, these other warps may overwrite the factors.
             sync_plane();
             arrive_as_warp(offsets.meetings + TOLD);
         }
@@ -236,9 +236,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         if has_keys {
             if comptime!(tiles.shares == 1) {
-                // With one buffer for P, wait until all warps have finished the GEMM with the previous P. With two
-                // buffers, no further barrier is needed, because this warp has already waited until all warps have
-                // stored their row maxima. Each warp stores its row maxima only after its last read of the buffer.
+                // With one buffer for P, wait until all warps have finished the GEMM with the previous P, which the new
+                // P overwrites. With two buffers, the earlier wait for the row maxima of all warps suffices. A warp
+                // stores its row maxima only after its last read of the buffer that the new P overwrites.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }
@@ -279,8 +279,8 @@ fn await_chunk(
 }
 
 /// Signals that this warp has read the `chunk`-th chunk. Then waits until all warps have read the preceding chunk, and
-/// refills the slot of the preceding chunk. Usually all warps have already read the preceding chunk at this time, so
-/// the function seldom waits.
+/// refills the slot of the preceding chunk. The function seldom waits, because all warps have usually read the
+/// preceding chunk by then.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,

@@ -54,7 +54,8 @@ pub(super) fn store_row_max<NS: Size>(
     );
 }
 
-/// Loads the row maxima that all warps with the same rows have stored, and returns the largest maximum of each row.
+/// Several warps compute scores of the same rows, and each of them has stored its own maximum of every row. Loads these
+/// maxima for the thread's two rows. Returns the largest maximum of each row.
 #[cube]
 fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDTiles) -> Pair {
     let own = load_row_pair(offsets.row_max_at, row);
@@ -80,7 +81,8 @@ pub(super) struct Weighed<AS: Size> {
     pub state_1: SoftmaxState,
 }
 
-/// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
+/// Computes P from a warp's scores. Before the call, all warps that compute scores of the same rows must have stored
+/// their row maxima.
 ///
 /// The function also stores rescale factors in shared memory. These factors rescale O, the sum over the earlier blocks.
 /// `row` is the thread's first row.
@@ -191,8 +193,8 @@ pub(super) fn shared_probabilities(
     }
 }
 
-/// Returns the shared-memory address of the *used bits* for main loop iterations whose number has the given `parity`. A
-/// used bit is set if some row has a nonzero probability for a certain key.
+/// Returns the shared-memory address of the *used bits* for main loop iterations whose number has the given `parity`.
+/// Each used bit belongs to one key. The bit is set if some row has a nonzero probability for this key.
 #[cube]
 fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     if comptime!(tiles.shares == 1) {
@@ -202,7 +204,7 @@ fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplit
     }
 }
 
-/// Stores P for a warp's scores in shared memory, where all warps that compute the same output rows read P.
+/// Stores a warp's P in shared memory. All warps that compute the output of the same rows load this P from there.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,
@@ -262,8 +264,8 @@ fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTile
     used
 }
 
-/// Loads one bit for each key of the block that this lane multiplies in the GEMM P·V. A bit is set if at least one of
-/// the warp's output rows has a nonzero probability for the key.
+/// Loads the *used bits* of this lane. In the GEMM P·V, the lane multiplies some of the block's keys, and each of these
+/// keys has one bit. The bit is set if at least one of the warp's output rows has a nonzero probability for the key.
 #[cube]
 pub(super) fn load_used_keys(
     offsets: &SharedOffsets,

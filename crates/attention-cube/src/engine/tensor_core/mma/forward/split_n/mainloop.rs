@@ -1,5 +1,5 @@
-//! The main loop of a warp over the blocks of its key group. A key group is one or two warps, which process every
-//! `key_groups`-th block of a tile.
+//! The main loop of a warp over the blocks of its key group. A key group is one or two warps. The CTA has `key_groups`
+//! key groups, and each processes every `key_groups`-th block of a tile.
 
 use super::pages::page_of_block;
 use super::scales::{column_scales, lane_scales, with_scales};
@@ -19,8 +19,9 @@ use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Processes the blocks of the warp's key group: every `key_groups`-th block of a tile, from the group's first block
-/// on. Before the call, the caller must start the copies of the queries as a separate `cp.async` group.
+/// Processes the blocks of the warp's key group, from the group's first block on. The CTA has `key_groups` key groups,
+/// and each processes every `key_groups`-th block of the tile. Before the call, the caller must start the copies of the
+/// queries as a separate `cp.async` group.
 #[cube]
 pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AO: Size>(
     assigned: &AssignedTile,
@@ -132,8 +133,8 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(is_last, 0u32, stage + 1u32)
 }
 
-/// Returns the stage before `stage` in the warp's circular buffer. The warp has already multiplied the block in the
-/// returned stage, so the warp can refill this stage.
+/// Returns the stage before `stage` in the warp's circular buffer. The warp has already multiplied the block in this
+/// earlier stage, and can therefore refill the earlier stage.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(

@@ -184,7 +184,8 @@ pub(super) fn put_together<NO: Size>(
     let row = UNIT_POS % 32u32 / 4u32;
     let all = together(tables, row, scale_log2, hidden, fragment, tiles);
     let group_bytes = comptime!((tiles.column_groups * tiles.warp_bytes()) as u32);
-    // The address at which the first key group has stored its output for the columns of this warp.
+    // All key groups have stored their outputs in shared memory. `first` is the address of the first key group's
+    // output, for the columns that this warp has computed.
     let first = exchange_address(roles.stages) - roles.key_group * group_bytes;
     let mut o = Vector::<f32, NO>::zeroed();
     #[unroll]

@@ -25,9 +25,9 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index in the first dimension of K and V at which the addresses of a tile begin. Without pages, the index
-/// is `batch`. With pages, the first dimension counts pages. The index is then 0, because [`paged_head`] adds the
-/// offset of the page.
+/// Returns the index in the first dimension of K and V that the kernel uses to compute a tile's addresses. Without
+/// pages, the index is `batch`. With pages, the first dimension counts pages. The index is then 0, because
+/// [`paged_head`] later adds the offset of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -110,9 +110,11 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Returns the address and the strides of the head's rows in page `page`. If keys and values do not lie in pages, the
-/// function returns `source`. `source` must begin at page 0, and `page` must hold row `row` of the sequence. The caller
-/// indexes each row by its number in the sequence, and may read only rows of this page.
+/// Returns the address and the row stride of the head's rows in page `page`. The address is shifted: row `n` of the
+/// sequence lies at the returned address plus `n` row strides. The caller may read only rows of this page.
+///
+/// `source` must begin at page 0, and `page` must hold row `row` of the sequence. If keys and values do not lie in
+/// pages, the function returns `source`.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,

@@ -1,5 +1,6 @@
-//! The scales of quantized keys and values. Each lane loads the scale of one key and the scale of its value, one block
-//! before the kernel needs them. Warp shuffles then give each lane the scales of the score columns that the lane holds.
+//! The scales of quantized keys and values. Each lane loads the scale of one key and the scale of the matching value.
+//! The lane loads the scales of a block while the warp processes its previous block. Warp shuffles then give each lane
+//! the scales of the score columns that the lane holds.
 
 use super::pages::{PageSources, page_of_block, paged_head};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;

@@ -27,8 +27,8 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V that the warp multiplies, which is also the first output column that the warp computes.
     pub value_column: u32,
-    /// The index of a 16-column step of the output. At the end, the warp adds the outputs of all key groups from this
-    /// step on.
+    /// The first of the output's 16-column steps that the warp merges at the end. For each of its steps, the warp adds
+    /// the outputs of all key groups.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,

@@ -10,12 +10,13 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// operand of the tile to shared memory again for every block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
-    /// The tile's rows of Q or K stay in shared memory. If the kernel needs the tile's rows of V or dO, these rows stay
-    /// there too.
+    /// The tile's rows of Q or K stay in shared memory. The tile's rows of V or dO also stay there, if the kernel needs
+    /// these rows.
     All,
     /// Only the tile's rows of Q or K stay in shared memory.
     QOrK,
-    /// No operand of the tile stays in shared memory. Of the tile, the CTA keeps only the gradient, in registers.
+    /// No operand of the tile stays in shared memory. During the main loop, the CTA keeps only the tile's gradient,
+    /// which lies in registers.
     Nothing,
 }
 
@@ -119,7 +120,7 @@ impl MmaGradientSplitDTiles {
         self.width().div_ceil(STEP * self.column_groups())
     }
 
-    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row so far
+    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row, so
     /// that all warps compute an equal number of columns.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
@@ -207,13 +208,14 @@ impl MmaGradientSplitDTiles {
     }
 
     /// The byte offset of the tile's rows in a ring slot that holds a chunk for the GEMM of S or dP. The kernel uses
-    /// this offset only if the tile's rows do not stay in a part of shared memory of their own.
+    /// this offset only if the tile's rows do not stay in shared memory during the main loop. The kernel then copies
+    /// these rows to the slot, behind the chunk.
     pub const fn tile_rows_at(&self) -> usize {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// The bytes of one right operand of the gradient GEMM in a chunk. If the kernel computes two gradients, a chunk
-    /// has two right operands: first rows of Q, then rows of dO.
+    /// The bytes that a chunk has of one right operand of the gradient GEMMs. If the kernel computes two gradients, a
+    /// chunk has rows of two right operands: first rows of Q, then rows of dO.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }

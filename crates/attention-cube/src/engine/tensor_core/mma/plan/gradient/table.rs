@@ -23,8 +23,8 @@ enum Shape {
     Columns(Resident, [usize; 5]),
 }
 
-/// A table row: the tiles of the kernels for head sizes up to `width`, on GPUs with `shared_memory` KB of shared memory
-/// per CTA.
+/// A table row: the tiles of the kernels for head sizes up to `width`, on GPUs with at least `shared_memory` KB of
+/// shared memory per CTA.
 struct Row {
     width: usize,
     shared_memory: usize,
@@ -113,7 +113,8 @@ const ROWS: &[Row] = &[
 type Kernels = (MmaGradientTiles, MmaGradientTiles, Option<MmaGradientTiles>);
 
 /// Returns tiles that serve these head sizes and fit the device. If `has_logarithms`, each query has three f32 (row
-/// maximum, delta, logarithm of the row sum) instead of two (LSE and delta). A bias needs three.
+/// maximum, delta, logarithm of the row sum) instead of two (LSE and delta). For example, a problem with a bias needs
+/// three.
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -194,8 +195,8 @@ pub(crate) fn gradient_tiles(
 
 /// Chooses the number of slots in the ring buffer. The maximum is the smallest of three numbers: the table's number of
 /// slots, the number of chunks per block, and the number of slots that fit `shared_memory`. From 3 up to the maximum,
-/// the function prefers the largest number that divides the number of chunks per block. With such a number, the slot of
-/// each chunk is known at compile time.
+/// the function prefers the largest number that divides the number of chunks per block. If this range has no divisor,
+/// the function takes the maximum. With a divisor, the slot of each chunk is known at compile time.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -208,8 +209,8 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The smallest number of slots in the ring buffer. Most warps read the chunk in one slot. Slower warps may still read
-/// the chunk in a second slot. Meanwhile, copies fill a third slot.
+/// The smallest number of slots in the ring buffer. While most warps read the chunk in one slot, slower warps may still
+/// read the preceding chunk in a second slot. At the same time, copies fill a third slot.
 const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]

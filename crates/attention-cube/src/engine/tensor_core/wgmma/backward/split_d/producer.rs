@@ -106,7 +106,7 @@ pub(super) fn fetch<E: Float>(
             );
             if comptime!(lse_delta) {
                 // Two buffers alternate, so this copy overwrites the LSE and delta from two blocks ago. The consumers
-                // have already read the old values, since they have since then freed chunks of the previous block.
+                // had read these old values before they freed the stage `place`.
                 tma_load(
                     offsets.lse_delta + count % 2u32 * comptime!(tiles.term_bytes() as u32),
                     tensor_map_address(term_tma_tiles),

@@ -37,7 +37,8 @@ pub(super) struct ConsumerThread {
 }
 
 /// Returns the LSE and delta that belong to the scores of the `count`-th block. If the streamed blocks are queries, the
-/// function reads them from shared memory. TMA has copied them there together with the block's rows of Q.
+/// returned value holds shared-memory addresses. TMA has copied the block's LSE and delta there, together with the
+/// block's rows of Q. If the streamed blocks are keys, the returned value holds the LSE and delta from `row_lse_delta`.
 #[cube]
 fn block_lse_delta<'a>(
     row_lse_delta: &LseDelta<'a>,

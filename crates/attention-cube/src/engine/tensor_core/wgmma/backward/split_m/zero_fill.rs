@@ -50,8 +50,8 @@ pub(super) fn zero_fill_block<NP: Size>(
             let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
             } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
-                // If dropout drops all probabilities of a column, P is 0 in the column, but dS is not 0. The column therefore
-                // counts as used.
+                // A column counts as used if P or dS is not 0 in the column. If dropout drops all probabilities of a
+                // column, P is 0 in the column, but dS is not 0.
                 used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
             } else {
                 used_columns::<NP>(p, tiles.columns)
@@ -71,7 +71,7 @@ pub(super) fn zero_fill_block<NP: Size>(
 }
 
 /// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words`
-/// tell which block rows the tile sees. Otherwise the tile's visible range tells it.
+/// tell which block rows the tile sees. Otherwise the tile's visible range tells which block rows the tile sees.
 ///
 /// Without `masked`, another warpgroup may read the hidden rows for its S and dP at the same time. It may then read the
 /// old data or the zeros. Both give the same result: a hidden row affects only one column of S and dP, and P and dS are

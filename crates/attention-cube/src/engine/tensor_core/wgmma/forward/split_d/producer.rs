@@ -232,9 +232,9 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. One chunk each suffices. CTAs with
-/// neighboring tiles need the same block at about the same time, and each of these CTAs prefetches different chunks.
-/// The function does not prefetch a chunk that TMA cannot copy as one box.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. CTAs with neighboring tiles need the same
+/// block at about the same time. Each of these CTAs prefetches different chunks of the block, so one chunk of K and one
+/// chunk of V per CTA suffice. The function does not prefetch a chunk that TMA cannot copy as one box.
 #[cube]
 fn prefetch(
     key_map: u64,

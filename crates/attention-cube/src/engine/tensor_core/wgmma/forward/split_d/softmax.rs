@@ -91,9 +91,9 @@ pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: W
     }
 }
 
-/// Exchanges two f32 of a thread, one for each of its rows, with the other warpgroup. If `largest`, returns the maximum
-/// of the two warpgroups' values for each row, else their sum. Before the call, the caller must ensure that the
-/// previous exchange through this buffer is complete.
+/// Exchanges one f32 for each of the thread's two rows with the other warpgroup. If `largest`, the function returns for
+/// each row the maximum of the two warpgroups' values, else the sum of these values. `buffer` is the index of one of
+/// two exchange buffers in shared memory. Before the call, the previous exchange through this buffer must be complete.
 #[cube]
 pub(super) fn exchange(
     offsets: &SharedOffsets,

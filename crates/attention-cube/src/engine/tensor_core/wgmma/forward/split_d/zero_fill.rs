@@ -19,8 +19,8 @@ use cubecl::prelude::*;
 /// chunks of K and V that pass through the ring before the block's first chunk of V. Call this function before the GEMM
 /// `P V`.
 ///
-/// Returns true if the block has such hidden rows. If there is also a next block, the function has then waited for S of
-/// the next block. It has also freed the next block's last chunk of K.
+/// Returns true if the block has such hidden rows. If the block has hidden rows and a next block exists, the function
+/// also waits for S of the next block. It then frees the next block's last chunk of K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,

@@ -17,8 +17,8 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// True if a bias of −∞ hides one of the lane's keys from the tile's first query, and no other option hides keys of the
-/// block.
+/// Returns true if a bias of −∞ hides one of the lane's keys from the tile's first query. If an option other than the
+/// bias hides a score of the tile and block (`whole` is false), the function returns false without a check.
 ///
 /// A key that is hidden from all queries is hidden from the first query. So the biases of the first query suffice to find
 /// blocks that may have such a key.
@@ -130,7 +130,7 @@ pub(super) fn zero_fill_values(
 }
 
 /// Writes zeros over those rows of V in a block that no row of the tile sees. If `masked`, the bits at `words` tell
-/// which keys the tile sees. Otherwise the tile's visible range tells it.
+/// which keys the tile sees. Otherwise the tile's visible range tells which keys the tile sees.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

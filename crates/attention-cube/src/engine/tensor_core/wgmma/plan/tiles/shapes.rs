@@ -20,8 +20,8 @@ pub struct OutputShape {
     pub stored_by_tma: bool,
     /// The bytes from the start of one subtile (64 columns) to the start of the next in the staging buffer.
     pub subtile_bytes: usize,
-    /// True if the staging buffer holds no operand at the time of the store. No warp can then still read an operand
-    /// from the buffer.
+    /// True if no operand is copied to the staging buffer after the store. If the field is false, an operand may be
+    /// copied there. The warpgroup then waits for its TMA store before it continues.
     pub own_place: bool,
     /// The half-precision type of the stored elements.
     pub half: Half,
@@ -29,7 +29,7 @@ pub struct OutputShape {
 
 impl OutputShape {
     /// Returns the shape for a kernel that writes partial results if `split`, else final results. Partial results are
-    /// f32, which do not fit in the staging buffer, so threads store them.
+    /// f32. They would not fit in the staging buffer, so threads store them without TMA.
     pub const fn of_part(self, split: bool) -> Self {
         Self {
             stored_by_tma: self.stored_by_tma && !split,
