@@ -131,7 +131,8 @@ impl Comparison {
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // At the worst element, the allowance for cancelling terms is `peak` times the allowance in root mean square.
+        // Cancelling terms raise both limits: the limit of the root mean square error by `cancelled`, and the limit of
+        // the largest error by `peak` times as much.
         // `peak` is at least 4, because the largest of many normally distributed errors is a few times their root mean
         // square. `peak` is larger if a few rows have nearly all of the result's magnitude.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);

@@ -65,7 +65,7 @@ impl Gemma4Model {
     /// that `logits` requests.
     ///
     /// If `asked` is 0, the shared KV layers at the end of the model do not run. The result is then the output of the
-    /// last layer that ran, without the norm.
+    /// last layer that ran, without the norm. Callers ignore it.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,

@@ -72,7 +72,8 @@ fn check_to(tolerance: f64, found: &[f64], expected: &[f64], what: &str) {
 }
 
 /// Computes the reference output, `[pairs, columns_out]`. A pair is a row with one of its chosen experts. `input` is
-/// `[pairs / of_row, columns_in]`, and `weight` is `[experts, columns_out, columns_in]`.
+/// `[pairs / of_row, columns_in]`, where `of_row` is the number of pairs per input row. `weight` is
+/// `[experts, columns_out, columns_in]`.
 fn product(
     case: &Case,
     input: &[f64],

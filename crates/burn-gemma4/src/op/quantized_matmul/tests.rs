@@ -73,8 +73,8 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
 }
 
 /// Checks two bounds for a GEMM with a quantized matrix. The root mean square error is at most twice the root mean
-/// square error with the dequantized float matrix. The largest error is at most twice the largest error of f32 sums in
-/// column order.
+/// square error of the GEMM with the dequantized float matrix. The largest error is at most twice the largest error of
+/// a plain loop, which adds each output's products in f32, one column after the other.
 ///
 /// The factor of two allows for the kernels' different orders of addition.
 #[test]
