@@ -3,7 +3,7 @@
 
 use super::Cube;
 use super::memory::host_bytes;
-use super::warp::{Warp, lanes};
+use super::warp::{BoxStore, Warp, lanes};
 use crate::fault::Fault;
 use crate::ptx::{Register, Space, TensorCopy};
 
@@ -145,12 +145,6 @@ pub fn swizzled(address: u64, bits: u32) -> u64 {
 pub struct Arrival {
     pieces: Vec<(usize, [u8; PIECE])>,
     barrier: u64,
-}
-
-/// A pending TMA store of a box. For each 16-byte piece, it has the source offset in shared memory, the target address
-/// in global memory, and the number of bytes.
-pub struct BoxStore {
-    pieces: Vec<(usize, u64, usize)>,
 }
 
 impl Cube<'_> {

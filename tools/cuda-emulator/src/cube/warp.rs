@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use super::Launch;
 use super::clock::Clock;
 use super::copies::Copies;
-use super::tensor::BoxStore;
 use crate::matrix::Product;
 use crate::ptx::{Class, Guard, Register, Special};
 
@@ -71,6 +70,12 @@ pub struct Warp {
     pub products: VecDeque<Vec<Product>>,
     /// The pending TMA stores, in groups. The last group is not committed yet.
     pub stores: VecDeque<Vec<BoxStore>>,
+}
+
+/// A pending TMA store of a box. For each 16-byte piece, it has the source offset in shared memory, the target address
+/// in global memory, and the number of bytes.
+pub struct BoxStore {
+    pub pieces: Vec<(usize, u64, usize)>,
 }
 
 impl Warp {
