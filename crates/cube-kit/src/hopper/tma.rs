@@ -157,7 +157,7 @@ pub fn await_stores() {
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own
 /// last TMA store may still read that data.
 ///
-/// If `own_place` is true, the memory at `target` never holds an operand. Each call then waits at its start for the TMA
+/// If `own_place` is true, no operand is loaded to `target` after the call. Each call then waits at its start for the TMA
 /// store of the previous call. If `own_place` is false, an operand may be loaded to `target` after the call. Each call
 /// then waits at its end for its own TMA store.
 #[cube]

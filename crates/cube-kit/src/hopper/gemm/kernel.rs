@@ -9,7 +9,8 @@
 //! 64 rows, and writes its output while the producer loads the next tile's chunks.
 //!
 //! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory,
-//! where `columns` is the width of the tile. The tensor cores bound tiles with 128 columns and more.
+//! where `columns` is the width of the tile. By these numbers the tensor cores bound every tile. A tile of 64
+//! columns takes the time of 96 columns nevertheless: see `LEAST_WIDTH` in `plan.rs`.
 
 use super::mainloop::{SUBTILE_BYTES, multiply_matrices};
 use super::ring::{Ring, prepare_ring};
