@@ -30,6 +30,22 @@ pub(super) struct LaunchOptions {
     pub experts: Option<OfExperts>,
 }
 
+/// The shape of a GEMV, from which the tensor-core kernels make their plans.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// The number of input rows.
+    pub rows: usize,
+    /// The number of outputs per input row: the rows of the matrix, or of all concatenated matrices.
+    pub outputs: usize,
+    /// The number of input columns, which is the inner dimension.
+    pub columns: usize,
+    /// True for GeGLU, which multiplies by two matrices.
+    pub gated: bool,
+    /// The number of concatenated matrices.
+    pub sides: usize,
+}
+
 impl Default for LaunchOptions {
     fn default() -> Self {
         Self {
@@ -108,6 +124,19 @@ impl LaunchOptions {
         };
         let beside = beside.into_iter().flatten().map(rows_of);
         Items::of_matrices(rows, std::iter::once(of_matrix).chain(beside))
+    }
+
+    /// Returns the shape of the GEMV of `input` by `first` and the other matrices of these options.
+    #[cfg(feature = "cuda")]
+    pub fn shape(&self, input: &CubeTensor, first: &CubeTensor) -> Shape {
+        let [rows, columns] = [input.meta.shape()[0], input.meta.shape()[1]];
+        Shape {
+            rows,
+            outputs: self.items(rows, first.meta.shape()[0]).outputs(),
+            columns,
+            gated: self.gated,
+            sides: self.sides(),
+        }
     }
 
     /// The number of concatenated matrices.

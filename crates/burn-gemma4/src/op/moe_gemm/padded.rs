@@ -8,26 +8,21 @@ use super::kernel::Form;
 use super::launch::{Product, Right};
 use super::tiles::ExpertTiles;
 use crate::op::dequantize::DequantizeBackend;
-use burn::backend::{CubeDevice, DispatchDevice, ops::FloatTensorOps};
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::hopper::gemm::{grouped_inner, grouped_rows};
 use cube_kit::hopper::is_hopper;
-use cubecl::client::Client;
 
 /// True if the device's tensor cores can multiply the experts' rows, with or without autodiff. This function does not
 /// check the widths of the matrices. If a width is not a multiple of 8, the kernel without tensor cores runs instead.
 /// No published model has such a width.
 pub(super) fn serves(device: &Device, dtype: DType) -> bool {
-    let device = device.clone().without_autodiff();
-    match device.as_dispatch() {
-        DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) => has_kernels(&device.client(), dtype),
-        _ => false,
-    }
+    crate::op::is_hopper(device) && is_half(dtype)
 }
 
-fn has_kernels(client: &Client, dtype: DType) -> bool {
-    is_hopper(client) && matches!(dtype, DType::F16 | DType::BF16)
+fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// Computes an MoE GEMM with tensor cores, or returns `None` if the kernels do not support the device, the dtype or the
@@ -45,7 +40,8 @@ pub(super) fn product(
         columns_in,
         of_row,
     } = product;
-    let is_served = has_kernels(&left.client, left.dtype)
+    let is_served = is_hopper(&left.client)
+        && is_half(left.dtype)
         && has_legal_sizes(&[*columns_out, *columns_in])
         && order.meta.shape()[0] > 0;
     if !is_served {

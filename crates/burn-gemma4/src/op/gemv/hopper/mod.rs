@@ -15,7 +15,7 @@ use cube_kit::nvidia::{Half, SUBTILE};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::*;
 use kernel::project_batch_by_wgmma_pdl;
-use plan::{BatchPlan, Shape, UNITS, WIDTH};
+use plan::{BatchPlan, UNITS, WIDTH};
 
 /// The alignment that TMA requires of row strides, in elements of 2 bytes. The input is contiguous, so its number of
 /// columns must have this alignment too.
@@ -58,13 +58,7 @@ pub(super) fn plan_of(
     if !is_served {
         return None;
     }
-    let shape = Shape {
-        rows,
-        outputs: items.outputs(),
-        columns,
-        gated: options.gated,
-        sides: options.sides(),
-    };
+    let shape = options.shape(input, weight);
     let plan = BatchPlan::new(shape, half, multiprocessors(client), supports_pdl(client));
     Some(BatchPlan {
         reads_ahead: plan.pdl && options.reads_parameters(weight),

@@ -1,5 +1,6 @@
 //! The division of a batch GEMM among cubes.
 
+use super::super::launch_options::Shape;
 use cube_kit::hopper::gemm::{
     mainloop::{Mainloop, SUBTILE_BYTES},
     plan::{Major, RingLayout},
@@ -65,21 +66,6 @@ const LIMITS: Limits = Limits {
     wide: 2,
     stages: 12,
 };
-
-/// The shape of a batch GEMM.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
-    /// The number of input rows.
-    pub rows: usize,
-    /// The number of outputs per input row: the rows of the matrix, or of all concatenated matrices.
-    pub outputs: usize,
-    /// The inner dimension.
-    pub columns: usize,
-    /// True for GeGLU, which multiplies by two matrices.
-    pub gated: bool,
-    /// The number of concatenated matrices.
-    pub sides: usize,
-}
 
 /// The compile-time settings of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -41,7 +41,7 @@ use cubecl::{
 };
 use fused_residual::{ResidualInputsLaunch, RowPlan, project_after_residual_pdl};
 use kernel::project_by_matrix_units_pdl;
-use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
+use plan::{AFTER_RESIDUAL, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
 use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
 
 /// The row stride of a quantized matrix, in words, must be a multiple of this number, so that vectors of codes are
@@ -129,14 +129,7 @@ fn planned(
     if options.experts.is_some() || !has_product(client, Half::of(input.dtype)?) {
         return None;
     }
-    let [rows, columns] = [input.meta.shape()[0], input.meta.shape()[1]];
-    let shape = Shape {
-        rows,
-        outputs: options.items(rows, first.meta.shape()[0]).outputs(),
-        columns,
-        gated: options.gated,
-        sides: options.sides(),
-    };
+    let shape = options.shape(input, first);
     let plan = plan::plan(shape, tuning, multiprocessors(client), supports_pdl(client))?;
     Some(ProjectPlan {
         reads_ahead: plan.pdl && tuning.reads_ahead && options.reads_parameters(first),

@@ -3,6 +3,7 @@
 //! A fragment is 8 weight rows. A step is the columns that a warp multiplies at once. A block is the consecutive steps
 //! whose weights a warp keeps in flight.
 
+use super::super::launch_options::Shape;
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
 use super::batch::TILE_ROWS;
@@ -131,19 +132,6 @@ pub(super) const WORDS_BATCH: Tuning = Tuning {
 /// limit of 1, 523.3 with a limit of 2, and 522.7 without a limit. With 8,192 tokens of context, a limit of 1 is also
 /// the fastest.
 pub(super) const AFTER_RESIDUAL: usize = 1;
-
-/// The shape of a GEMV.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
-    /// The number of input rows.
-    pub rows: usize,
-    /// The number of outputs: the rows of the matrix, or of all concatenated matrices.
-    pub outputs: usize,
-    pub columns: usize,
-    pub gated: bool,
-    /// The number of concatenated matrices.
-    pub sides: usize,
-}
 
 impl ProjectPlan {
     /// The number of fragments per warp. A fragment is 8 weight rows.
