@@ -129,3 +129,12 @@ impl AnswerUsage {
         self.thinking_tokens += other.thinking_tokens;
     }
 }
+
+impl std::iter::Sum for AnswerUsage {
+    fn sum<I: Iterator<Item = Self>>(usages: I) -> Self {
+        usages.fold(Self::default(), |mut sum, usage| {
+            sum.add(usage);
+            sum
+        })
+    }
+}

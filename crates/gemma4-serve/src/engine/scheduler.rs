@@ -253,21 +253,19 @@ impl<'a> Scheduler<'a> {
     fn join(&mut self, prefilling: Prefilling<'a>, result: &RowResult) -> Result<(), Gemma4Error> {
         let Prefilling {
             prefill,
-            answers,
+            mut answers,
             reserved,
             arrived,
         } = prefilling;
         let waited = arrived.elapsed().as_secs_f64();
         self.shared.metrics.first_token.observe(waited);
         let cached = prefill.reused();
-        self.shared
-            .metrics
-            .cached_prompt_tokens
-            .inc_by(cached as u64);
-        for (index, mut answer) in answers.into_iter().enumerate() {
-            if index == 0 {
-                answer.set_cached_tokens(cached);
-            }
+        let metrics = &self.shared.metrics;
+        metrics.cached_prompt_tokens.inc_by(cached as u64);
+        if let Some(first) = answers.first_mut() {
+            first.set_cached_tokens(cached);
+        }
+        for mut answer in answers {
             if self.take(&mut answer, result.clone()) {
                 self.batch.join(&prefill)?;
                 self.running.push(Running {
@@ -356,7 +354,6 @@ impl<'a> Scheduler<'a> {
         metrics.prefilling.set(prefilling.is_some() as i64);
         metrics.reserved_tokens.set(reserved as i64);
         metrics.cache_bytes.set(self.batch.bytes() as i64);
-        let of_prefixes = self.prefixes.bytes() as i64;
-        metrics.prefix_cache_bytes.set(of_prefixes);
+        metrics.prefix_cache_bytes.set(self.prefixes.bytes() as i64);
     }
 }

@@ -43,7 +43,7 @@ async fn answer(
     let request: ChatRequest = read_json(request, &app.options).await?;
     let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
     let id = log.id("chatcmpl-");
-    let mut writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
+    let writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
     if writer.context.stream {
         return Ok(respond(app.options.heartbeat, events, writer));
     }
@@ -97,12 +97,12 @@ impl ChatWriter {
         })
     }
 
-    fn usage(&self) -> Value {
+    fn usage(&self, usage: AnswerUsage) -> Value {
         let AnswerUsage {
             cached_tokens,
             tokens,
             thinking_tokens,
-        } = self.usage;
+        } = usage;
         json!({
             "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
@@ -111,7 +111,7 @@ impl ChatWriter {
         })
     }
 
-    fn complete(&mut self, answers: &[CompleteAnswer]) -> Value {
+    fn complete(&self, answers: &[CompleteAnswer]) -> Value {
         let choices = answers.iter().enumerate().map(|(index, answer)| {
             let calls: Vec<Value> = answer.calls().map(call_json).collect();
             let (text, thoughts) = (answer.text(), answer.thoughts());
@@ -133,10 +133,7 @@ impl ChatWriter {
             })
         });
         let mut object = self.object("chat.completion", choices.collect());
-        for answer in answers {
-            self.usage.add(answer.usage);
-        }
-        object["usage"] = self.usage();
+        object["usage"] = self.usage(answers.iter().map(|answer| answer.usage).sum());
         object
     }
 
@@ -226,7 +223,7 @@ impl StreamWriter for ChatWriter {
         let mut messages = Vec::new();
         if self.context.include_usage {
             let mut object = self.object("chat.completion.chunk", json!([]));
-            object["usage"] = self.usage();
+            object["usage"] = self.usage(self.usage);
             messages.push(Message::data(&object));
         }
         messages.push(Message::done());

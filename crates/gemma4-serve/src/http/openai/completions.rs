@@ -95,12 +95,12 @@ impl CompletionWriter {
         })
     }
 
-    fn usage(&self) -> Value {
-        let tokens = self.usage.tokens;
+    fn usage(&self, usage: AnswerUsage) -> Value {
+        let tokens = usage.tokens;
         json!({
             "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
-            "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         })
     }
 
@@ -122,10 +122,7 @@ impl CompletionWriter {
         });
         let choices = choices.collect();
         let mut object = self.object(choices);
-        for answer in answers {
-            self.usage.add(answer.usage);
-        }
-        object["usage"] = self.usage();
+        object["usage"] = self.usage(answers.iter().map(|answer| answer.usage).sum());
         object
     }
 
@@ -178,7 +175,7 @@ impl StreamWriter for CompletionWriter {
         let mut messages = Vec::new();
         if self.context.include_usage {
             let mut object = self.object(json!([]));
-            object["usage"] = self.usage();
+            object["usage"] = self.usage(self.usage);
             messages.push(Message::data(&object));
         }
         messages.push(Message::done());
