@@ -2,9 +2,7 @@
 //! reasons why faster engines refuse the shape.
 
 use super::measure::seconds;
-use attention_cube::{
-    AttentionOptions, AttentionProblem, Explanation, explain, try_fused_attention,
-};
+use attention_cube::{AttentionOptions, AttentionProblem, Explanation, explain, fused_attention};
 use burn::tensor::{DType, Device, Tensor};
 use burn_gemma4::catch_panic;
 use std::collections::BTreeMap;
@@ -59,23 +57,18 @@ pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: boo
     let mut refusals = BTreeMap::<String, Vec<&str>>::new();
     for shape in SHAPES {
         let inputs = inputs(&shape, device, dtype, tokens);
-        let explanation = catch_panic(|| explained(&inputs, device));
-        let Ok(Ok(explanation)) = explanation else {
-            let error = match explanation {
-                Ok(Err(error)) | Err(error) => error,
-                Ok(Ok(_)) => continue,
-            };
-            let _ = writeln!(
-                text,
-                "| {} | {} | failed: {error} | | |",
-                shape.name, shape.head_dim
-            );
-            continue;
+        let explanation = match catch_panic(|| explained(&inputs, device)).flatten() {
+            Ok(explanation) => explanation,
+            Err(error) => {
+                let (name, head_dim) = (shape.name, shape.head_dim);
+                let _ = writeln!(text, "| {name} | {head_dim} | failed: {error} | | |");
+                continue;
+            }
         };
-        let time = match measures {
-            true => catch_panic(|| time(&inputs, device))
-                .unwrap_or_else(|panic| format!("failed: {panic}")),
-            false => "not measured".into(),
+        let time = match measures.then(|| time(&inputs, device)) {
+            Some(Ok(seconds)) => format!("{:.3} ms", 1e3 * seconds),
+            Some(Err(error)) => format!("failed: {error}"),
+            None => "not measured".into(),
         };
         let _ = writeln!(
             text,
@@ -144,19 +137,11 @@ fn explained(inputs: &Inputs, device: &Device) -> Result<Explanation, String> {
     }
 }
 
-/// Returns the time of a forward as text.
-fn time(inputs: &Inputs, device: &Device) -> String {
+/// Returns the time of a forward in seconds.
+fn time(inputs: &Inputs, device: &Device) -> Result<f64, String> {
     let attend = || {
-        let Inputs {
-            query,
-            key,
-            options,
-        } = inputs;
-        try_fused_attention(query.clone(), key.clone(), key.clone(), options.clone())
-            .map_err(|error| error.to_string())
+        let (query, key) = (inputs.query.clone(), inputs.key.clone());
+        fused_attention(query, key.clone(), key, inputs.options.clone())
     };
-    match attend().and_then(|_| seconds(device, attend)) {
-        Ok(seconds) => format!("{:.3} ms", 1e3 * seconds),
-        Err(error) => format!("failed: {error}"),
-    }
+    catch_panic(|| seconds(device, attend)).flatten()
 }

@@ -19,20 +19,20 @@ pub(super) struct DeviceReport {
 
 /// The sizes of the measurements.
 struct Sizes {
-    copy_bytes: usize,
+    memory_bytes: usize,
     product: usize,
     tokens: usize,
 }
 
 const ON_GPU: Sizes = Sizes {
-    copy_bytes: 512 << 20,
+    memory_bytes: 512 << 20,
     product: 4096,
     tokens: 2048,
 };
 
 /// The sizes for a device that runs on the processor.
 const ON_CPU: Sizes = Sizes {
-    copy_bytes: 64 << 20,
+    memory_bytes: 64 << 20,
     product: 512,
     tokens: 256,
 };
@@ -83,11 +83,11 @@ impl DeviceReport {
         rows.push(("first kernel", format!("{first_kernel:.2} s")));
         let mut advice = Vec::new();
         if !quick {
-            let copy = catch_panic(|| measure::copy_bandwidth(device, sizes.copy_bytes));
-            rows.push(("memory bandwidth", per_second(copy, "B")));
+            let bandwidth = catch_panic(|| measure::memory_bandwidth(device, sizes.memory_bytes));
+            rows.push(("memory bandwidth", per_second(bandwidth.flatten(), "B")));
             let product =
                 catch_panic(|| measure::product_speed(device, dtype.burn(), sizes.product));
-            rows.push(("matrix product", per_second(product, "FLOP")));
+            rows.push(("matrix product", per_second(product.flatten(), "FLOP")));
         }
         if chosen.software && chosen.name != DeviceName::Flex {
             advice.push(format!(
@@ -105,8 +105,8 @@ impl DeviceReport {
 }
 
 /// Returns a measured speed with three digits and a decimal prefix, or the error.
-fn per_second(measured: Result<Result<f64, String>, String>, unit: &str) -> String {
-    match measured.and_then(|measured| measured) {
+fn per_second(measured: Result<f64, String>, unit: &str) -> String {
+    match measured {
         Ok(speed) => {
             let (scale, prefix) = match speed {
                 1e12.. => (1e12, "T"),
@@ -167,9 +167,9 @@ mod tests {
             (4.26e10, "42.6 GFLOP/s"),
             (2.5e6, "2.50 MFLOP/s"),
         ] {
-            assert_eq!(per_second(Ok(Ok(speed)), "FLOP"), expected);
+            assert_eq!(per_second(Ok(speed), "FLOP"), expected);
         }
-        let failed = per_second(Ok(Err("no memory".into())), "B");
+        let failed = per_second(Err("no memory".into()), "B");
         assert_eq!(failed, "failed: no memory");
     }
 }

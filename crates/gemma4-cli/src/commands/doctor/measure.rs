@@ -1,4 +1,4 @@
-//! Measurements of a device: the bandwidth of a copy, and the speed of a matrix product.
+//! Measurements of a device: the bandwidth of its memory, and the speed of a matrix product.
 
 use burn::tensor::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ pub(super) fn seconds<T>(device: &Device, work: impl Fn() -> T) -> Result<f64, S
 ///
 /// # Errors
 /// Returns the device's error.
-pub(super) fn copy_bandwidth(device: &Device, bytes: usize) -> Result<f64, String> {
+pub(super) fn memory_bandwidth(device: &Device, bytes: usize) -> Result<f64, String> {
     let source = Tensor::<1>::ones([bytes / size_of::<f32>()], (device, DType::F32));
     let time = seconds(device, || source.clone().mul_scalar(2.0))?;
     Ok(2.0 * bytes as f64 / time)
