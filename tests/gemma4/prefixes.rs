@@ -46,6 +46,12 @@ fn answer(
     (tokens, reused)
 }
 
+/// Returns the tokens that the model generates after a prompt, without the prefix cache.
+fn generated(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
+    let generation = gemma.generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()));
+    generation.expect("the generation succeeds").tokens
+}
+
 fn drawn(rng: &mut StdRng, gemma: &Gemma4, count: usize) -> Vec<u32> {
     let vocabulary = gemma.config().vocab_size as u32;
     (0..count)
@@ -94,9 +100,7 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
                 for turn in 0..4 {
                     let rest = rng.random_range(1..30);
                     let prompt = [&prefix[..], &drawn(&mut rng, gemma, rest)].concat();
-                    let expected = gemma
-                        .generate(prompt.clone(), &options, |_| ControlFlow::Continue(()))
-                        .expect("the generation succeeds");
+                    let expected = generated(gemma, &prompt, &options);
                     let chunk = rng.random_range(8..100);
                     let (tokens, reused) =
                         answer(gemma, &mut prefixes, &mut batch, &prompt, kind, chunk);
@@ -104,7 +108,7 @@ fn resume_of_a_shared_prefix_gives_the_tokens_of_the_prompt_alone() {
                         "{} on {}, {kind:?}, {shared} shared tokens, turn {turn}",
                         fixture.name, device.name
                     );
-                    assert_eq!(tokens, expected.tokens, "{what}");
+                    assert_eq!(tokens, expected, "{what}");
                     assert!(reused < prompt.len(), "{what}");
                     all_reused.push(reused);
                 }
@@ -135,14 +139,10 @@ fn keep_of_a_continued_prompt_replaces_the_earlier_prompt() {
         let mut prompt = drawn(&mut rng, gemma, 40);
         let mut before = 0;
         for _ in 0..4 {
-            let expected = gemma
-                .generate(prompt.clone(), &greedy(gemma, TOKENS), |_| {
-                    ControlFlow::Continue(())
-                })
-                .expect("the generation succeeds");
+            let expected = generated(gemma, &prompt, &greedy(gemma, TOKENS));
             let (tokens, reused) =
                 answer(gemma, &mut prefixes, &mut batch, &prompt, kind, usize::MAX);
-            assert_eq!(tokens, expected.tokens, "{}", fixture.name);
+            assert_eq!(tokens, expected, "{}", fixture.name);
             assert_eq!(reused, before, "{}", fixture.name);
             before = prompt.len();
             prompt.extend(&tokens);
@@ -211,14 +211,10 @@ fn resume_near_the_end_of_the_window_gives_the_tokens_of_the_prompt_alone() {
             answer(&gemma, &mut prefixes, &mut batch, &earlier, kind, 50);
             let shared = shared.min(first);
             let prompt = [&earlier[..shared], &drawn(&mut rng, &gemma, 9)].concat();
-            let expected = gemma
-                .generate(prompt.clone(), &greedy(&gemma, TOKENS), |_| {
-                    ControlFlow::Continue(())
-                })
-                .expect("the generation succeeds");
+            let expected = generated(&gemma, &prompt, &greedy(&gemma, TOKENS));
             let (tokens, reused) = answer(&gemma, &mut prefixes, &mut batch, &prompt, kind, 50);
             let what = format!("{shared} of {first} tokens shared, {reused} reused");
-            assert_eq!(tokens, expected.tokens, "{what}");
+            assert_eq!(tokens, expected, "{what}");
             // If a prompt is shorter than the window, the ring buffers hold all of its tokens. If it is longer, the
             // ring buffers hold only its last tokens. The next prompt can then continue only directly before or
             // directly after the last token.
@@ -245,13 +241,9 @@ fn resume_from_a_replaced_prompt_reuses_all_its_tokens() {
         let mut all_reused = Vec::new();
         for count in [0, 30, 40] {
             let prompt = [&earlier[..], &drawn(&mut rng, gemma, count)].concat();
-            let expected = gemma
-                .generate(prompt.clone(), &greedy(gemma, TOKENS), |_| {
-                    ControlFlow::Continue(())
-                })
-                .expect("the generation succeeds");
+            let expected = generated(gemma, &prompt, &greedy(gemma, TOKENS));
             let (tokens, reused) = answer(gemma, &mut prefixes, &mut batch, &prompt, kind, 33);
-            assert_eq!(tokens, expected.tokens, "{}", fixture.name);
+            assert_eq!(tokens, expected, "{}", fixture.name);
             all_reused.push(reused.min(earlier.len()));
         }
         assert_eq!(all_reused, [0, 70, 70], "{}", fixture.name);
