@@ -16,7 +16,7 @@ struct Packed {
 }
 
 impl Packed {
-    /// Creates documents, of which some are shorter and some are longer than the window. One row is full, one row has
+    /// Creates documents. Some documents are shorter than the window, and others are longer. One row is full, one row has
     /// padding, and one row has a single document.
     fn new(fixture: &Fixture) -> Self {
         let text = [&fixture.prompt[..], &fixture.generated].concat();

@@ -4,7 +4,7 @@
 //! Budget: a code takes one byte of shared memory, which is read once. Seven instructions convert four int8 codes, and
 //! nine instructions convert four e4m3 codes. None of these instructions runs on the tensor cores.
 //!
-//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements, each of which holds two neighboring codes of a
+//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighboring codes of a
 //! row. The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right
 //! operand of another `mma.sync`. The columns are therefore in an unusual order, but no data has to move between lanes:
 //!

@@ -130,8 +130,9 @@ fn output_text(product: &Product) -> String {
 /// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. The PTX then signals at a barrier that
 /// a ring buffer stage is free.
 ///
-/// Outputs: a vector of `fragment` registers, of which only the first `used` registers are written. Inputs: a vector of
-/// the same size, the barrier's address, and the elected flag (nonzero in threads that arrive at the barrier).
+/// The output is a vector of `fragment` registers. The PTX writes only its first `used` registers. The inputs are a vector
+/// of the same size, the barrier's address, and the elected flag. The flag is nonzero in threads that arrive at the
+/// barrier.
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -182,8 +183,8 @@ pub fn multiply_output<NO: Size, NP: Size>(
 /// The number of 16-column groups in a 64-column subtile. One `wgmma` multiplies 16 columns.
 pub const SUBTILE_STEPS: usize = 4;
 
-/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: a vector of `fragment`
-/// registers, of which only the first `used` registers are written. Inputs: a vector of the same size.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. The output is a vector of `fragment`
+/// registers. The PTX writes only its first `used` registers. The input is a vector of the same size.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     format!(
         "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",

@@ -396,8 +396,8 @@ pub enum Operation {
         to: u32,
     },
     /// Compares the two halves of one word with the two halves of another word, as 16-bit floats of type `number`.
-    /// Where a comparison is true, all bits of that half of the result are set. Where it is false, the bits are
-    /// cleared.
+    /// Each comparison writes one half of the result. The instruction sets all bits of this half if the comparison is
+    /// true, and clears them otherwise.
     SetHalves {
         comparison: Comparison,
         number: Type,

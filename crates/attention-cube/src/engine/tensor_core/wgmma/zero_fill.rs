@@ -23,8 +23,8 @@ pub(crate) fn has_out_of_range(
     first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
 }
 
-/// Returns one bit for each column of P of which the thread holds elements. The bit is 1 if one of these elements is
-/// not 0.
+/// Returns a bit mask of columns. A thread holds elements of some columns of P, and each of these columns has one bit.
+/// The bit is 1 if at least one of the thread's elements in the column is not 0.
 #[cube]
 pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: usize) -> u32 {
     let mut used = 0u32;
