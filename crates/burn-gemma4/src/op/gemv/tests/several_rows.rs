@@ -20,13 +20,15 @@ fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) 
     (all, [count, width])
 }
 
-/// Copies `tensor` into a larger tensor of NaN. Returns the view of the copied rows.
+/// Copies `tensor` into a larger tensor of NaN. Returns the view of the copied rows. The elements are converted on the
+/// host, because a device may refuse a buffer that holds the largest tensor in f32.
 pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     let [rows, columns] = tensor.dims();
     let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();
     let (all, shape) = around(&numbers, columns, f32::NAN);
-    let all = Tensor::<2>::from_data(TensorData::new(all, shape), &tensor.device());
-    all.cast(tensor.dtype()).slice([0..rows, 0..columns])
+    let all = TensorData::new(all, shape).convert_dtype(tensor.dtype());
+    let all = Tensor::<2>::from_data(all, (&tensor.device(), tensor.dtype()));
+    all.slice([0..rows, 0..columns])
 }
 
 fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
