@@ -49,6 +49,8 @@ pub struct Case {
     pub window: (Option<usize>, Option<usize>),
     /// The extent of a random mask, or `None` without a mask. About seven of ten elements of the mask are visible.
     pub mask: Option<Extent>,
+    /// The numbers of queries and of keys per element of the mask, or `None` for a mask with one element per score.
+    pub mask_block: Option<[usize; 2]>,
     /// The extent of a random bias, or `None` without a bias.
     pub bias: Option<Extent>,
     /// The number of valid keys per sequence, or `None` if all keys are valid.
@@ -100,6 +102,7 @@ impl Case {
             causal: None,
             window: (None, None),
             mask: None,
+            mask_block: None,
             bias: None,
             kv_lengths: None,
             query_lengths: None,
@@ -147,6 +150,7 @@ impl Case {
         // The hash of the case seeds the random numbers. Absent options are left out of the hash, so that a new option does
         // not change the inputs of existing cases.
         let absent = [
+            "mask_block: None, ",
             "query_lengths: None, ",
             "dropout: None, ",
             "score_mod: None, ",
@@ -176,7 +180,7 @@ impl Case {
                 dense.scaled(self.amplitude).rounded(dtype)
             }
         };
-        Inputs {
+        let mut inputs = Inputs {
             query: amplified(normal([batch, q_heads, q_len, head_dim], dtype)),
             key: amplified(normal([batch, kv_heads, kv_len, head_dim], dtype)),
             value: normal([batch, kv_heads, kv_len, value_dim], dtype),
@@ -191,11 +195,14 @@ impl Case {
             mask: self.mask.map(|extent| {
                 Dense::from_fn(self.extent(extent), |_| f64::from(rng.random_bool(0.7)))
             }),
+            mask_block: self.mask_block,
             kv_lengths: self.kv_lengths.clone(),
             query_lengths: self.query_lengths.clone(),
             segments: self.segments.clone(),
             intervals: self.intervals.clone(),
-        }
+        };
+        inputs.coarsen_mask();
+        inputs
     }
 
     /// Returns the case's dtype, and the largest number of addends that a sum of this case has. Both determine how
@@ -215,7 +222,7 @@ impl Case {
     /// Panics if the dtype's rounding errors do not explain the error of a result.
     pub fn check(&self) {
         let inputs = self.inputs();
-        self.check_inputs(&inputs, &inputs);
+        self.check_inputs(&inputs, &inputs.with_mask_of_scores());
     }
 
     /// Checks like [`check`](Self::check), but with two sets of inputs. The devices compute with `given`, and the

@@ -26,6 +26,9 @@ pub struct Inputs {
     /// The mask, in a shape that broadcasts to the scores. The element 1 means a visible key, and the element 0 means a hidden
     /// key.
     pub mask: Option<Dense>,
+    /// The numbers of queries and of keys per element of a block mask. All elements of `mask` in such a block are equal.
+    /// `None` if the call gets `mask` as it is.
+    pub mask_block: Option<[usize; 2]>,
     /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,
     /// The number of queries per sequence.
@@ -43,6 +46,8 @@ pub struct Inputs {
 pub struct Extras {
     /// The mask, as in [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
     pub mask: Option<Tensor<4, Bool>>,
+    /// The numbers of queries and of keys per element of the mask, or `None` for a mask with one element per score.
+    pub mask_block: Option<[usize; 2]>,
     /// The bias, which is a leaf of the autodiff graph.
     pub bias: Option<Tensor<4>>,
     /// The number of valid keys of each sequence, `[batch]`.
@@ -71,9 +76,15 @@ impl Inputs {
         Extras {
             device: device.clone(),
             mask: self.mask.as_ref().map(|mask| {
-                let values: Vec<bool> = mask.values.iter().map(|value| *value != 0.0).collect();
-                Tensor::from_data(TensorData::new(values, mask.shape), device)
+                let [queries, keys] = self.mask_block.unwrap_or([1, 1]);
+                let [batch, heads, rows, columns] = mask.shape;
+                let shape = [batch, heads, rows.div_ceil(queries), columns.div_ceil(keys)];
+                let elements =
+                    Dense::from_fn(shape, |[b, h, i, j]| mask.at([b, h, i * queries, j * keys]));
+                let values: Vec<bool> = elements.values.iter().map(|value| *value != 0.0).collect();
+                Tensor::from_data(TensorData::new(values, shape), device)
             }),
+            mask_block: self.mask_block,
             bias: self
                 .bias
                 .as_ref()
@@ -109,6 +120,25 @@ impl Inputs {
     }
 }
 
+impl Inputs {
+    /// With a block mask, sets all elements of `mask` in a block to the block's first element.
+    pub fn coarsen_mask(&mut self) {
+        if let Some(([queries, keys], mask)) = self.mask_block.zip(self.mask.as_mut()) {
+            *mask = Dense::from_fn(mask.shape, |[b, h, i, j]| {
+                mask.at([b, h, i / queries * queries, j / keys * keys])
+            });
+        }
+    }
+
+    /// Returns the inputs with a mask that has one element per score.
+    pub fn with_mask_of_scores(&self) -> Self {
+        Self {
+            mask_block: None,
+            ..self.clone()
+        }
+    }
+}
+
 impl Extras {
     /// Returns the tensors without autodiff.
     pub fn without_autodiff(self) -> Self {
@@ -118,6 +148,7 @@ impl Extras {
         Self {
             device: self.device.without_autodiff(),
             mask: self.mask.map(Tensor::without_autodiff),
+            mask_block: self.mask_block,
             bias: self.bias.map(Tensor::without_autodiff),
             kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
             query_lengths: self.query_lengths.map(Tensor::without_autodiff),

@@ -5,7 +5,7 @@ use super::compare::Named;
 use super::dense::{Dense, Layout, host, rms};
 use super::inputs::{Extras, Inputs};
 use attention_cube::{
-    AttentionError, AttentionOptions, AttentionProblem, attention_with_lse, reference,
+    AttentionError, AttentionOptions, AttentionProblem, BlockMask, attention_with_lse, reference,
 };
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 
@@ -61,7 +61,22 @@ impl Case {
         let expand = |shape| if self.expanded { self.scores() } else { shape };
         if let Some(mask) = extras.mask {
             let shape = expand(mask.dims());
-            options = options.mask(mask.expand(shape));
+            options = match extras.mask_block {
+                None => options.mask(mask.expand(shape)),
+                Some(block) => {
+                    let [batch, heads, q_len, kv_len] = shape;
+                    let shape = match self.expanded {
+                        true => [
+                            batch,
+                            heads,
+                            q_len.div_ceil(block[0]),
+                            kv_len.div_ceil(block[1]),
+                        ],
+                        false => shape,
+                    };
+                    options.block_mask(BlockMask::new(mask.expand(shape), block))
+                }
+            };
         }
         if let Some(bias) = extras.bias {
             let shape = expand(bias.dims());

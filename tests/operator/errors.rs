@@ -3,7 +3,7 @@
 
 use crate::devices::{cube_devices, devices};
 use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};
-use attention_cube::{AttentionOptions, try_fused_attention};
+use attention_cube::{AttentionOptions, BlockMask, try_fused_attention};
 #[cfg(feature = "ndarray")]
 use attention_cube::{AttentionProblem, explain, reference};
 use burn::tensor::{DType, Device, Tensor};
@@ -88,6 +88,50 @@ fn mask_or_bias_of_wrong_shape_is_refused() {
                     &shape(argument, &has, (dim, name), &want),
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn block_mask_that_does_not_fit_is_refused() {
+    for device in devices() {
+        let on = &device.device;
+        let new = AttentionOptions::new;
+        let of = |shape, block| new().block_mask(BlockMask::new(bools(shape, on), block));
+        let whole = "2 or 1, to broadcast to [2, 4, 2, 3]";
+        let sizes = "should be blocks of 1 to 2^20 queries and keys";
+        for (options, expected) in [
+            (
+                of([2, 4, 3, 3], [2, 2]),
+                shape("block_mask", &[2, 4, 3, 3], (2, "query blocks"), whole),
+            ),
+            (
+                of([2, 4, 1, 1], [0, 2]),
+                Expected {
+                    kind: Kind::Value,
+                    argument: "block_mask",
+                    texts: vec![format!("is 0, and it {sizes}")],
+                },
+            ),
+            (
+                of([2, 4, 1, 1], [2, 1 << 21]),
+                Expected {
+                    kind: Kind::Value,
+                    argument: "block_mask",
+                    texts: vec![format!("is 2097152, and it {sizes}")],
+                },
+            ),
+            (
+                of([2, 4, 2, 3], [2, 2]).mask(bools([2, 4, 3, 5], on)),
+                Expected {
+                    kind: Kind::Combination,
+                    argument: "block_mask",
+                    texts: vec!["cannot be combined with mask".into()],
+                },
+            ),
+        ] {
+            let call = Call::fitting(on).with_options(options);
+            check(device.name, &call, &expected);
         }
     }
 }

@@ -247,6 +247,7 @@ fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
                     let [key, value] = rows.clone();
                     let extras = Extras {
                         mask: None,
+                        mask_block: None,
                         bias: None,
                         kv_lengths: Some(Clone::clone(lengths)),
                         query_lengths: None,

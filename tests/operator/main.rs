@@ -19,6 +19,7 @@ mod workers;
 
 mod bias_gradients;
 mod biases;
+mod block_masks;
 mod cliffs;
 mod decode;
 mod determinism;

@@ -68,6 +68,7 @@ pub enum Kind {
     Device,
     Checkpointing,
     Value,
+    Combination,
 }
 
 /// The expected error of a refused call: the variant of the error, the name of the wrong argument, and texts that the
@@ -85,6 +86,7 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
         AttentionError::Device { argument, .. } => (Kind::Device, argument),
         AttentionError::Checkpointing { argument, .. } => (Kind::Checkpointing, argument),
         AttentionError::Value { argument, .. } => (Kind::Value, argument),
+        AttentionError::Combination { argument, .. } => (Kind::Combination, argument),
         other => panic!("a new kind of error: {other}"),
     }
 }

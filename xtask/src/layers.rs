@@ -41,7 +41,15 @@ const CRATES: &[Crate] = &[
     Crate {
         folder: "crates/attention-cube/src",
         layers: &[
-            &["error", "math", "options", "problem", "types"],
+            &[
+                "block_mask",
+                "error",
+                "integers",
+                "math",
+                "options",
+                "problem",
+                "types",
+            ],
             &["device", "kernel_args", "reference", "tile_ops"],
             &["auxiliary", "blocks"],
             &["engine"],

@@ -76,6 +76,7 @@ pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
         segments: problem.segments,
         intervals: problem.intervals,
         mask: problem.mask.is_some(),
+        mask_block: problem.mask_block,
     }
 }
 

@@ -22,8 +22,8 @@
 //! inputs, the engine [`Blocks`](Engine::Blocks) computes in f64.
 //!
 //! Except for f64 inputs, the scores, the softmax and all sums are f32. The operations on a score are, in order: scale,
-//! softcap, [score mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask), sink (if
-//! any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
+//! softcap, [score mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask, block
+//! mask), sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
 //! dtype.
 //!
 //! | case | result |
@@ -61,12 +61,14 @@
 
 mod auxiliary;
 mod backend;
+mod block_mask;
 mod blocks;
 mod call;
 mod device;
 mod engine;
 mod error;
 mod explain;
+mod integers;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals;
@@ -90,6 +92,7 @@ mod tile_ops;
 mod types;
 pub mod varlen;
 
+pub use block_mask::BlockMask;
 pub use engine::Kernel;
 pub use error::AttentionError;
 pub use explain::{Explanation, explain};

@@ -1,5 +1,6 @@
 //! The options of an attention call: all arguments other than the query, the keys and the values.
 
+use crate::block_mask::BlockMask;
 use crate::math::dropout::Threshold;
 use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
 use burn::tensor::{Bool, Int, Tensor};
@@ -36,7 +37,7 @@ impl Dropout {
 ///
 /// The score of query `i` and key `j` is computed in f32, in three steps: `scale · q·k`, then
 /// `softcap · tanh(score / softcap)`, then `score + bias`. A query sees a key if *all* options allow it: causal mask,
-/// window, mask, lengths, segments and intervals. All other keys are left out of the softmax.
+/// window, mask, block mask, lengths, segments and intervals. All other keys are left out of the softmax.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
@@ -53,6 +54,7 @@ pub struct AttentionOptions {
     pub(crate) window_left: Option<usize>,
     pub(crate) window_right: Option<usize>,
     pub(crate) mask: Option<Tensor<4, Bool>>,
+    pub(crate) block_mask: Option<BlockMask>,
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) kv_lengths: Option<Tensor<1, Int>>,
     pub(crate) kv_lengths_ahead: bool,
@@ -111,6 +113,13 @@ impl AttentionOptions {
     /// Burn's own `attention` uses the opposite convention (`true` hides a key): use [`hidden`](Self::hidden) for such a mask.
     pub fn mask(mut self, mask: Tensor<4, Bool>) -> Self {
         self.mask = Some(mask);
+        self
+    }
+
+    /// Sets a mask with one element per block of queries and block of keys, for block-sparse attention. Kernels read
+    /// only the blocks of keys that the mask shows. A call has either this mask or a [`mask`](Self::mask).
+    pub fn block_mask(mut self, mask: BlockMask) -> Self {
+        self.block_mask = Some(mask);
         self
     }
 
@@ -280,6 +289,15 @@ impl AttentionOptions {
         self
     }
 
+    /// Returns the mask or the block mask, and the numbers of queries and of keys per element of this mask.
+    pub(crate) fn any_mask(&self) -> Option<(&Tensor<4, Bool>, [usize; 2])> {
+        let of_scores = self.mask.as_ref().map(|mask| (mask, [1, 1]));
+        of_scores.or(self
+            .block_mask
+            .as_ref()
+            .map(|mask| (&mask.visible, mask.block)))
+    }
+
     /// Expands the bias along the keys, so that its last dimension becomes `kv_len`. The bias must have one element per
     /// query.
     pub(crate) fn with_bias_of_keys(mut self, kv_len: usize) -> Self {
@@ -294,6 +312,10 @@ impl AttentionOptions {
     pub(crate) fn without_autodiff(self) -> Self {
         Self {
             mask: self.mask.map(Tensor::without_autodiff),
+            block_mask: self.block_mask.map(|mask| BlockMask {
+                visible: mask.visible.without_autodiff(),
+                ..mask
+            }),
             bias: self.bias.map(Tensor::without_autodiff),
             kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
             query_lengths: self.query_lengths.map(Tensor::without_autodiff),

@@ -46,6 +46,9 @@ pub struct AttentionProblem {
     pub window_right: Option<usize>,
     /// The mask's shape, or `None` if the call has no mask.
     pub mask: Option<[usize; 4]>,
+    /// The numbers of queries and of keys per element of the mask, `[1, 1]` for a mask with one element per score. See
+    /// [`AttentionOptions::block_mask`](crate::AttentionOptions::block_mask).
+    pub mask_block: [usize; 2],
     /// The bias's shape and dtype, or `None` if the call has no bias.
     pub bias: Option<([usize; 4], DType)>,
     /// True if every sequence has its own number of keys. See
@@ -136,6 +139,25 @@ impl AttentionProblem {
     /// as the smallest and the largest segment id, and skip hidden blocks.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
+    }
+
+    /// True if the mask has one element per block of queries and block of keys.
+    pub(crate) fn has_block_mask(&self) -> bool {
+        self.mask.is_some() && self.mask_block != [1, 1]
+    }
+
+    /// Returns the largest number of elements of a block mask that a kernel reads to decide whether it skips a pair of
+    /// a tile and a block. The pair covers `queries` queries of `heads` heads, and `keys` keys. Without a block mask,
+    /// the number is 0.
+    pub(crate) fn mask_search(&self, heads: usize, queries: usize, keys: usize) -> usize {
+        let elements = |size: usize, block: usize| size.div_ceil(block) + 1;
+        match self.has_block_mask() {
+            true => {
+                let [of_queries, of_keys] = self.mask_block;
+                heads * elements(queries, of_queries) * elements(keys, of_keys)
+            }
+            false => 0,
+        }
     }
 
     /// True if positions are aligned at the bottom right: the last query is aligned with the last key.

@@ -336,13 +336,14 @@ pub(crate) fn inputs_of(
     options: AttentionOptions,
 ) -> QuantizedInputs<Dispatch> {
     let intervals = intervals(&options);
+    let mask = options.any_mask().map(|(mask, _)| mask.clone());
     let (query_segments, key_segments) = options.segments.unzip();
     QuantizedInputs {
         query: query.into_dispatch(),
         key: key.into_tensors(),
         value: value.into_tensors(),
         page_table: page_table.map(Tensor::into_dispatch).into(),
-        mask: options.mask.map(Tensor::into_dispatch).into(),
+        mask: mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
         query_lengths: options.query_lengths.map(Tensor::into_dispatch).into(),

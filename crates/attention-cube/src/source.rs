@@ -102,6 +102,7 @@ impl Wanted {
                 segments: has("segments"),
                 intervals: usize::from(has("interval")) + 2 * usize::from(has("intervals")),
                 mask: has("mask"),
+                mask_block: [1, 1],
             },
             score: ScoreKind {
                 softcap: has("softcap") || has("wide"),

@@ -29,6 +29,7 @@ pub(crate) fn problem(
         window_left: None,
         window_right: None,
         mask: None,
+        mask_block: [1, 1],
         bias: None,
         kv_lengths: false,
         kv_lengths_ahead: false,

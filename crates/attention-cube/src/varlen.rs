@@ -42,10 +42,10 @@
 
 use crate::call::attend;
 use crate::error::AttentionError;
+use crate::integers::{INTS, clamped_integers};
 use crate::options::{AttentionOptions, CausalAlignment};
 use crate::problem::{check_dims, check_place_of};
 use crate::reference::output_and_lse;
-use crate::reference::tensors::{INTS, clamped_integers};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Shape, Tensor};
 

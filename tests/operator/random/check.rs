@@ -230,7 +230,12 @@ fn problem(case: &Case) -> AttentionProblem {
         causal: case.causal,
         window_left: case.window.0,
         window_right: case.window.1,
-        mask: case.mask.map(shape),
+        mask: case.mask.map(|extent| {
+            let [queries, keys] = case.mask_block.unwrap_or([1, 1]);
+            let [batch, heads, rows, columns] = shape(extent);
+            [batch, heads, rows.div_ceil(queries), columns.div_ceil(keys)]
+        }),
+        mask_block: case.mask_block.unwrap_or([1, 1]),
         bias: case.bias.map(|extent| (shape(extent), case.extras_dtype())),
         kv_lengths: case.kv_lengths.is_some(),
         kv_lengths_ahead: false,

@@ -259,6 +259,11 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(likely, Just(0)),
         perhaps(likely, Just(0)),
         perhaps(likely, extent()),
+        // Half of the masks are block masks. Some block sizes divide the kernels' tiles, and some do not.
+        perhaps(
+            0.5,
+            select(vec![[1, 64], [16, 16], [64, 64], [128, 128], [5, 48]]),
+        ),
         perhaps(likely, Just(vec![])),
         perhaps(0.5 * likely, Just(vec![])),
         perhaps(likely, Just((vec![], vec![]))),
@@ -267,11 +272,22 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(0.2 * likely, 1..=2usize),
     )
         .prop_map(
-            move |(causal, left, right, mask, kv_lengths, query_lengths, segments, intervals)| {
+            move |(
+                causal,
+                left,
+                right,
+                mask,
+                mask_block,
+                kv_lengths,
+                query_lengths,
+                segments,
+                intervals,
+            )| {
                 Case {
                     causal,
                     window: (left, right),
                     mask,
+                    mask_block: mask.and(mask_block),
                     kv_lengths,
                     query_lengths,
                     segments,

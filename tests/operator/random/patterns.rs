@@ -262,6 +262,7 @@ impl Data {
         let mut clean = case.inputs();
         if let Some(mask) = &mut clean.mask {
             self.mask.apply(case, self.salt, mask);
+            clean.coarsen_mask();
         }
         if let Some(bias) = &mut clean.bias {
             self.bias.apply(case, self.salt, bias);
@@ -271,6 +272,7 @@ impl Data {
         }
         let unused = case.unused(&clean);
         let mut given = clean.clone();
+        clean = clean.with_mask_of_scores();
         let mut tainted = None;
         if self.poison != Poison::None {
             let [query, key, value, gradient] = case.layouts;

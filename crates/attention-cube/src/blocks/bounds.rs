@@ -1,9 +1,12 @@
 //! Decides on the host whether the queries of a block see all, some or none of the block's keys. The decision depends
-//! on the causal mask, the window, the lengths, the segments and the intervals.
+//! on the causal mask, the window, the lengths, the segments, the intervals and the block mask.
 
 use crate::problem::AttentionProblem;
 use crate::reference::block::Block;
-use burn::backend::{Backend, TensorMetadata, read_sync, tensor::IntTensor};
+use burn::backend::{
+    Backend, TensorMetadata, read_sync,
+    tensor::{BoolTensor, IntTensor},
+};
 use burn::tensor::DType;
 use std::ops::Range;
 
@@ -48,12 +51,21 @@ struct Sequence {
     intervals: Vec<i64>,
 }
 
-/// The causal mask, window, lengths, segments and intervals of a call, on the host.
+/// The causal mask, window, lengths, segments, intervals and block mask of a call, on the host.
 pub(super) struct Bounds {
     problem: AttentionProblem,
     /// The data of each sequence, or `None` if the host cannot read the device's tensors synchronously. With `None`, no
     /// block is skipped.
     sequences: Option<Vec<Sequence>>,
+    /// The block mask, or `None` if the call has none or if the host cannot read it synchronously.
+    blocks: Option<Blocks>,
+}
+
+/// A block mask on the host.
+struct Blocks {
+    shape: [usize; 4],
+    /// The elements of the mask, in the order of the shape.
+    visible: Vec<bool>,
 }
 
 impl Bounds {
@@ -62,16 +74,24 @@ impl Bounds {
         Self {
             problem: whole.problem.clone(),
             sequences: sequences(whole),
+            blocks: (whole.problem.has_block_mask())
+                .then(|| whole.inputs.mask.as_option().and_then(blocks::<B>))
+                .flatten(),
         }
     }
 
-    /// Returns whether `queries` see all, some or none of `keys`, over all of the given sequences together.
+    /// Returns whether `queries` see all, some or none of `keys`, over all of the given sequences and query heads
+    /// together. A block mask can only turn the result to [`Seen::Nothing`].
     pub fn seen(
         &self,
         sequences: Range<usize>,
+        q_heads: Range<usize>,
         queries: &Range<usize>,
         keys: &Range<usize>,
     ) -> Seen {
+        if !self.is_shown(&sequences, &q_heads, queries, keys) {
+            return Seen::Nothing;
+        }
         let Some(known) = &self.sequences else {
             return Seen::Something;
         };
@@ -84,6 +104,39 @@ impl Bounds {
                 false => Seen::Something,
             })
             .unwrap_or(Seen::Nothing)
+    }
+
+    /// False if the block mask hides all of these keys from all of these queries.
+    fn is_shown(
+        &self,
+        sequences: &Range<usize>,
+        q_heads: &Range<usize>,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+    ) -> bool {
+        let Some(Blocks { shape, visible }) = &self.blocks else {
+            return true;
+        };
+        let [of_queries, of_keys] = self.problem.mask_block;
+        let elements = |rows: &Range<usize>, size| rows.start / size..rows.end.div_ceil(size);
+        let wanted = [
+            sequences.clone(),
+            q_heads.clone(),
+            elements(queries, of_queries),
+            elements(keys, of_keys),
+        ];
+        let [sequences, heads, rows, columns] = [0, 1, 2, 3].map(|dim| match shape[dim] {
+            1 => 0..1,
+            _ => wanted[dim].clone(),
+        });
+        let mut rows = sequences.flat_map(|sequence| {
+            let rows = rows.clone();
+            heads.clone().flat_map(move |head| {
+                let first = (sequence * shape[1] + head) * shape[2];
+                rows.clone().map(move |row| (first + row) * shape[3])
+            })
+        });
+        rows.any(|row| visible[row + columns.start..row + columns.end].contains(&true))
     }
 
     fn seen_of(&self, sequence: &Sequence, queries: Range<i64>, keys: Range<i64>) -> Seen {
@@ -193,6 +246,16 @@ fn sequences<B: Backend>(whole: &Block<B>) -> Option<Vec<Sequence>> {
     Some((0..problem.batch).map(of_index).collect())
 }
 
+/// Reads a block mask.
+fn blocks<B: Backend>(mask: &BoolTensor<B>) -> Option<Blocks> {
+    let shape = mask.shape();
+    let data = read_sync(B::bool_into_data(mask.clone())).ok()?;
+    Some(Blocks {
+        shape: [0, 1, 2, 3].map(|dim| shape[dim]),
+        visible: data.iter::<bool>().collect(),
+    })
+}
+
 /// Reads an integer tensor of any dtype. `of_u64` converts the elements of a U64 tensor, which may exceed `i64::MAX`.
 fn integers<B: Backend>(tensor: &IntTensor<B>, of_u64: fn(u64) -> i64) -> Option<Vec<i64>> {
     let data = read_sync(B::int_into_data(tensor.clone())).ok()?;
@@ -225,6 +288,7 @@ mod tests {
         Bounds {
             problem,
             sequences: Some(vec![sequence]),
+            blocks: None,
         }
     }
 
@@ -252,7 +316,7 @@ mod tests {
             (0..2, 6..12, Seen::Nothing),
         ] {
             assert_eq!(
-                bounds.seen(0..1, &queries, &keys),
+                bounds.seen(0..1, 0..1, &queries, &keys),
                 seen,
                 "{queries:?} {keys:?}"
             );
@@ -277,7 +341,7 @@ mod tests {
             (4..8, 6..9, Seen::Something),
         ] {
             assert_eq!(
-                bounds.seen(0..1, &queries, &keys),
+                bounds.seen(0..1, 0..1, &queries, &keys),
                 seen,
                 "{queries:?} {keys:?}"
             );
@@ -314,7 +378,7 @@ mod tests {
                 (6..8, 0..8, Seen::Nothing),
             ] {
                 assert_eq!(
-                    bounds.seen(0..1, &queries, &keys),
+                    bounds.seen(0..1, 0..1, &queries, &keys),
                     seen,
                     "{queries:?} {keys:?}"
                 );

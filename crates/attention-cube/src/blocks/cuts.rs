@@ -90,8 +90,9 @@ fn keys_of_one_block(
     room: usize,
 ) -> (Vec<Range<usize>>, usize) {
     let all = 0..problem.kv_len;
-    let is_seen =
-        |keys: &Range<usize>| bounds.seen(0..problem.batch, queries, keys) != Seen::Nothing;
+    let is_seen = |keys: &Range<usize>| {
+        bounds.seen(0..problem.batch, 0..problem.q_heads, queries, keys) != Seen::Nothing
+    };
     let seen: Vec<_> = split(all.clone(), size)
         .into_iter()
         .filter(is_seen)

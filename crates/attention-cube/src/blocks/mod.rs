@@ -61,8 +61,13 @@ fn visible<B: Backend>(
     keys: &Range<usize>,
 ) -> Option<Block<B>> {
     let problem = &heads.problem;
-    let first = heads.place.sequence;
-    let seen = bounds.seen(first..first + problem.batch, queries, keys);
+    let (first, q_head) = (heads.place.sequence, heads.place.q_head);
+    let seen = bounds.seen(
+        first..first + problem.batch,
+        q_head..q_head + problem.q_heads,
+        queries,
+        keys,
+    );
     if seen == Seen::Nothing {
         return None;
     }

@@ -3,6 +3,7 @@
 use super::backward;
 use super::cuts::Sizes;
 use super::forward;
+use crate::block_mask::BlockMask;
 use crate::options::{AttentionOptions, CausalAlignment};
 use crate::problem::AttentionProblem;
 use crate::reference::{self, block::Block, logsumexp_of_parts};
@@ -262,6 +263,15 @@ fn blocks_masks_and_biases_match_reference() {
             }
         });
         check("mask", EXACT, |on| new().mask(mask(shape, on)));
+        let blocks = [
+            shape[0],
+            shape[1],
+            shape[2].div_ceil(4),
+            shape[3].div_ceil(6),
+        ];
+        check("block mask", EXACT, |on| {
+            new().block_mask(BlockMask::new(mask(blocks, on), [4, 6]))
+        });
         check("bias", EXACT, |on| new().bias(numbers(shape, 7, on)));
     }
     check("hiding bias", EXACT, |on| {

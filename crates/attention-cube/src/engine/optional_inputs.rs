@@ -43,7 +43,8 @@ impl OptionalInputs {
         blocks: &[Blocks],
     ) -> (Self, Vec<BoundsOffsets>) {
         let (lengths_and_ids, offsets) = prepare(inputs, problem, blocks);
-        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them.
+        // Expand the bias to `[batch, q_heads, q_len, kv_len]`, and the mask to one element per score or per block. The
+        // expansion does not copy them.
         let scores = Shape::new([
             problem.batch,
             problem.q_heads,
@@ -51,7 +52,14 @@ impl OptionalInputs {
             problem.kv_len,
         ]);
         let mask = inputs.mask.as_option();
-        let mask = mask.map(|mask| CubeBackend::bool_expand(mask.clone(), scores.clone()));
+        let [queries, keys] = problem.mask_block;
+        let elements = [
+            problem.batch,
+            problem.q_heads,
+            problem.q_len.div_ceil(queries),
+            problem.kv_len.div_ceil(keys),
+        ];
+        let mask = mask.map(|mask| CubeBackend::bool_expand(mask.clone(), Shape::new(elements)));
         let bias = inputs.bias.as_option();
         let bias = bias.map(|bias| CubeBackend::float_expand(bias.clone(), scores));
         let element = |tensor: &Option<CubeTensor>, absent| {

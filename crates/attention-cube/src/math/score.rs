@@ -106,6 +106,84 @@ fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usiz
         + place.key as usize * key
 }
 
+/// Returns the element offset of a score in a mask with the given strides, in elements. A block mask has one element per
+/// block of queries and block of keys.
+#[cube]
+fn mask_offset(
+    place: &ScorePlace,
+    batch: usize,
+    head: usize,
+    query: usize,
+    key: usize,
+    #[comptime] structure: Structure,
+) -> usize {
+    if comptime!(structure.has_block_mask()) {
+        let row = place.query / comptime!(structure.mask_block[0] as i32);
+        let column = place.key / comptime!(structure.mask_block[1] as i32);
+        place.batch as usize * batch
+            + place.head as usize * head
+            + row as usize * query
+            + column as usize * key
+    } else {
+        offset(place, batch, head, query, key)
+    }
+}
+
+/// A tile of queries and a block of keys, as ranges of query heads, queries and keys. No range is empty.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct TileAndBlock {
+    pub batch: u32,
+    pub first_head: u32,
+    pub last_head: u32,
+    pub first_query: i32,
+    pub last_query: i32,
+    pub first_key: i32,
+    pub last_key: i32,
+}
+
+/// True if the block mask shows a key of the block to a query of the tile. Without a block mask, the function returns
+/// true, because it does not search masks with one element per score. Rows past the last query and key do not count.
+#[cube]
+pub(crate) fn block_mask_shows<M: Numeric, F: Float>(
+    scoring: &Scoring<M, F>,
+    pair: &TileAndBlock,
+    #[comptime] structure: Structure,
+) -> bool {
+    let mut shown = true;
+    if comptime!(structure.has_block_mask()) {
+        let rows = comptime!(structure.mask_block[0] as i32);
+        let columns = comptime!(structure.mask_block[1] as i32);
+        let last_row = min(pair.last_query, scoring.seq_lens.q_len - 1i32) / rows;
+        let last_column = min(pair.last_key, scoring.seq_lens.kv_len - 1i32) / columns;
+        #[comptime]
+        match &scoring.mask {
+            ComptimeOption::Some(mask) => {
+                shown = false;
+                let mut head = pair.first_head;
+                while head <= pair.last_head && !shown {
+                    let mut row = pair.first_query / rows;
+                    while row <= last_row && !shown {
+                        let mut column = pair.first_key / columns;
+                        while column <= last_column && !shown {
+                            let element = pair.batch as usize * mask.stride(0)
+                                + head as usize * mask.stride(1)
+                                + row as usize * mask.stride(2)
+                                + column as usize * mask.stride(3);
+                            shown = mask[element] != M::from_int(0);
+                            column += 1i32;
+                        }
+                        row += 1i32;
+                    }
+                    head += 1u32;
+                }
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    shown
+}
+
 /// Returns the score without the bias: `softcap(scale · dot)`, where `dot` is `q·k`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
@@ -265,12 +343,13 @@ pub(crate) fn is_visible<M: Numeric, F: Float>(
             match &scoring.mask {
                 ComptimeOption::Some(mask) => {
                     if visible {
-                        visible = mask[offset(
+                        visible = mask[mask_offset(
                             place,
                             mask.stride(0),
                             mask.stride(1),
                             mask.stride(2),
                             mask.stride(3),
+                            structure,
                         )] != M::from_int(0);
                     }
                 }

@@ -51,6 +51,8 @@ pub(crate) struct Structure {
     /// The number of key intervals per query: 0, 1 or 2. A query sees the keys in the union of its intervals.
     pub intervals: usize,
     pub mask: bool,
+    /// The numbers of queries and of keys per element of the mask.
+    pub mask_block: [usize; 2],
 }
 
 impl Structure {
@@ -64,12 +66,28 @@ impl Structure {
             segments: false,
             intervals: 0,
             mask: false,
+            mask_block: [1, 1],
         }
     }
 
     /// True if a key that a query does not see can lie between two keys that the query sees.
     pub(crate) const fn is_irregular(&self) -> bool {
         self.segments || self.intervals > 0 || self.mask
+    }
+
+    /// True if the mask has one element per block of queries and block of keys, not one element per score.
+    pub(crate) const fn has_block_mask(&self) -> bool {
+        self.mask && (self.mask_block[0] > 1 || self.mask_block[1] > 1)
+    }
+
+    /// Returns the numbers of rows and of columns per element of the mask, for a tile whose rows are of `side`.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn mask_element(&self, side: Side) -> [usize; 2] {
+        let [queries, keys] = self.mask_block;
+        match side {
+            Side::Queries => [queries, keys],
+            Side::Keys => [keys, queries],
+        }
     }
 
     /// The number of i32 values per sequence at the start of the packed buffer. One value is the sequence's number of keys,

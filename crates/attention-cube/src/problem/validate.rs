@@ -1,6 +1,7 @@
 //! Validates the arguments of an attention call: shapes, dtypes, devices and the options' values.
 
 use super::{AttentionProblem, MAX_HEAD_DIM};
+use crate::block_mask::BlockMask;
 use crate::error::AttentionError;
 use crate::options::{AttentionOptions, Dropout};
 use crate::types::quantized::{CodeFormat, QuantizedRows};
@@ -241,12 +242,9 @@ impl AttentionProblem {
 
         let scores = [batch, q_heads, q_len, kv_len];
         let float = [(dtype, "the query's"), (DType::F32, "or full precision")];
-        if let Some(mask) = &options.mask {
-            check_broadcast("mask", &mask.dims(), scores)?;
-            check_device("mask", mask, &device)?;
-        }
+        check_masks(options, scores, &device)?;
         if let Some(bias) = &options.bias {
-            check_broadcast("bias", &bias.dims(), scores)?;
+            check_broadcast("bias", &bias.dims(), scores, SCORES)?;
             check_dtype("bias", bias.dtype(), &float)?;
             check_device("bias", bias, &device)?;
         }
@@ -337,7 +335,8 @@ impl AttentionProblem {
             causal: options.causal,
             window_left: options.window_left,
             window_right: options.window_right,
-            mask: options.mask.as_ref().map(Tensor::dims),
+            mask: options.any_mask().map(|(mask, _)| mask.dims()),
+            mask_block: options.any_mask().map_or([1, 1], |(_, block)| block),
             bias: options
                 .bias
                 .as_ref()
@@ -397,25 +396,72 @@ pub(crate) fn check_dims<const D: usize>(
     Ok(())
 }
 
+/// The names of the dimensions of the scores.
+const SCORES: [&str; 4] = ["batch", "q_heads", "q_len", "kv_len"];
+
 fn check_broadcast(
     argument: &'static str,
     has: &[usize; 4],
-    scores: [usize; 4],
+    sizes: [usize; 4],
+    names: [&'static str; 4],
 ) -> Result<(), AttentionError> {
-    let names = ["batch", "q_heads", "q_len", "kv_len"];
-    for ((&found, dimension), size) in has.iter().zip(names).zip(scores) {
+    for ((&found, dimension), size) in has.iter().zip(names).zip(sizes) {
         if found != size && found != 1 {
             return Err(AttentionError::Shape {
                 argument,
                 has: has.to_vec(),
                 dimension,
                 found,
-                expected: format!("{size} or 1, to broadcast to {scores:?}"),
+                expected: format!("{size} or 1, to broadcast to {sizes:?}"),
             });
         }
     }
     Ok(())
 }
+
+/// Checks the mask or the block mask. A call may not have both.
+fn check_masks(
+    options: &AttentionOptions,
+    scores: [usize; 4],
+    device: &Device,
+) -> Result<(), AttentionError> {
+    if let Some(mask) = &options.mask {
+        check_broadcast("mask", &mask.dims(), scores, SCORES)?;
+        check_device("mask", mask, device)?;
+    }
+    let Some(BlockMask { visible, block }) = &options.block_mask else {
+        return Ok(());
+    };
+    if options.mask.is_some() {
+        return Err(AttentionError::Combination {
+            argument: "block_mask",
+            with: "mask",
+        });
+    }
+    for size in block {
+        if !(1..=MAX_MASK_BLOCK).contains(size) {
+            return Err(AttentionError::Value {
+                argument: "block_mask",
+                has: *size as f64,
+                expected: "blocks of 1 to 2^20 queries and keys",
+            });
+        }
+    }
+    let [batch, q_heads, q_len, kv_len] = scores;
+    let blocks = [
+        batch,
+        q_heads,
+        q_len.div_ceil(block[0]),
+        kv_len.div_ceil(block[1]),
+    ];
+    let names = ["batch", "q_heads", "query blocks", "key blocks"];
+    check_broadcast("block_mask", &visible.dims(), blocks, names)?;
+    check_device("block_mask", visible, device)
+}
+
+/// The largest number of queries or keys per element of a block mask. The product of a block index and this number fits
+/// in i32.
+const MAX_MASK_BLOCK: usize = 1 << 20;
 
 /// The largest number of intervals per query.
 const MAX_INTERVALS: usize = 2;
@@ -527,7 +573,7 @@ fn check_checkpointing(
         ("query", Some(query.clone())),
         ("key", Some(key)),
         ("value", Some(value)),
-        ("mask", options.mask.as_ref().map(Tensor::device)),
+        ("mask", options.any_mask().map(|(mask, _)| mask.device())),
         ("bias", options.bias.as_ref().map(Tensor::device)),
         (
             "kv_lengths",

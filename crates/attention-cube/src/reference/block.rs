@@ -36,7 +36,7 @@ pub(crate) struct Place {
 /// The tensors and sizes of a block, and the block's place. Keys and values are contiguous, not in pages.
 pub(crate) struct Block<B: Backend> {
     /// The parts of the inputs that the block covers. The lengths of sequences are still those of the whole call, not
-    /// of the block.
+    /// of the block. A block mask still has the rows and columns of the whole call.
     pub inputs: AttentionInputs<B>,
     /// The options of the call, with the sizes of the block.
     pub problem: AttentionProblem,
@@ -95,8 +95,14 @@ impl<B: Backend> Block<B> {
             MaybeInt::from(tensor.as_option().map(part))
         };
         let mask = inputs.mask.as_option().map(|mask| {
-            let ranges = broadcast(&mask.shape(), &scores);
-            bools::<B>(mask.clone(), &ranges)
+            let shape = mask.shape();
+            let [sequences, heads, queries, keys] = broadcast(&shape, &scores);
+            // A block mask keeps all rows and columns, because its blocks may straddle the edges of this block.
+            let [queries, keys] = match problem.has_block_mask() {
+                true => [0..shape[2], 0..shape[3]],
+                false => [queries, keys],
+            };
+            bools::<B>(mask.clone(), &[sequences, heads, queries, keys])
         });
         let bias = inputs.bias.as_option().map(|bias| {
             let ranges = broadcast(&bias.shape(), &scores);

@@ -1,7 +1,7 @@
 //! Copies keys and values from pages to contiguous tensors, and appends new rows to the pages. Tests compare the kernels
 //! with this module, and devices without kernels run it.
 
-use super::tensors::{INTS, at_least_i32, clamped_integers};
+use crate::integers::{INTS, at_least_i32, clamped_integers};
 use crate::problem::AttentionProblem;
 use crate::types::tensors::{
     AppendPlaces, AttentionInputs, MaybeInt, QuantizedInputs, QuantizedTensors,

@@ -1,7 +1,8 @@
 //! Score mods and mask mods, run on the CPU for every score.
 
 use super::block::Block;
-use super::tensors::{cast, clamped_integers};
+use super::tensors::cast;
+use crate::integers::clamped_integers;
 use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
 use crate::types::tensors::{AttentionInputs, MaybeFloat, MaybeInt, logsumexp_dtype};
 use burn::backend::{

@@ -1,9 +1,9 @@
-//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask, bias and mask mod can hide
+//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask, block mask, bias and mask mod can hide
 //! keys.
 
 use super::block::Block;
 use super::score_mod;
-use super::tensors::{INTS, clamped_integers};
+use crate::integers::{INTS, clamped_integers};
 use crate::problem::AttentionProblem;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
@@ -85,7 +85,7 @@ pub(super) fn visibility<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> 
         ));
     }
     if let Some(mask) = inputs.mask.as_option() {
-        conditions.push(mask.clone());
+        conditions.push(mask_of_scores::<B>(mask, block));
     }
     if let Some(bias) = inputs.bias.clone().into_option() {
         conditions.push(B::float_not_equal_elem(
@@ -104,6 +104,26 @@ pub(super) fn visibility<B: Backend>(block: &Block<B>) -> Option<BoolTensor<B>> 
             B::bool_expand(next, shape),
         )
     })
+}
+
+/// Returns the mask with one element per score of the block. A dimension of size 1 stays, because it is broadcast.
+fn mask_of_scores<B: Backend>(mask: &BoolTensor<B>, block: &Block<B>) -> BoolTensor<B> {
+    let (problem, place) = (&block.problem, block.place);
+    if !problem.has_block_mask() {
+        return mask.clone();
+    }
+    let device = block.inputs.query.device();
+    let [of_queries, of_keys] = problem.mask_block;
+    let rows = (2, place.query, problem.q_len, of_queries);
+    let columns = (3, place.key, problem.kv_len, of_keys);
+    [rows, columns]
+        .into_iter()
+        .filter(|(dim, ..)| mask.shape()[*dim] > 1)
+        .fold(mask.clone(), |mask, (dim, first, length, size)| {
+            let positions = B::int_arange(first as i64..(first + length) as i64, &device, INTS);
+            let elements = B::int_div_scalar(positions, (size as i64).into());
+            B::bool_select(mask, dim, elements)
+        })
 }
 
 /// Returns the lengths of `batch` sequences as i32 `[batch, 1, 1, 1]`, clamped to `0..=most`.

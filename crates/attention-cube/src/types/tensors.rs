@@ -276,13 +276,14 @@ pub(crate) fn inputs(
     options: AttentionOptions,
 ) -> AttentionInputs<Dispatch> {
     let intervals = intervals(&options);
+    let mask = options.any_mask().map(|(mask, _)| mask.clone());
     let (query_segments, key_segments) = options.segments.unzip();
     AttentionInputs {
         query: query.into_dispatch(),
         key: key.into_dispatch(),
         value: value.into_dispatch(),
         page_table: MaybeInt::Absent,
-        mask: options.mask.map(Tensor::into_dispatch).into(),
+        mask: mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
         query_lengths: options.query_lengths.map(Tensor::into_dispatch).into(),

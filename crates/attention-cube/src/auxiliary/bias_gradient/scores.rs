@@ -17,7 +17,7 @@ use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::head_operand;
 use crate::math::rounding::rounded;
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Scoring, is_visible};
+use crate::math::score::{Scoring, TileAndBlock, block_mask_shows, is_visible};
 use crate::math::score_mod::ScorePlace;
 use crate::math::visibility::{blocks_meet, is_whole, seq_info, visible_keys};
 use crate::tile_ops::product::{multiply_transposed, new_stage};
@@ -131,6 +131,20 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                 own_key_tile as u32,
                 kind.structure,
             );
+        }
+        if comptime!(kind.structure.has_block_mask()) {
+            if visited {
+                let pair = TileAndBlock {
+                    batch,
+                    first_head: head,
+                    last_head: head,
+                    first_query: first_row,
+                    last_query: end_row - 1i32,
+                    first_key: first,
+                    last_key: first + column_size - 1i32,
+                };
+                visited = block_mask_shows(&scoring, &pair, kind.structure);
+            }
         }
         if visited {
             multiply_transposed(

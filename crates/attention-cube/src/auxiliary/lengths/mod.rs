@@ -148,6 +148,7 @@ pub(crate) fn prepare(
         lengths_ahead: false,
         query_lengths: false,
         mask: false,
+        mask_block: [1, 1],
         ..structure(problem)
     };
 

@@ -154,6 +154,93 @@ pub(crate) fn sum_up_mask(
     }
 }
 
+/// The pairs of a tile and a block whose summaries [`sum_up_block_mask`] computes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct SummaryGrid {
+    /// The offset of the first summary, in words.
+    pub start: u32,
+    /// The number of rows of mask elements per head. A row takes `words` words.
+    pub rows: u32,
+    pub words: u32,
+    /// The number of columns that the mask covers.
+    pub columns: u32,
+    /// The number of tiles per head, of blocks per tile, and of pairs of a tile and a block.
+    pub tiles: u32,
+    pub blocks: u32,
+    pub count: u32,
+    /// The number of rows of a tile, and the number of columns of a block.
+    pub tile_rows: u32,
+    pub block_columns: u32,
+}
+
+/// Computes the summaries of a packed block mask. An element of the mask covers `row_size` rows and `column_size` columns.
+///
+/// The summaries of a head are for tiles that start at this head. A tile has rows of `tile_heads` heads, but no rows of
+/// another GQA group, which has `group` heads.
+#[cube(launch_unchecked)]
+pub(crate) fn sum_up_block_mask(
+    bits: &mut Tensor<u32>,
+    grid: SummaryGrid,
+    tile_heads: u32,
+    group: u32,
+    row_size: u32,
+    column_size: u32,
+) {
+    let index = plane_of_launch();
+    if index < grid.count {
+        let block = index % grid.blocks;
+        let tile = index / grid.blocks % grid.tiles;
+        let first_head = index / grid.blocks / grid.tiles;
+        let end_head = min(first_head + tile_heads, (first_head / group + 1u32) * group);
+        let first_row = min(tile * grid.tile_rows / row_size, grid.rows - 1u32);
+        let last_row = min(
+            ((tile + 1u32) * grid.tile_rows - 1u32) / row_size,
+            grid.rows - 1u32,
+        );
+        let first_column = block * grid.block_columns;
+        let end_column = min(first_column + grid.block_columns, grid.columns);
+        let elements = Keys {
+            first: (first_column / column_size) as i32,
+            end: ((end_column - 1u32) / column_size + 1u32) as i32,
+        };
+        let lane = UNIT_POS % 32u32;
+        let mut any = false;
+        let mut every_column = true;
+        let mut all = true;
+        let mut word = elements.first / 32i32;
+        while word * 32i32 < elements.end {
+            let inside = bits_of_run(elements, word * 32i32);
+            let mut seen = 0u32;
+            let mut head = first_head;
+            while head < end_head {
+                let mut row = first_row + lane;
+                while row <= last_row {
+                    let at = (head * grid.rows + row) as usize * grid.words as usize;
+                    let own = bits[at + word as usize] & inside;
+                    seen |= own;
+                    all = all && own == inside;
+                    row += 32u32;
+                }
+                head += 1u32;
+            }
+            #[unroll]
+            for step in 0..5u32 {
+                seen |= plane_shuffle_xor(seen, comptime!(1u32 << step));
+            }
+            any = any || seen != 0u32;
+            every_column = every_column && seen == inside;
+            word += 1i32;
+        }
+        let all = plane_all(all);
+        if lane == 0u32 {
+            let some = select(every_column, EVERY_KEY, SOME_KEYS);
+            let state = select(all, EVERYTHING, some);
+            bits[(grid.start + index) as usize] = select(any, state, NOTHING);
+        }
+    }
+}
+
 /// Returns the mask's summary for tile `tile` of query head `head` and key block `block`.
 #[cube]
 pub(crate) fn summary_of_block(

@@ -1,7 +1,9 @@
 //! Launches the kernels that pack a mask for the tensor-core kernels: see `kernel.rs`.
 
-use crate::auxiliary::mask_bits::kernel::{MaskOffsetsLaunch, PLANES, pack_mask_pdl, sum_up_mask};
-use crate::auxiliary::mask_bits::plan::MaskWords;
+use crate::auxiliary::mask_bits::kernel::{
+    MaskOffsetsLaunch, PLANES, SummaryGridLaunch, pack_mask_pdl, sum_up_block_mask, sum_up_mask,
+};
+use crate::auxiliary::mask_bits::plan::{MaskTile, MaskWords};
 use crate::kernel_args::collapse_broadcast_dims;
 use crate::math::side::Side;
 use crate::problem::AttentionProblem;
@@ -54,15 +56,14 @@ impl PackedMask {
 }
 
 /// Packs the mask, if the problem has one. If `side` is queries, a row of the packed mask belongs to one query and
-/// holds one bit per key. If `side` is keys, a row belongs to one key and holds one bit per query. A summary covers
-/// `tile_rows` rows and `block_keys` consecutive elements of each of these rows.
-///
-/// If `tile_rows` is `None`, the function computes no summaries.
+/// holds one bit per key. If `side` is keys, a row belongs to one key and holds one bit per query. A block mask has one
+/// row per block of rows, and one bit per block of columns. A summary covers the rows of `tile` and `block_keys`
+/// neighboring columns.
 pub(crate) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
     side: Side,
-    tile_rows: Option<usize>,
+    tile: MaskTile,
     block_keys: usize,
 ) -> PackedMask {
     let Some(mask) = inputs.mask.as_option() else {
@@ -75,7 +76,7 @@ pub(crate) fn pack(
         Side::Queries => [batch, heads, rows, columns],
         Side::Keys => [batch, heads, columns, rows],
     };
-    let words = MaskWords::new(own, problem, side, tile_rows, block_keys);
+    let words = MaskWords::new(own, problem, side, tile, block_keys);
     let bits = empty(&inputs.query, [words.all()], DType::U32);
     let client = bits.client.clone();
     let launch = |planes: usize| {
@@ -102,12 +103,53 @@ pub(crate) fn pack(
             columns as u32,
             words.pieces as u32,
             words.all_pieces() as u32,
-            block_keys as u32,
+            // The bits of a block mask have no gaps, as if each block had 32 keys.
+            if problem.has_block_mask() {
+                32
+            } else {
+                block_keys as u32
+            },
             supports_pdl(&client),
             element,
         );
     }
-    if let Some(tile_rows) = tile_rows {
+    if problem.has_block_mask() {
+        let (cubes, units) = launch(words.pairs());
+        let (tile_rows, tile_heads) = match tile {
+            MaskTile::Rows(rows) => (rows, 1),
+            MaskTile::Heads(heads) => (problem.q_len, heads),
+        };
+        let [of_queries, of_keys] = problem.mask_block;
+        let (row_size, column_size, all_columns) = match side {
+            Side::Queries => (of_queries, of_keys, problem.kv_len),
+            Side::Keys => (of_keys, of_queries, problem.q_len),
+        };
+        // SAFETY: each plane reads the words that the first launch wrote, and writes the summary of one pair of a tile
+        // and a block after these words. Planes without a pair do nothing.
+        unsafe {
+            sum_up_block_mask::launch_unchecked(
+                &client,
+                cubes,
+                units,
+                bits.clone().into_tensor_arg(),
+                SummaryGridLaunch::new(
+                    words.of_rows() as u32,
+                    rows as u32,
+                    words.of_row() as u32,
+                    all_columns as u32,
+                    words.tiles as u32,
+                    words.blocks as u32,
+                    words.pairs() as u32,
+                    tile_rows as u32,
+                    block_keys as u32,
+                ),
+                if heads == 1 { 1 } else { tile_heads as u32 },
+                problem.group() as u32,
+                row_size as u32,
+                column_size as u32,
+            );
+        }
+    } else if let MaskTile::Rows(tile_rows) = tile {
         let (cubes, units) = launch(words.pairs());
         // SAFETY: each plane reads the words that the first launch wrote, and writes the summary of one pair of a tile and a
         // block after these words. Planes without a pair do nothing.
@@ -136,14 +178,16 @@ pub(crate) fn pack(
 }
 
 /// Returns the mask as `[sequences, heads, rows, columns]`. If `side` is queries, the rows are queries and the columns
-/// keys. If `side` is keys, the rows are keys and the columns queries. The columns are expanded, and all other
+/// keys. If `side` is keys, the rows are keys and the columns queries. A block mask has rows and columns of elements.
+/// The columns are expanded, and all other
 /// broadcast dimensions keep size 1.
 fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
+    let [of_queries, of_keys] = problem.mask_block;
     let (mask, columns) = match side {
-        Side::Queries => (mask.clone(), problem.kv_len),
+        Side::Queries => (mask.clone(), problem.kv_len.div_ceil(of_keys)),
         Side::Keys => (
             CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
-            problem.q_len,
+            problem.q_len.div_ceil(of_queries),
         ),
     };
     let mask = collapse_broadcast_dims(&mask, 3);

@@ -10,11 +10,27 @@ pub(crate) const WORDS_PER_PLANE: usize = 16;
 /// The largest number of words that a u32 offset in a kernel can address.
 const MOST_WORDS: usize = u32::MAX as usize;
 
+/// The rows that share a summary of the mask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(dead_code, reason = "only the tensor-core engines pack masks")
+)]
+pub(crate) enum MaskTile {
+    /// A tile has this number of neighboring rows of one head.
+    Rows(usize),
+    /// A tile has all rows of this number of neighboring heads, all from one GQA group. Only a block mask has summaries
+    /// for such tiles.
+    Heads(usize),
+}
+
 /// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
 /// A tile is a group of consecutive rows, and a block is a group of consecutive columns.
 ///
 /// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. All broadcast
 /// dimensions except the columns are stored only once.
+///
+/// A block mask has one row per block of rows, and one bit per block of columns. Its words have no gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaskWords {
     pub batch: usize,
@@ -30,27 +46,35 @@ pub(crate) struct MaskWords {
 
 impl MaskWords {
     /// Plans the layout of a mask `[batch, heads, queries, keys]`. If `side` is queries, a row of the packed mask is
-    /// the mask's row of one query. If `side` is keys, a row of the packed mask is the mask's column of one key. Tiles
-    /// have `tile_rows` rows, and blocks have `block_columns` columns. If `tile_rows` is `None`, the layout has no
-    /// summaries.
+    /// the mask's row of one query. If `side` is keys, a row of the packed mask is the mask's column of one key. Blocks
+    /// have `block_columns` columns.
     pub fn new(
         [batch, heads, queries, keys]: [usize; 4],
         problem: &AttentionProblem,
         side: Side,
-        tile_rows: Option<usize>,
+        tile: MaskTile,
         block_columns: usize,
     ) -> Self {
-        let (rows, columns) = match side {
-            Side::Queries => (queries, problem.kv_len),
-            Side::Keys => (keys, problem.q_len),
+        let [of_queries, of_keys] = problem.mask_block;
+        let (rows, all_rows, columns, column_size) = match side {
+            Side::Queries => (queries, problem.q_len, problem.kv_len, of_keys),
+            Side::Keys => (keys, problem.kv_len, problem.q_len, of_queries),
         };
         let blocks = columns.div_ceil(block_columns);
+        let words = match problem.has_block_mask() {
+            true => columns.div_ceil(column_size).div_ceil(32),
+            false => blocks * block_columns.div_ceil(32),
+        };
         Self {
             batch,
             heads,
             rows,
-            pieces: (blocks * block_columns.div_ceil(32)).div_ceil(WORDS_PER_PLANE),
-            tiles: tile_rows.map_or(0, |tile_rows| rows.div_ceil(tile_rows)),
+            pieces: words.div_ceil(WORDS_PER_PLANE),
+            tiles: match tile {
+                MaskTile::Rows(_) if rows == 1 => 1,
+                MaskTile::Rows(tile_rows) => all_rows.div_ceil(tile_rows),
+                MaskTile::Heads(_) => usize::from(problem.has_block_mask()),
+            },
             blocks,
         }
     }
@@ -108,7 +132,8 @@ pub(crate) fn check_mask(
         return Ok(());
     };
     for (side, tile_rows, block_columns) in packed {
-        let words = MaskWords::new(shape, problem, side, Some(tile_rows), block_columns).all();
+        let tile = MaskTile::Rows(tile_rows);
+        let words = MaskWords::new(shape, problem, side, tile, block_columns).all();
         if words > MOST_WORDS {
             return Err(Refusal::MaskWords {
                 words,
@@ -139,10 +164,14 @@ mod tests {
             ([1, 3, 65_536, 32_768], [1, 3, 65_536, 32_768]),
             ([1, 60, 32_768, 32_768], [1, 60, 32_768, 32_768]),
         ] {
-            for (tile_rows, block_columns) in [(Some(128), 176), (Some(64), 64), (None, 128)] {
+            for (tile, block_columns) in [
+                (MaskTile::Rows(128), 176),
+                (MaskTile::Rows(64), 64),
+                (MaskTile::Heads(3), 128),
+            ] {
                 for side in [Side::Queries, Side::Keys] {
                     let problem = problem(scores);
-                    let words = MaskWords::new(mask, &problem, side, tile_rows, block_columns);
+                    let words = MaskWords::new(mask, &problem, side, tile, block_columns);
                     let context = format!("{mask:?}: {words:?}");
                     assert!(words.all() <= MOST_WORDS, "{context}");
                     let columns = match side {

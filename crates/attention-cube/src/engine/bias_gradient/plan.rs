@@ -56,12 +56,16 @@ impl BiasTiles {
         }
     }
 
-    /// Returns the number of loop iterations that a unit needs for one score tile. `columns` is `head_dim + value_dim`.
-    /// Software drivers limit the iterations, see [`SOFTWARE_ITERATIONS`].
-    fn iterations(&self, columns: usize) -> usize {
+    /// Returns the number of loop iterations that a unit needs for one score tile. Software drivers limit the
+    /// iterations, see [`SOFTWARE_ITERATIONS`].
+    fn iterations(&self, problem: &AttentionProblem) -> usize {
+        let columns = problem.head_dim + problem.value_dim;
         match self {
             // The scores stay in registers. The kernel runs only the GEMMs that compute S and dP.
-            Self::Units(tiles) => tiles.block_iterations(columns, 0, false),
+            Self::Units(tiles) => {
+                tiles.block_iterations(columns, 0, false)
+                    + problem.mask_search(1, tiles.rows, tiles.columns())
+            }
             Self::MatrixUnits(_) => 1,
         }
     }
@@ -131,8 +135,7 @@ impl BiasGradientPlan {
         match self.sum {
             BiasSum::Scores { parts } => {
                 let tiles = summed(problem, self.tiles.rows()).div_ceil(parts);
-                let columns = problem.head_dim + problem.value_dim;
-                tiles * self.tiles.iterations(columns)
+                tiles * self.tiles.iterations(problem)
             }
             BiasSum::Queries { parts } => parts.max(summed(problem, 1).div_ceil(parts)),
         }
@@ -170,7 +173,7 @@ fn sum(
         / cubes.max(1);
     let needed = match device.processors {
         Some(_) => {
-            let block = tiles.iterations(problem.head_dim + problem.value_dim);
+            let block = tiles.iterations(problem);
             summed.div_ceil((SOFTWARE_ITERATIONS / block).max(1))
         }
         None => 1,

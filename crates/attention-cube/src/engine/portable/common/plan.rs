@@ -146,6 +146,9 @@ pub(crate) fn forward_by(
     let block = plan
         .tiles
         .block_iterations(problem.head_dim, 1, has_masked(problem));
+    let heads = if plan.packed { problem.group() } else { 1 };
+    let queries = plan.tiles.rows.min(problem.q_len);
+    let block = block + problem.mask_search(heads, queries, plan.tiles.columns());
     let needed = blocks.div_ceil(plan.splits) * block;
     check_iterations(needed, device)?;
     Ok(plan)
@@ -179,8 +182,12 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
             let query_blocks = problem.q_len.div_ceil(key_value.columns());
             let key_blocks = problem.kv_len.div_ceil(query.columns());
             let masked = has_masked(problem);
-            let of_keys = query_blocks * key_value.block_iterations(both, 2, masked);
-            let of_queries = key_blocks * query.block_iterations(both, 1, masked);
+            let of_keys = key_value.block_iterations(both, 2, masked)
+                + problem.mask_search(1, key_value.columns(), key_value.rows);
+            let of_keys = query_blocks * of_keys;
+            let of_queries = query.block_iterations(both, 1, masked)
+                + problem.mask_search(1, query.rows, query.columns());
+            let of_queries = key_blocks * of_queries;
             of_queries.max(problem.group() * of_keys)
         }
     };

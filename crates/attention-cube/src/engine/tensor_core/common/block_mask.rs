@@ -114,7 +114,10 @@ pub(crate) fn block_mask(
         masking,
         rows,
         block as u32 * block_words + first_word,
+        block,
+        first_word,
         whole,
+        comptime!(size as usize),
         columns,
         kind.fragment,
     );

@@ -6,6 +6,7 @@ use super::tile_scheduler::TileKind;
 use crate::auxiliary::combine::combine_splits;
 use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
 use crate::auxiliary::mask_bits::launch::{PackedMask, pack};
+use crate::auxiliary::mask_bits::plan::MaskTile;
 use crate::auxiliary::reduce::sum_splits;
 use crate::engine::backward_pass::{BackwardPass, Gradients, blocks_of_bias};
 use crate::engine::optional_inputs::{OptionalInputs, bias_vector};
@@ -127,8 +128,11 @@ impl ForwardPass {
             stationary_side: Side::Queries,
         };
         let (optional_inputs, offsets) = OptionalInputs::new(inputs, problem, &[blocks]);
-        let tile_rows = (!shares_tile).then_some(rows);
-        let mask = pack(inputs, problem, Side::Queries, tile_rows, keys);
+        let tile = match shares_tile {
+            true => MaskTile::Heads(heads),
+            false => MaskTile::Rows(rows),
+        };
+        let mask = pack(inputs, problem, Side::Queries, tile, keys);
         let sinks = inputs.sinks.as_option().cloned();
         let sink_element = sinks
             .as_ref()
@@ -415,7 +419,7 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
                 &pass.inputs,
                 problem,
                 side,
-                Some(tiles.rows()),
+                MaskTile::Rows(tiles.rows()),
                 tiles.columns(),
             ),
         };

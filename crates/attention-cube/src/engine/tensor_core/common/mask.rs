@@ -42,7 +42,9 @@ pub(crate) fn bits_of_word(
 /// first row, and word `2i + 1` the same columns of the second row.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
-/// Loads the mask words of a thread's two rows for `columns` columns, starting at word `first_word` of the row's mask.
+/// Loads the mask words of a thread's two rows for `columns` columns. The first column is column `32 · first_word` of a
+/// block of `size` columns. Without a block mask, the words in memory start at word `row_word` of the row.
+///
 /// If the problem has no mask, or if the block is fully visible (`whole`), the words stay 0 and have no meaning.
 #[cube]
 #[allow(
@@ -52,30 +54,101 @@ pub(crate) type MaskWords = Vector<u32, Const<8>>;
 pub(crate) fn mask_words(
     masking: &Masking,
     rows: &RowPair,
+    row_word: u32,
+    block: i32,
     first_word: u32,
     whole: bool,
+    #[comptime] size: usize,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> MaskWords {
     let mut words = Vector::<u32, Const<8>>::zeroed();
     if comptime!(kind.structure.mask) {
         if !whole {
-            let mask = &masking.mask;
-            let offsets = &masking.mask_offsets;
             let last_row = rows_end(&masking.seq_lens, kind.side) - 1i32;
             let row_0 = min(rows.position_0, last_row) as u32;
             let row_1 = min(rows.position_1, last_row) as u32;
             #[unroll]
             for word in 0..columns.div_ceil(32) {
-                let at = first_word + comptime!(word as u32);
-                let own_0 = word_of(mask, offsets, rows.batch, rows.head_0, row_0, at);
-                let own_1 = word_of(mask, offsets, rows.batch, rows.head_1, row_1, at);
+                let at = if comptime!(kind.structure.has_block_mask()) {
+                    let first = block * comptime!(size as i32) + (first_word * 32u32) as i32;
+                    (first + comptime!(32 * word as i32)) as u32
+                } else {
+                    row_word + comptime!(word as u32)
+                };
+                let own_0 = mask_word(masking, rows.batch, rows.head_0, row_0, at, kind);
+                let own_1 = mask_word(masking, rows.batch, rows.head_1, row_1, at, kind);
                 words.insert(comptime!(2 * word), own_0);
                 words.insert(comptime!(2 * word + 1), own_1);
             }
         }
     }
     words
+}
+
+/// Returns a word of the mask for 32 columns of a row. `at` is the index of the word in the row. With a block mask, `at`
+/// is the first of the 32 columns.
+#[cube]
+fn mask_word(
+    masking: &Masking,
+    batch: u32,
+    head: u32,
+    row: u32,
+    at: u32,
+    #[comptime] kind: FragmentKind,
+) -> u32 {
+    let structure = comptime!(kind.structure);
+    if comptime!(structure.has_block_mask()) {
+        let element = comptime!(structure.mask_element(kind.side));
+        word_of_blocks(
+            masking,
+            batch,
+            head,
+            row / comptime!(element[0] as u32),
+            at as i32,
+            comptime!(element[1]),
+            kind.side,
+        )
+    } else {
+        word_of(&masking.mask, &masking.mask_offsets, batch, head, row, at)
+    }
+}
+
+/// Returns a word with one bit for each of the 32 columns from `first_column` on. The bit of a column is set if the block
+/// mask shows the column's block to the row of elements `row`. An element of the mask covers `size` columns.
+#[cube]
+fn word_of_blocks(
+    masking: &Masking,
+    batch: u32,
+    head: u32,
+    row: u32,
+    first_column: i32,
+    #[comptime] size: usize,
+    #[comptime] side: Side,
+) -> u32 {
+    let elements = comptime!(31usize.div_ceil(size) + 1);
+    let size = comptime!(size as i32);
+    let last = (columns_end(&masking.seq_lens, side) - 1i32) / size;
+    let mut bits = 0u32.runtime();
+    #[unroll]
+    for element in 0..elements {
+        let element = min(first_column / size + comptime!(element as i32), last);
+        let word = word_of(
+            &masking.mask,
+            &masking.mask_offsets,
+            batch,
+            head,
+            row,
+            element as u32 / 32u32,
+        );
+        let columns = Keys {
+            first: element * size,
+            end: (element + 1i32) * size,
+        };
+        let shown = word >> (element as u32 % 32u32) & 1u32;
+        bits |= select(shown == 1u32, bits_of_run(columns, first_column), 0u32);
+    }
+    bits
 }
 
 /// Clears the bits of columns that segments hide from the thread's two rows. A row does not see columns of other

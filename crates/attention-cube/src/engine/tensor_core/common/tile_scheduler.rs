@@ -43,8 +43,12 @@ impl TileKind {
 
     /// True if the launch has precomputed a mask summary for every tile and block. The summary tells whether the mask
     /// shows the tile all, some or none of the block.
+    ///
+    /// A tile with rows of several heads has summaries of a block mask only. Such tiles decode few queries, and without
+    /// summaries they would read all keys.
     pub(crate) const fn sums_up_mask(&self) -> bool {
-        self.fragment.structure.mask && self.heads == 1
+        let structure = self.fragment.structure;
+        structure.mask && (self.heads == 1 || structure.has_block_mask())
     }
 }
 

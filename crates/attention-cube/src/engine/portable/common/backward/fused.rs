@@ -24,11 +24,12 @@ use crate::auxiliary::backward_kind::BackwardKind;
 use crate::math::inputs::HeadSizes;
 use crate::math::layout::{Rows, head_rows, operand, row_offset};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::Scoring;
+use crate::math::score::{Scoring, TileAndBlock, block_mask_shows};
 use crate::math::side::Side;
 use crate::math::visibility::{
     blocks_meet, is_whole, seq_info, visible_keys, visible_queries, within_bounds,
 };
+use crate::problem::AttentionProblem;
 use crate::tile_ops::direct::{SumTiling, add_iterations, add_transposed, store_transposed};
 use crate::tile_ops::product::{new_stage, store_rounded};
 use crate::tile_ops::tiles::UnitTiles;
@@ -75,10 +76,10 @@ pub(crate) struct Window {
 pub(crate) fn pairs_per_launch(
     tiles: &UnitTiles,
     division: SumTiling,
-    head_dim: usize,
-    value_dim: usize,
+    problem: &AttentionProblem,
 ) -> usize {
-    let scores = head_dim.div_ceil(4) + value_dim.div_ceil(4);
+    let scores = problem.head_dim.div_ceil(4) + problem.value_dim.div_ceil(4);
+    let scores = scores + problem.mask_search(1, tiles.columns(), tiles.rows);
     let product = add_iterations(division, tiles) + 1;
     (SOFTWARE_ITERATIONS / (scores + 3 * product + 2)).max(1)
 }
@@ -194,7 +195,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         );
         let mut block = blocks.first;
         while block < blocks.end {
-            let visited = blocks_meet(
+            let mut visited = blocks_meet(
                 seq_lens,
                 lengths_and_ids,
                 batch,
@@ -202,6 +203,20 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                 key_tile,
                 kind.structure,
             );
+            if comptime!(kind.structure.has_block_mask()) {
+                if visited {
+                    let pair = TileAndBlock {
+                        batch,
+                        first_head: head,
+                        last_head: head,
+                        first_query: block * block_size,
+                        last_query: (block + 1i32) * block_size - 1i32,
+                        first_key: first_row,
+                        last_key: end_row - 1i32,
+                    };
+                    visited = block_mask_shows(&scoring, &pair, kind.structure);
+                }
+            }
             if visited {
                 let first = block * block_size;
                 let pair = Pair {

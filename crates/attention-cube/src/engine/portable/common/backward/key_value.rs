@@ -21,7 +21,7 @@ use crate::math::dropout::kernel::kept_scale;
 use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::{head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::Scoring;
+use crate::math::score::{Scoring, TileAndBlock, block_mask_shows};
 use crate::math::side::Side;
 use crate::math::visibility::{blocks_meet, is_whole, seq_info, visible_queries, within_bounds};
 use crate::tile_ops::product::{
@@ -116,7 +116,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
         );
         let mut block = blocks.first;
         while block < blocks.end {
-            let visited = blocks_meet(
+            let mut visited = blocks_meet(
                 seq_lens,
                 lengths_and_ids,
                 batch,
@@ -124,6 +124,20 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                 work_tile.tile,
                 kind.structure,
             );
+            if comptime!(kind.structure.has_block_mask()) {
+                if visited {
+                    let pair = TileAndBlock {
+                        batch,
+                        first_head: head,
+                        last_head: head,
+                        first_query: block * block_size,
+                        last_query: (block + 1i32) * block_size - 1i32,
+                        first_key: first_row,
+                        last_key: end_row - 1i32,
+                    };
+                    visited = block_mask_shows(&scoring, &pair, kind.structure);
+                }
+            }
             if visited {
                 let first = block * block_size;
                 let pair = Pair {

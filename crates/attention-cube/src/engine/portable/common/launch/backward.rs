@@ -82,7 +82,7 @@ fn windows(
     parts: usize,
     request: BackwardRequest,
 ) -> Vec<WindowLaunch> {
-    let pairs = pairs_per_launch(tiles, sum_tiling, problem.head_dim, problem.value_dim);
+    let pairs = pairs_per_launch(tiles, sum_tiling, problem);
     let key_tiles = problem.kv_len.div_ceil(tiles.rows);
     let blocks = problem.q_len.div_ceil(tiles.columns());
     let blocks_at_once = blocks.clamp(1, pairs);

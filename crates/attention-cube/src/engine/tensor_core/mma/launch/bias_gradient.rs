@@ -2,6 +2,7 @@
 
 use crate::auxiliary::lengths::BoundsOffsets;
 use crate::auxiliary::mask_bits::launch::pack;
+use crate::auxiliary::mask_bits::plan::MaskTile;
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::bias_gradient::launch::BiasGrid;
 use crate::engine::optional_inputs::bias_vector;
@@ -61,7 +62,7 @@ impl BackwardPass<'_> {
             inputs,
             problem,
             Side::Queries,
-            Some(tiles.rows()),
+            MaskTile::Rows(tiles.rows()),
             tiles.columns,
         );
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
