@@ -5,7 +5,7 @@ use crate::report::Pass::{self, Backward, Forward};
 use attention_cube::paged::try_paged_attention;
 use attention_cube::score_mod::Alibi;
 use attention_cube::varlen::Sequences;
-use attention_cube::{AttentionOptions, try_fused_attention};
+use attention_cube::{AttentionOptions, BlockMask, try_fused_attention};
 use attention_workspace::{
     Dtype, Error,
     timing::{Effort, Timer},
@@ -29,6 +29,8 @@ pub struct Attention {
     /// True if every fourth block of 256 tokens is an image whose tokens all see each other. Intervals of visible keys
     /// then replace the causal mask.
     images: bool,
+    /// The blocks of keys that a block of queries reads, or `None` without a block mask.
+    blocks: Option<ListedBlocks>,
     /// How the prompts of [`RAGGED`] are stored. These prompts have different lengths. The field is `None` if all
     /// prompts have the same length.
     ragged: Option<Rows>,
@@ -57,6 +59,35 @@ enum Mask {
     Own,
     /// The mask is a tensor `[1, 1, length, length]`, expanded with stride 0 to all sequences and heads.
     Expanded,
+}
+
+/// The sizes of a block mask, as a top-k selection of key blocks gives it.
+#[derive(Clone, Copy)]
+struct ListedBlocks {
+    /// The numbers of queries and of keys per block.
+    block: [usize; 2],
+    /// The largest number of key blocks that a block of queries reads.
+    listed: usize,
+}
+
+impl ListedBlocks {
+    /// Returns the table of the listed blocks, `[1, 1, query blocks, listed]`. Each block of queries reads the first block
+    /// of keys, the block of its own last key, and blocks between them that look random.
+    fn mask(&self, length: usize, kv_len: usize, device: &Device) -> BlockMask {
+        let Self { block, listed } = *self;
+        let rows = length.div_ceil(block[0]);
+        let key_blocks = kv_len.div_ceil(block[1]);
+        let entries = (0..rows).flat_map(|row| {
+            let last_key = (kv_len - length) + ((row + 1) * block[0]).min(length) - 1;
+            let own = last_key / block[1];
+            (0..listed).map(move |entry| match entry {
+                0 => own as i32,
+                entry => ((row * 7919 + (entry - 1) * 104_729) % (own + 1)) as i32,
+            })
+        });
+        let table = TensorData::new(entries.collect::<Vec<_>>(), [1, 1, rows, listed]);
+        BlockMask::from_table(Tensor::from_data(table, device), key_blocks, block)
+    }
 }
 
 /// The storage of prompts that have different lengths.
@@ -104,6 +135,7 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         causal,
         document: None,
         images: false,
+        blocks: None,
         ragged: None,
         page_len: None,
         dropout: false,
@@ -245,6 +277,44 @@ const fn paged(name: &'static str, width: usize) -> Cliff {
     cliff(name, Forward, case, contiguous, 1.05)
 }
 
+/// Creates a cliff in which each block of 128 queries reads up to 32 of 256 blocks of keys. In the counterpart, every query
+/// sees all of 4,096 keys, so the number of scores is about the same.
+const fn blocks(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
+    let dense = Attention {
+        kv_len: 4096,
+        ..attention([1, heads, 32_768, width], false)
+    };
+    let case = Attention {
+        causal: true,
+        kv_len: 32_768,
+        blocks: Some(ListedBlocks {
+            block: [128, 128],
+            listed: 32,
+        }),
+        ..dense
+    };
+    cliff(name, pass, case, dense, 2.0)
+}
+
+/// Creates a cliff that decodes 8 sequences, in which a query reads 64 of 2,048 blocks of keys. The counterpart has only as
+/// many keys as the query reads.
+const fn few_blocks(name: &'static str, width: usize) -> Cliff {
+    let dense = Attention {
+        kv_heads: 1,
+        kv_len: 4096,
+        ..attention([8, 8, 1, width], true)
+    };
+    let case = Attention {
+        kv_len: 131_072,
+        blocks: Some(ListedBlocks {
+            block: [1, 64],
+            listed: 64,
+        }),
+        ..dense
+    };
+    cliff(name, Forward, case, dense, 3.0)
+}
+
 /// Creates a cliff with dropout. The counterpart has no dropout.
 const fn dropped(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
     let plain = attention([4, heads, 4096, width], true);
@@ -342,7 +412,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub static CLIFFS: [Cliff; 65] = [
+pub static CLIFFS: [Cliff; 70] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -367,6 +437,11 @@ pub static CLIFFS: [Cliff; 65] = [
     ragged("cliffs-varlen-d256", Backward, Rows::Packed, 4, 256),
     paged("cliffs-paged-d256", 256),
     paged("cliffs-paged-d512", 512),
+    blocks("cliffs-blocks-d128", Forward, 8, 128),
+    blocks("cliffs-blocks-d128", Backward, 8, 128),
+    blocks("cliffs-blocks-d256", Forward, 4, 256),
+    blocks("cliffs-blocks-d256", Backward, 4, 256),
+    few_blocks("cliffs-blocks-decode-d256", 256),
     dropped("cliffs-dropout-d128", Forward, 16, 128),
     dropped("cliffs-dropout-d128", Backward, 16, 128),
     dropped("cliffs-dropout-d256", Forward, 8, 256),
@@ -518,6 +593,9 @@ impl Prepared {
             };
             let ends = (0..length).map(|token| end(token) as i32).collect();
             options = options.visible_between(ints(vec![0; length]), ints(ends));
+        }
+        if let Some(blocks) = attention.blocks {
+            options = options.block_mask(blocks.mask(length, kv_len, device));
         }
         match attention.ragged {
             None => {}

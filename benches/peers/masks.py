@@ -11,6 +11,7 @@ The cases do the same work as the benchmark's cases of the same name:
     alibi      causal attention with ALiBi as a score_mod
     packed     256 documents of 1,024 tokens in one sequence, each causal
     varlen     packed causal prompts of 512 to 4,096 tokens, 61,440 tokens in all
+    blocks     32,768 causal tokens; each block of 128 queries reads up to 32 of 256 blocks of keys
     dropout    FlexAttention has none; scaled_dot_product_attention with dropout 0.1 is timed
 """
 import argparse
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from attention import milliseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 RAGGED = [(1, 4096), (4, 2048), (16, 1024), (64, 512)]
 
@@ -44,12 +45,28 @@ def alibi(heads):
     return lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()
 
 
+def listed_blocks(tokens):
+    """The key blocks that the benchmark's case `blocks` lists for each block of 128 queries, as a block mask."""
+    count = tokens // 128
+    visible = torch.zeros(count, count, dtype=torch.bool)
+    for row in range(count):
+        visible[row, row] = True
+        for entry in range(31):
+            visible[row, (row * 7919 + entry * 104729) % (row + 1)] = True
+    numbers = visible.sum(-1).int()
+    indices = torch.argsort(visible.int(), dim=-1, descending=True, stable=True).int()
+    numbers, indices = numbers[None, None].cuda(), indices[None, None].cuda()
+    return BlockMask.from_kv_blocks(numbers, indices, BLOCK_SIZE=128, mask_mod=causal)
+
+
 # name, [batch, heads, tokens, head size], mask, score_mod
 CASES = [
     ("images-d128", [1, 32, 8192, 128], lambda: images, None),
     ("images-d256", [1, 16, 8192, 256], lambda: images, None),
     ("alibi-d128", [4, 16, 4096, 128], lambda: causal, alibi),
     ("packed-d128", [1, 8, 262144, 128], lambda: documents([1024] * 256), None),
+    ("blocks-d128", [1, 8, 32768, 128], None, None),
+    ("blocks-d256", [1, 4, 32768, 256], None, None),
     (
         "varlen-d128",
         [1, 8, 61440, 128],
@@ -93,7 +110,10 @@ def main():
             continue
         torch._dynamo.reset()
         _, heads, tokens, _ = shape
-        block_mask = torch.compile(create_block_mask)(mask(), None, None, tokens, tokens, device="cuda")
+        if mask is None:
+            block_mask = listed_blocks(tokens)
+        else:
+            block_mask = torch.compile(create_block_mask)(mask(), None, None, tokens, tokens, device="cuda")
         flex = torch.compile(flex_attention, dynamic=False)
         score_mod = score(heads) if score else None
         run = lambda q, k, v: flex(q, k, v, score_mod=score_mod, block_mask=block_mask)
