@@ -71,8 +71,8 @@ struct ListedBlocks {
 }
 
 impl ListedBlocks {
-    /// Returns the table of the listed blocks, `[1, 1, query blocks, listed]`. Each block of queries reads the first block
-    /// of keys, the block of its own last key, and blocks between them that look random.
+    /// Returns the table of the listed blocks, `[1, 1, query blocks, listed]`. Each block of queries reads the first
+    /// block of keys, the block of its own last key, and blocks between them that look random.
     fn mask(&self, length: usize, kv_len: usize, device: &Device) -> BlockMask {
         let Self { block, listed } = *self;
         let rows = length.div_ceil(block[0]);
@@ -277,8 +277,8 @@ const fn paged(name: &'static str, width: usize) -> Cliff {
     cliff(name, Forward, case, contiguous, 1.05)
 }
 
-/// Creates a cliff in which each block of 128 queries reads up to 32 of 256 blocks of keys. In the counterpart, every query
-/// sees all of 4,096 keys, so the number of scores is about the same.
+/// Creates a cliff in which each block of 128 queries reads up to 32 of 256 blocks of keys. In the counterpart, every
+/// query sees all of 4,096 keys, so the number of scores is about the same.
 const fn blocks(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
     let dense = Attention {
         kv_len: 4096,
@@ -296,8 +296,8 @@ const fn blocks(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, dense, 2.0)
 }
 
-/// Creates a cliff that decodes 8 sequences, in which a query reads 64 of 2,048 blocks of keys. The counterpart has only as
-/// many keys as the query reads.
+/// Creates a cliff that decodes 8 sequences, in which a query reads 64 of 2,048 blocks of keys. The counterpart has
+/// only as many keys as the query reads.
 const fn few_blocks(name: &'static str, width: usize) -> Cliff {
     let dense = Attention {
         kv_heads: 1,

@@ -26,8 +26,8 @@ pub struct Inputs {
     /// The mask, in a shape that broadcasts to the scores. The element 1 means a visible key, and the element 0 means a hidden
     /// key.
     pub mask: Option<Dense>,
-    /// The numbers of queries and of keys per element of a block mask. All elements of `mask` in such a block are equal.
-    /// `None` if the call gets `mask` as it is.
+    /// The numbers of queries and of keys per element of a block mask. All elements of `mask` in such a block are
+    /// equal. `None` if the call gets `mask` as it is.
     pub mask_block: Option<[usize; 2]>,
     /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,

@@ -4,11 +4,12 @@ use crate::integers::{INTS, clamped_integers};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor};
 
-/// A mask with one element per block of queries and block of keys, like FlexAttention's `BlockMask`. It is the form of
-/// block-sparse attention, such as NSA, MoBA or Quest, in which each block of queries reads a few blocks of keys.
+/// A mask with one element per block of queries and block of keys, like FlexAttention's `BlockMask`. Block-sparse
+/// attention such as NSA, MoBA or Quest uses such masks: each block of queries sees a few blocks of keys.
 ///
-/// Kernels read only the blocks of keys that the mask shows. Memory is proportional to the number of elements of the
-/// mask, not to the number of scores. Other options, such as the causal mask, hide further keys within the blocks.
+/// Kernels skip the blocks of keys that the mask hides from a whole tile of queries. Memory is proportional to the
+/// number of elements of the mask, not to the number of scores. Other options, such as the causal mask, hide further
+/// keys within the blocks.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, BlockMask, fused_attention};
@@ -33,8 +34,8 @@ pub struct BlockMask {
 }
 
 impl BlockMask {
-    /// Returns a mask of blocks of `block[0]` queries and `block[1]` keys: **`true` means visible**. The last blocks may
-    /// be partial.
+    /// Returns a mask of blocks of `block[0]` queries and `block[1]` keys: **`true` means visible**. The last blocks
+    /// may be partial.
     ///
     /// # Shapes
     /// `visible [batch, q_heads, q_len / block[0], kv_len / block[1]]`, where both quotients are rounded up. A
@@ -47,7 +48,8 @@ impl BlockMask {
     /// number of key blocks, `kv_len / block[1]` rounded up.
     ///
     /// Entries may have any order and may repeat. Negative entries, and entries of at least `key_blocks`, list no
-    /// block, so rows may list different numbers of blocks. The conversion runs on the device, without waiting for it.
+    /// block, so rows may list different numbers of blocks. The conversion runs on the device, and the host does not
+    /// wait. It needs 4 bytes for each element of the mask.
     ///
     /// # Shapes
     /// `table [batch, q_heads, q_len / block[0], n]` for up to `n` key blocks per row. Each of the first three
@@ -67,7 +69,13 @@ impl BlockMask {
             let ones = columns.ones_like();
             counts = counts.scatter(3, columns, ones, IndexingUpdateOp::Add);
         }
-        Self::new(counts.narrow(3, 0, key_blocks).greater_elem(0), block)
+        let visible = counts.greater_elem(0);
+        let visible = match key_blocks {
+            // `narrow` refuses a length of 0.
+            0 => Tensor::empty([batch, heads, rows, 0], &visible.device()),
+            _ => visible.narrow(3, 0, key_blocks),
+        };
+        Self::new(visible, block)
     }
 
     /// Repeats each head of the mask for the `group` query heads that read the same key head, where `group` is

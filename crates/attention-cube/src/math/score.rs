@@ -106,8 +106,8 @@ fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usiz
         + place.key as usize * key
 }
 
-/// Returns the element offset of a score in a mask with the given strides, in elements. A block mask has one element per
-/// block of queries and block of keys.
+/// Returns the element offset of a score in a mask with the given strides, in elements. A block mask has one element
+/// per block of queries and block of keys.
 #[cube]
 fn mask_offset(
     place: &ScorePlace,

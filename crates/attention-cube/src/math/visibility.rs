@@ -77,7 +77,7 @@ impl Structure {
 
     /// True if the mask has one element per block of queries and block of keys, not one element per score.
     pub(crate) const fn has_block_mask(&self) -> bool {
-        self.mask && (self.mask_block[0] > 1 || self.mask_block[1] > 1)
+        self.mask && (self.mask_block[0] != 1 || self.mask_block[1] != 1)
     }
 
     /// Returns the numbers of rows and of columns per element of the mask, for a tile whose rows are of `side`.

@@ -1,5 +1,5 @@
-//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask, block mask, bias and mask mod can hide
-//! keys.
+//! Decides which keys a query sees. Causal mask, lengths, window, segments, intervals, mask, block mask, bias and mask
+//! mod can hide keys.
 
 use super::block::Block;
 use super::score_mod;

@@ -1,5 +1,5 @@
-//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also
-//! gets a summary.
+//! Packs a bool mask for the tensor-core kernels into one bit per key, or per element of a block mask. Every pair of a
+//! query tile and a key block also gets a summary.
 //!
 //! For each key block, a thread of an attention kernel loads the mask bits of a row as a few 32-bit words. Without the
 //! packing, the thread would load one byte per score. The summary says how much of the key block is visible to the
@@ -174,10 +174,11 @@ pub(crate) struct SummaryGrid {
     pub block_columns: u32,
 }
 
-/// Computes the summaries of a packed block mask. An element of the mask covers `row_size` rows and `column_size` columns.
+/// Computes the summaries of a packed block mask. An element of the mask covers `row_size` rows and `column_size`
+/// columns.
 ///
-/// The summaries of a head are for tiles that start at this head. A tile has rows of `tile_heads` heads, but no rows of
-/// another GQA group, which has `group` heads.
+/// The summaries of a head are for tiles that start at this head. A tile has rows of `tile_heads` heads, all from one
+/// GQA group of `group` heads.
 #[cube(launch_unchecked)]
 pub(crate) fn sum_up_block_mask(
     bits: &mut Tensor<u32>,

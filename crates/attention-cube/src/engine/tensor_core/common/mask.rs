@@ -86,8 +86,8 @@ pub(crate) fn mask_words(
     words
 }
 
-/// Returns a word of the mask for 32 columns of a row. `at` is the index of the word in the row. With a block mask, `at`
-/// is the first of the 32 columns.
+/// Returns a word of the mask for 32 columns of a row. `at` is the index of the word in the row. With a block mask,
+/// `at` is the first of the 32 columns.
 #[cube]
 fn mask_word(
     masking: &Masking,
@@ -114,8 +114,8 @@ fn mask_word(
     }
 }
 
-/// Returns a word with one bit for each of the 32 columns from `first_column` on. The bit of a column is set if the block
-/// mask shows the column's block to the row of elements `row`. An element of the mask covers `size` columns.
+/// Returns a word with one bit for each of the 32 columns from `first_column` on. The bit of a column is set if the
+/// block mask shows the column's block to the row of elements `row`. An element of the mask covers `size` columns.
 #[cube]
 fn word_of_blocks(
     masking: &Masking,
@@ -126,29 +126,33 @@ fn word_of_blocks(
     #[comptime] size: usize,
     #[comptime] side: Side,
 ) -> u32 {
-    let elements = comptime!(31usize.div_ceil(size) + 1);
-    let size = comptime!(size as i32);
-    let last = (columns_end(&masking.seq_lens, side) - 1i32) / size;
-    let mut bits = 0u32.runtime();
-    #[unroll]
-    for element in 0..elements {
-        let element = min(first_column / size + comptime!(element as i32), last);
-        let word = word_of(
-            &masking.mask,
-            &masking.mask_offsets,
-            batch,
-            head,
-            row,
-            element as u32 / 32u32,
-        );
-        let columns = Keys {
-            first: element * size,
-            end: (element + 1i32) * size,
-        };
-        let shown = word >> (element as u32 % 32u32) & 1u32;
-        bits |= select(shown == 1u32, bits_of_run(columns, first_column), 0u32);
+    let mask = &masking.mask;
+    let offsets = &masking.mask_offsets;
+    let last = (columns_end(&masking.seq_lens, side) - 1i32) / comptime!(size as i32);
+    if comptime!(size == 1) {
+        // The bits of the 32 columns are neighbors in one word or in two.
+        let at = first_column as u32 / 32u32;
+        let next = min(at + 1u32, last as u32 / 32u32);
+        let low = word_of(mask, offsets, batch, head, row, at);
+        let high = word_of(mask, offsets, batch, head, row, next);
+        let both = u64::cast_from(high) << 32u64 | u64::cast_from(low);
+        u32::cast_from(both >> u64::cast_from(first_column as u32 % 32u32))
+    } else {
+        let size = comptime!(size as i32);
+        let mut bits = 0u32.runtime();
+        #[unroll]
+        for element in 0..comptime!(31usize.div_ceil(size as usize) + 1) {
+            let element = min(first_column / size + comptime!(element as i32), last);
+            let word = word_of(mask, offsets, batch, head, row, element as u32 / 32u32);
+            let columns = Keys {
+                first: element * size,
+                end: (element + 1i32) * size,
+            };
+            let shown = word >> (element as u32 % 32u32) & 1u32;
+            bits |= select(shown == 1u32, bits_of_run(columns, first_column), 0u32);
+        }
+        bits
     }
-    bits
 }
 
 /// Clears the bits of columns that segments hide from the thread's two rows. A row does not see columns of other

@@ -286,7 +286,8 @@ fn scheduler(
     if problem.has_bounds() && splits == 1 {
         return Scheduler::DynamicPersistent(tiles.min(multiprocessors));
     }
-    if tiles * splits <= multiprocessors || problem.has_lengths() {
+    let is_uneven = problem.has_lengths() || problem.has_block_mask();
+    if tiles * splits <= multiprocessors || is_uneven {
         return Scheduler::SingleTile;
     }
     let windowed = problem
