@@ -3,7 +3,7 @@
 use super::case::Case;
 use attention_cube::AttentionOptions;
 use attention_cube::score_mod::{
-    Alibi, MaskCode, MaskMod, ScoreCode, ScoreMod, ScorePlace, ScoreTable,
+    Alibi, LearnedScoreMod, MaskCode, MaskMod, ScoreCode, ScoreMod, ScorePlace, ScoreTable,
 };
 use burn::tensor::{Device, Tensor};
 #[cfg(feature = "cube")]
@@ -42,6 +42,17 @@ impl ScoreMod for Bent {
     fn derivative(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
         let below = 1.0f32 + score.abs();
         table.at(place.head) + 1.0f32 / (below * below)
+    }
+}
+
+#[cfg_attr(feature = "cube", cube)]
+impl LearnedScoreMod for Bent {
+    fn element(place: ScorePlace, _table: &ScoreTable) -> u32 {
+        place.head
+    }
+
+    fn element_derivative(score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
+        score
     }
 }
 

@@ -199,6 +199,7 @@ const NOTHING: BackwardRequest = BackwardRequest {
     value: false,
     bias: false,
     sinks: false,
+    table: false,
     lse_of_all_shards: false,
 };
 

@@ -11,7 +11,7 @@
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");
 
-use attention_workspace::testing::{case, compare, definition, dense, devices, inputs, run};
+use attention_workspace::testing::{case, code, compare, definition, dense, devices, inputs, run};
 
 mod random;
 mod refused;
@@ -40,6 +40,7 @@ mod hopper;
 mod intervals;
 mod large_scores;
 mod large_values;
+mod learned_tables;
 mod loops;
 mod masks;
 mod nn;

@@ -23,8 +23,8 @@
 //!
 //! Except for f64 inputs, the scores, the softmax and all sums are f32. The operations on a score are, in order: scale,
 //! softcap, [score mod](score_mod), bias, masking (causal mask, window, lengths, segments, intervals, mask, block
-//! mask), sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
-//! dtype.
+//! mask), sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is rounded
+//! to the input's dtype.
 //!
 //! | case | result |
 //! |---|---|
@@ -46,8 +46,8 @@
 //! [`paged`] for keys and values in pages. The module [`nn`] has the attention modules of `burn-nn` with fused
 //! attention.
 //!
-//! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the bias
-//! and the sinks. Both checkpointing strategies of Burn's autodiff are supported.
+//! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the
+//! bias, the sinks and the table of a [learned score mod](AttentionOptions::learned_score_mod). Both checkpointing strategies of Burn's autodiff are supported.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 #![cfg_attr(

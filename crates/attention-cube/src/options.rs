@@ -2,7 +2,7 @@
 
 use crate::block_mask::BlockMask;
 use crate::math::dropout::Threshold;
-use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
+use crate::math::score_mod::{LearnedScoreMod, MaskCode, MaskMod, ScoreCode, ScoreMod};
 use burn::tensor::{Bool, Int, Tensor};
 
 /// The alignment of the causal mask's diagonal. The alignment matters if the numbers of queries and keys differ.
@@ -111,13 +111,15 @@ impl AttentionOptions {
     /// Sets the mask, `[batch, q_heads, q_len, kv_len]`: **`true` means visible**. A dimension of size 1 is broadcast.
     ///
     /// Burn's own `attention` uses the opposite convention (`true` hides a key): use [`hidden`](Self::hidden) for such a mask.
+    /// A call has either this mask or a [`block_mask`](Self::block_mask), not both.
     pub fn mask(mut self, mask: Tensor<4, Bool>) -> Self {
         self.mask = Some(mask);
         self
     }
 
-    /// Sets a mask with one element per block of queries and block of keys, for block-sparse attention. Kernels read
-    /// only the blocks of keys that the mask shows. A call has either this mask or a [`mask`](Self::mask).
+    /// Sets a mask with one element per block of queries and block of keys, for block-sparse attention. Kernels skip
+    /// the blocks of keys that the mask hides from a whole tile of queries. A call has either this mask or a
+    /// [`mask`](Self::mask), not both.
     pub fn block_mask(mut self, mask: BlockMask) -> Self {
         self.block_mask = Some(mask);
         self
@@ -263,10 +265,40 @@ impl AttentionOptions {
     /// `table [n]` of any size, f32 or the query's dtype.
     ///
     /// # Panics
-    /// The attention call panics if autodiff tracks the table.
+    /// The attention call panics if autodiff tracks the table. Use [`learned_score_mod`](Self::learned_score_mod) for
+    /// such a table.
     pub fn score_mod<M: ScoreMod>(mut self, table: Option<Tensor<1>>) -> Self {
         self.score_mod = Some(ScoreCode::of::<M>());
         self.score_table = table;
+        self
+    }
+
+    /// Changes each score like [`score_mod`](Self::score_mod). The table has a gradient, for example to train the
+    /// biases of T5 or the slopes of ALiBi.
+    ///
+    /// The gradient costs an extra pass over all scores, which runs only if autodiff tracks the table.
+    ///
+    /// ```
+    /// use attention_cube::score_mod::Alibi;
+    /// use attention_cube::{AttentionOptions, fused_attention};
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    ///
+    /// # #[cfg(feature = "flex")] {
+    /// let device = Device::flex().autodiff();
+    /// let random = || Tensor::<4>::random([1, 2, 16, 8], Distribution::Default, &device);
+    /// let slopes = Alibi::slopes(2, &device).require_grad();
+    /// let options = AttentionOptions::new().causal().learned_score_mod::<Alibi>(slopes.clone());
+    /// let output = fused_attention(random(), random(), random(), options);
+    /// let gradients = output.sum().backward();
+    /// assert_eq!(slopes.grad(&gradients).map(|gradient| gradient.dims()), Some([2]));
+    /// # }
+    /// ```
+    ///
+    /// # Shapes
+    /// `table [n]` of any size, f32 or the query's dtype.
+    pub fn learned_score_mod<M: ScoreMod + LearnedScoreMod>(mut self, table: Tensor<1>) -> Self {
+        self.score_mod = Some(ScoreCode::learned::<M>());
+        self.score_table = Some(table);
         self
     }
 

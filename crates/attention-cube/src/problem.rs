@@ -2,7 +2,7 @@
 
 mod validate;
 
-use crate::math::score_mod::{MaskCode, ScoreCode};
+use crate::math::score_mod::{LearnedCode, MaskCode, ScoreCode};
 use crate::options::{CausalAlignment, Dropout};
 use crate::types::quantized::CodeFormat;
 use burn::tensor::DType;
@@ -91,6 +91,11 @@ impl AttentionProblem {
         self.score_mod.is_some() || self.mask_mod.is_some()
     }
 
+    /// Returns the functions for the gradient of the score mod's table, or `None` if the table has no gradient.
+    pub(crate) fn learned_code(&self) -> Option<LearnedCode> {
+        self.score_mod.and_then(|code| code.learned)
+    }
+
     /// Returns the same problem over contiguous keys and values.
     pub(crate) fn over_contiguous_keys(&self) -> Self {
         Self {
@@ -146,15 +151,16 @@ impl AttentionProblem {
         self.mask.is_some() && self.mask_block != [1, 1]
     }
 
-    /// Returns the largest number of elements of a block mask that a kernel reads to decide whether it skips a pair of
-    /// a tile and a block. The pair covers `queries` queries of `heads` heads, and `keys` keys. Without a block mask,
-    /// the number is 0.
+    /// Returns the largest number of loop iterations in which a kernel decides, by the block mask, whether it skips a
+    /// pair of a tile and a block. The pair covers `queries` queries of `heads` heads, and `keys` keys. Without a block
+    /// mask, the number is 0.
     pub(crate) fn mask_search(&self, heads: usize, queries: usize, keys: usize) -> usize {
         let elements = |size: usize, block: usize| size.div_ceil(block) + 1;
         match self.has_block_mask() {
             true => {
+                // The search has three nested loops, and a driver counts the iterations of all of them.
                 let [of_queries, of_keys] = self.mask_block;
-                heads * elements(queries, of_queries) * elements(keys, of_keys)
+                heads * (1 + elements(queries, of_queries) * (1 + elements(keys, of_keys)))
             }
             false => 0,
         }

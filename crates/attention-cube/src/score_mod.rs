@@ -64,8 +64,9 @@
 //! - An index past the end of a table reads the table's last element. In the code, the elements are f32, whatever the
 //!   table's dtype is.
 //! - Scores should stay finite. Use a [`MaskMod`] to hide keys.
-//! - No gradient flows to a table. [`fused_attention`](crate::fused_attention) panics if autodiff tracks the table. For learned
-//!   scores, add a [`bias`](crate::AttentionOptions::bias) instead.
+//! - A table has a gradient if its type also implements [`LearnedScoreMod`], and if the table is passed to
+//!   [`learned_score_mod`](crate::AttentionOptions::learned_score_mod). All other tables have none:
+//!   [`fused_attention`](crate::fused_attention) panics if autodiff tracks them.
 //! - The code computes in f32, also for f64 inputs.
 //! - [`varlen`](crate::varlen) does not support score mods and mask mods. In a call on one of the
 //!   [`shards`](crate::shards), key positions count from the shard's first key.
@@ -87,4 +88,6 @@ pub use self::alibi::Alibi;
 pub use self::distance_bias::DistanceBias;
 pub use self::same_document::SameDocument;
 pub use self::soft_window::SoftWindow;
-pub use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod, ScorePlace, ScoreTable};
+pub use crate::math::score_mod::{
+    LearnedScoreMod, MaskCode, MaskMod, ScoreCode, ScoreMod, ScorePlace, ScoreTable,
+};

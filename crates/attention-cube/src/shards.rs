@@ -179,6 +179,7 @@ pub fn backward(
         value: true,
         bias: options.bias.is_some(),
         sinks: options.sinks.is_some(),
+        table: false,
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();

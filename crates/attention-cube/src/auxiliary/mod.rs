@@ -19,3 +19,5 @@ pub(crate) mod pages;
 pub mod quantize;
 #[cfg(feature = "cube")]
 pub(crate) mod reduce;
+#[cfg(feature = "cube")]
+pub(crate) mod table_gradient;

@@ -27,6 +27,8 @@ struct AttentionState<B: Backend> {
     value: NodeId,
     bias: Option<NodeId>,
     sinks: Option<NodeId>,
+    /// The table of a score mod whose table has a gradient.
+    learned_table: Option<NodeId>,
     mask: MaybeBool<B>,
     kv_lengths: MaybeInt<B>,
     query_lengths: MaybeInt<B>,
@@ -41,7 +43,8 @@ struct AttentionState<B: Backend> {
     problem: AttentionProblem,
 }
 
-/// The attention node. Its parents are query, key and value, then the bias if present, then the sinks if present.
+/// The attention node. Its parents are query, key and value, and then those of bias, sinks and learned table that are
+/// present.
 #[derive(Debug)]
 struct AttentionStep;
 
@@ -69,7 +72,10 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             key_segments: state.key_segments,
             intervals: state.intervals,
             sinks: state.sinks.map(&mut saved_input).into(),
-            score_table: state.score_table,
+            score_table: match state.learned_table.map(&mut saved_input) {
+                Some(table) => MaybeFloat::Present(table),
+                None => state.score_table,
+            },
             mask_table: state.mask_table,
         };
         let output_gradient = gradients.consume::<B>(&ops.node);
@@ -80,6 +86,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
         let (query, key, value) = (next(), next(), next());
         let bias = state.bias.and_then(|_| next());
         let sinks = state.sinks.and_then(|_| next());
+        let table = state.learned_table.and_then(|_| next());
 
         let computed = B::attention_backward(
             inputs,
@@ -96,6 +103,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
                 value: value.is_some(),
                 bias: bias.is_some(),
                 sinks: sinks.is_some(),
+                table: table.is_some(),
                 lse_of_all_shards: false,
             },
         );
@@ -105,6 +113,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             (value, computed.value),
             (bias, computed.bias),
             (sinks, computed.sinks),
+            (table, computed.table),
         ] {
             if let (Some(parent), Some(gradient)) = (parent, gradient.into_option()) {
                 gradients.register::<B>(parent.id, gradient);
@@ -163,13 +172,20 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
             );
             let bias = inputs.bias.as_option().map(&mut checkpoint);
             let sinks = inputs.sinks.as_option().map(&mut checkpoint);
+            let learned = inputs.score_table.as_option();
+            let learned = learned.filter(|_| problem.learned_code().is_some());
+            let learned_table = learned.map(&mut checkpoint);
             let inputs = untracked(inputs);
             let (mask, kv_lengths) = (inputs.mask.clone(), inputs.kv_lengths.clone());
             let query_lengths = inputs.query_lengths.clone();
             let query_segments = inputs.query_segments.clone();
             let key_segments = inputs.key_segments.clone();
             let intervals = inputs.intervals.clone();
-            let (score_table, mask_table) = (inputs.score_table.clone(), inputs.mask_table.clone());
+            let score_table = match learned_table {
+                Some(_) => MaybeFloat::Absent,
+                None => inputs.score_table.clone(),
+            };
+            let mask_table = inputs.mask_table.clone();
             let result = B::attention_forward(inputs, problem.clone());
             let slot = LogsumexpGradient::<B>::default();
             let state = AttentionState {
@@ -178,6 +194,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
                 value,
                 bias,
                 sinks,
+                learned_table,
                 mask,
                 kv_lengths,
                 query_lengths,
@@ -222,8 +239,8 @@ fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table:
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(
         matches!(node.compute_bound().stateful(), OpsKind::UnTracked(_)),
-        "the table of the {name} needs a gradient, which code in kernels does not have; detach the table, or add the learned \
-         scores as a `bias`"
+        "the table of the {name} needs a gradient; pass the table of a score mod to `learned_score_mod`, or detach \
+         the table"
     );
 }
 
@@ -265,25 +282,34 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
             true => (inputs, problem),
             false => reference::pages::contiguous::<Self>(inputs, &problem),
         };
-        for (name, table) in [
-            ("score mod", &inputs.score_table),
-            ("mask mod", &inputs.mask_table),
+        let is_learned = problem.learned_code().is_some();
+        for (name, table, is_learned) in [
+            ("score mod", &inputs.score_table, is_learned),
+            ("mask mod", &inputs.mask_table, false),
         ] {
-            if let MaybeFloat::Present(table) = table {
+            if let (MaybeFloat::Present(table), false) = (table, is_learned) {
                 refuse_tracked::<B, C>(name, table.node());
             }
         }
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
-        match (&inputs.bias, &inputs.sinks) {
-            (MaybeFloat::Absent, MaybeFloat::Absent) => tracked_forward(inputs, [q, k, v], problem),
-            (MaybeFloat::Present(other), MaybeFloat::Absent)
-            | (MaybeFloat::Absent, MaybeFloat::Present(other)) => {
-                let other = other.node();
-                tracked_forward(inputs, [q, k, v, other], problem)
+        let table = inputs.score_table.as_option().filter(|_| is_learned);
+        let others = [inputs.bias.as_option(), inputs.sinks.as_option(), table];
+        let others: Vec<NodeGuard> = (others.into_iter().flatten())
+            .map(|tensor| tensor.node())
+            .collect();
+        match <[NodeGuard; 3]>::try_from(others) {
+            Ok([bias, sinks, table]) => {
+                tracked_forward(inputs, [q, k, v, bias, sinks, table], problem)
             }
-            (MaybeFloat::Present(bias), MaybeFloat::Present(sinks)) => {
-                let (bias, sinks) = (bias.node(), sinks.node());
-                tracked_forward(inputs, [q, k, v, bias, sinks], problem)
+            Err(others) => {
+                let mut others = others.into_iter();
+                match (others.next(), others.next()) {
+                    (Some(first), Some(second)) => {
+                        tracked_forward(inputs, [q, k, v, first, second], problem)
+                    }
+                    (Some(first), None) => tracked_forward(inputs, [q, k, v, first], problem),
+                    (None, _) => tracked_forward(inputs, [q, k, v], problem),
+                }
             }
         }
     }

@@ -131,6 +131,7 @@ mod metadata {
             value: operand(&inputs.value, request.value),
             bias: wanted(&inputs.bias, request.bias),
             sinks: wanted(&inputs.sinks, request.sinks),
+            table: wanted(&inputs.score_table, request.table),
         }
     }
 }

@@ -7,6 +7,7 @@ use super::visible;
 use crate::problem::AttentionProblem;
 use crate::reference::block::{Block, floats};
 use crate::reference::gradients::sinks_gradient;
+use crate::reference::score_mod::add_table_gradient;
 use crate::reference::scores::Scores;
 use crate::reference::tensors::{
     bool_dtype, cast, fill_rows, from_groups, is_negative_infinity, sum_to, to_groups,
@@ -16,7 +17,7 @@ use crate::reference::{dropout, parts};
 use crate::types::request::BackwardRequest;
 use crate::types::tensors::{AttentionGradients, AttentionSaved, logsumexp_dtype};
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn::tensor::Shape;
+use burn::tensor::{Shape, TensorData};
 use std::ops::Range;
 use std::slice;
 
@@ -33,6 +34,12 @@ pub(super) fn of_blocks<B: Backend>(
     let bounds = Bounds::new(&whole);
     let cuts = Cuts::new(problem, &bounds, sizes);
     let mut sums = Sums::<B>::new(problem, &cuts, request);
+    let table = whole
+        .inputs
+        .score_table
+        .as_option()
+        .filter(|_| request.table);
+    sums.table = table.map(|table| vec![0.0; table.shape().num_elements()]);
     let saved = Rows::of_saved(saved, problem);
     for (s, sequences) in cuts.sequences.iter().enumerate() {
         for (h, heads) in cuts.heads.iter().enumerate() {
@@ -69,6 +76,11 @@ pub(super) fn of_blocks<B: Backend>(
     let join = |grid: Option<Grid<B>>, dtype| grid.map(|grid| grid.join(dtype, &device));
     let dtype_of = |tensor: Option<&FloatTensor<B>>| tensor.map_or(dtype, |tensor| tensor.dtype());
     let sinks = join(sums.sinks, dtype_of(whole.inputs.sinks.as_option()));
+    let table = sums.table.map(|sums| {
+        let count = sums.len();
+        let data = TensorData::new(sums, [count]).convert::<f32>();
+        B::float_from_data(data, &device)
+    });
     AttentionGradients {
         query: join(sums.query, dtype).into(),
         key: join(sums.key, dtype).into(),
@@ -77,6 +89,7 @@ pub(super) fn of_blocks<B: Backend>(
         sinks: sinks
             .map(|sinks| B::float_reshape(sinks, Shape::new([problem.q_heads])))
             .into(),
+        table: table.into(),
     }
 }
 
@@ -176,6 +189,8 @@ struct Sums<B: Backend> {
     value: Option<Grid<B>>,
     bias: Option<Grid<B>>,
     sinks: Option<Grid<B>>,
+    /// The sums for each element of the score mod's table, on the host. The code of the score mod also runs there.
+    table: Option<Vec<f64>>,
 }
 
 impl<B: Backend> Sums<B> {
@@ -201,6 +216,7 @@ impl<B: Backend> Sums<B> {
             value: (request.value).then(|| grid(heads, keys, problem.value_dim)),
             bias: bias.map(|(shape, _)| of_bias(shape)),
             sinks: (request.sinks && problem.sinks.is_some()).then(of_sinks),
+            table: None,
         }
     }
 
@@ -223,7 +239,11 @@ impl<B: Backend> Sums<B> {
             let dv = B::float_matmul(B::float_transpose(p), output_gradient.clone());
             sum.add([s, h, j, 0], dv);
         }
-        if self.query.is_none() && self.key.is_none() && self.bias.is_none() {
+        let scores_have_gradients = self.query.is_some()
+            || self.key.is_some()
+            || self.bias.is_some()
+            || self.table.is_some();
+        if !scores_have_gradients {
             return;
         }
         let dp = B::float_matmul(output_gradient, B::float_transpose(scores.value));
@@ -240,6 +260,11 @@ impl<B: Backend> Sums<B> {
         let ds = seen(B::float_mul(p, B::float_sub(dp, rows.delta)));
         if let (Some(sum), Some((shape, _))) = (&mut self.bias, problem.bias) {
             sum.add([s, h, i, j], sum_to::<B>(ds.clone(), &Shape::new(shape)));
+        }
+        if let (Some(sums), Some(before), Some(learned)) =
+            (&mut self.table, scores.before, problem.learned_code())
+        {
+            add_table_gradient::<B>(sums, before, ds.clone(), learned, block);
         }
         let ds = match scores.slope {
             Some(slope) => seen(B::float_mul(ds, slope)),

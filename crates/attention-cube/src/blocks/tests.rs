@@ -123,6 +123,7 @@ fn of_blocks(
         value: true,
         bias: options.bias.is_some(),
         sinks: options.sinks.is_some(),
+        table: false,
         lse_of_all_shards: false,
     };
     let whole = || {

@@ -1,5 +1,5 @@
-//! The tensors that all kernels of one backward read. This module also computes the gradients of bias and sinks, after the
-//! engine's kernels.
+//! The tensors that all kernels of one backward read. This module also computes the gradients of bias, sinks and
+//! table, after the engine's kernels.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::rows_of_queries;
@@ -8,6 +8,8 @@ use crate::auxiliary::reduce::sum_parts;
 use crate::engine::bias_gradient::launch::bias_gradient;
 use crate::engine::bias_gradient::plan::BiasGradientPlan;
 use crate::engine::optional_inputs::OptionalInputs;
+use crate::engine::table_gradient::launch::table_gradient;
+use crate::engine::table_gradient::plan::TableGradientPlan;
 use crate::kernel_args::tensor_arg;
 use crate::kernel_args::{score_kind, structure};
 use crate::math::inputs::BackwardInputsLaunch;
@@ -26,17 +28,37 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::address_type;
 use cubecl::prelude::*;
 
-/// Returns the block sizes of the kernel that computes the bias gradient, or `None` if the bias gradient was not requested.
-pub(crate) fn blocks_of_bias(
-    plan: Option<BiasGradientPlan>,
-    request: BackwardRequest,
-) -> Option<Blocks> {
-    let plan = plan.filter(|_| request.bias);
-    plan.map(|plan| Blocks {
-        queries: plan.tiles.rows(),
-        keys: plan.tiles.columns(),
-        stationary_side: Side::Queries,
-    })
+/// The plans of the gradients that are computed after those of query, key and value. A gradient without a plan is not
+/// computed.
+#[derive(Clone, Copy)]
+pub(crate) struct RestPlans {
+    bias: Option<BiasGradientPlan>,
+    table: Option<TableGradientPlan>,
+}
+
+impl RestPlans {
+    /// Keeps the plans of the requested gradients.
+    pub(crate) fn new(
+        bias: Option<BiasGradientPlan>,
+        table: Option<TableGradientPlan>,
+        request: BackwardRequest,
+    ) -> Self {
+        Self {
+            bias: bias.filter(|_| request.bias),
+            table: table.filter(|_| request.table),
+        }
+    }
+
+    /// Returns the block sizes of the kernels, first of the bias and then of the table.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = Blocks> + use<> {
+        let bias = self.bias.map(|plan| Blocks {
+            queries: plan.tiles.rows(),
+            keys: plan.tiles.columns(),
+            stationary_side: Side::Queries,
+        });
+        let table = self.table.map(|plan| Blocks::of_queries(&plan.tiles));
+        bias.into_iter().chain(table)
+    }
 }
 
 /// The gradients of query, key and value that the engine's kernels have computed so far.
@@ -100,18 +122,23 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// Completes `gradients` with the gradients of bias and sinks, and drops gradients that were not requested.
-    /// `offsets` locates the sequence lengths and segment bounds in the buffer that packs them.
+    /// Completes `gradients` with the gradients of bias, sinks and table, and drops gradients that were not requested.
+    /// `offsets` locates the sequence lengths and segment bounds in the buffer that packs them, for each kernel of
+    /// `rest`.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,
-        bias: Option<BiasGradientPlan>,
-        offsets: Option<&BoundsOffsets>,
+        rest: RestPlans,
+        offsets: &[BoundsOffsets],
         request: BackwardRequest,
     ) -> AttentionGradients<CubeBackend> {
-        let bias = bias.filter(|_| request.bias).zip(offsets);
+        let bias = rest.bias.zip(offsets.first());
         let bias = self.inputs.bias.as_option().zip(bias);
         let bias = bias.map(|(bias, (plan, offsets))| bias_gradient(self, bias, plan, *offsets));
+        let table = rest.table.zip(offsets.last());
+        let table = self.inputs.score_table.as_option().zip(table);
+        let table =
+            table.map(|(table, (plan, offsets))| table_gradient(self, table, plan, *offsets));
         let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
         let sinks = sinks.map(|sinks| self.sinks(sinks));
         AttentionGradients {
@@ -120,6 +147,7 @@ impl<'a> BackwardPass<'a> {
             value: gradients.value.filter(|_| request.value).into(),
             bias: bias.into(),
             sinks: sinks.into(),
+            table: table.into(),
         }
     }
 

@@ -8,6 +8,7 @@ pub mod bias_gradient;
 #[cfg(feature = "cube")]
 pub(crate) mod optional_inputs;
 pub mod portable;
+pub mod table_gradient;
 pub mod tensor_core;
 pub mod tiling;
 

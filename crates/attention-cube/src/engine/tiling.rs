@@ -12,6 +12,7 @@ pub(crate) use self::limits::NARROWEST;
 pub(crate) use self::limits::check_sizes;
 use crate::auxiliary::mask_bits::plan::check_mask;
 use crate::engine::bias_gradient::plan::BiasGradientPlan;
+use crate::engine::table_gradient::plan::TableGradientPlan;
 #[cfg(feature = "cuda")]
 use crate::math::side::{Side, Sums};
 use crate::problem::AttentionProblem;
@@ -179,6 +180,8 @@ pub struct BackwardPlan<T> {
     pub vector: usize,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
+    /// The plan of the gradient of the score mod's table, or `None` if no table has a gradient.
+    pub table: Option<TableGradientPlan>,
     /// The operands that must be copied before the kernels run. In a copy, each row is aligned to 16 bytes and consists
     /// of whole 16-byte vectors.
     pub copies: Operands,
@@ -222,6 +225,7 @@ impl<T: BackwardTiles> BackwardPlan<T> {
             splits: GradientSplits::new(problem, device, &query, &key, value.as_ref()),
             vector,
             bias: BiasGradientPlan::on_matrix_units(problem, device, vector)?,
+            table: TableGradientPlan::new(problem, device, vector)?,
             copies: layouts.tma.others(Pass::Backward),
         })
     }

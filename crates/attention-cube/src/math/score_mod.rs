@@ -105,6 +105,11 @@ impl ScoreTable {
         Self { elements }
     }
 
+    /// Returns the number of elements.
+    pub(crate) fn count(&self) -> usize {
+        self.elements.len()
+    }
+
     /// Returns the element at `index`. An index past the end reads the last element, and a table without elements gives 0.
     pub fn at(&self, index: u32) -> f32 {
         let last = self.elements.len().saturating_sub(1);
@@ -122,6 +127,23 @@ pub trait ScoreMod: Send + Sync + 'static {
 
     /// Returns the derivative of [`score`](Self::score) with respect to its argument `score`.
     fn derivative(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
+}
+
+/// A score mod whose table has a gradient. Each score depends on at most one element of the table that needs a
+/// gradient.
+///
+/// Implement this trait in addition to [`ScoreMod`], and pass the type to
+/// [`learned_score_mod`](crate::AttentionOptions::learned_score_mod).
+#[cfg_attr(feature = "cube", cube)]
+#[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
+pub trait LearnedScoreMod: Send + Sync + 'static {
+    /// Returns the index of the table's element on which [`ScoreMod::score`] depends at `place`. An index past the end
+    /// stands for the last element.
+    fn element(place: ScorePlace, table: &ScoreTable) -> u32;
+
+    /// Returns the derivative of [`ScoreMod::score`] with respect to this element. Return 0 for a score that depends on
+    /// no element.
+    fn element_derivative(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
 }
 
 /// A type whose code hides keys from queries. The code is compiled into the kernels.
@@ -145,6 +167,21 @@ pub struct ScoreCode {
     pub(crate) expand_score: kernel::ExpandScore,
     #[cfg(feature = "cube")]
     pub(crate) expand_derivative: kernel::ExpandScore,
+    /// The functions for the gradient of the table, or `None` if the table has no gradient.
+    pub(crate) learned: Option<LearnedCode>,
+}
+
+/// The functions of a type that implements [`LearnedScoreMod`].
+#[derive(Clone, Copy)]
+pub(crate) struct LearnedCode {
+    /// [`LearnedScoreMod::element`] on the CPU.
+    pub element: fn(ScorePlace, &ScoreTable) -> u32,
+    /// [`LearnedScoreMod::element_derivative`] on the CPU.
+    pub derivative: fn(f32, ScorePlace, &ScoreTable) -> f32,
+    #[cfg(feature = "cube")]
+    pub expand_element: kernel::ExpandElement,
+    #[cfg(feature = "cube")]
+    pub expand_derivative: kernel::ExpandScore,
 }
 
 impl ScoreCode {
@@ -159,6 +196,22 @@ impl ScoreCode {
             expand_score: M::__expand_score,
             #[cfg(feature = "cube")]
             expand_derivative: M::__expand_derivative,
+            learned: None,
+        }
+    }
+
+    /// Returns the functions of the score mod `M`, whose table has a gradient.
+    pub fn learned<M: ScoreMod + LearnedScoreMod>() -> Self {
+        Self {
+            learned: Some(LearnedCode {
+                element: M::element,
+                derivative: M::element_derivative,
+                #[cfg(feature = "cube")]
+                expand_element: M::__expand_element,
+                #[cfg(feature = "cube")]
+                expand_derivative: M::__expand_element_derivative,
+            }),
+            ..Self::of::<M>()
         }
     }
 }

@@ -83,11 +83,13 @@ pub(crate) fn backward<B: Backend>(
     };
     let bias = inputs.bias.into_option().filter(|_| request.bias);
     let sinks = inputs.sinks.into_option().filter(|_| request.sinks);
+    let table = inputs.score_table.into_option().filter(|_| request.table);
     AttentionGradients {
         query: request.query.then(|| zeros(&inputs.query)).into(),
         key: request.key.then(|| zeros(&inputs.key)).into(),
         value: request.value.then(|| zeros(&inputs.value)).into(),
         bias: bias.map(|bias| zeros(&bias)).into(),
+        table: table.map(|table| zeros(&table)).into(),
         sinks: sinks
             .map(|sinks| match saved.logsumexp_gradient.into_option() {
                 Some(gradient) if has_rows(problem) => {

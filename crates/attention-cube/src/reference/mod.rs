@@ -11,7 +11,7 @@ pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
 pub(crate) mod quantized;
-mod score_mod;
+pub(crate) mod score_mod;
 pub(crate) mod scores;
 pub(crate) mod tensors;
 pub(crate) mod visibility;

@@ -2,8 +2,8 @@
 
 use super::block::Block;
 use super::tensors::cast;
-use crate::integers::clamped_integers;
-use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
+use crate::integers::{INTS, clamped_integers};
+use crate::math::score_mod::{LearnedCode, MaskCode, ScoreCode, ScorePlace, ScoreTable};
 use crate::types::tensors::{AttentionInputs, MaybeFloat, MaybeInt, logsumexp_dtype};
 use burn::backend::{
     Backend, TensorMetadata, read_sync,
@@ -45,9 +45,9 @@ pub(super) fn changed<B: Backend>(
     let before = floats::<B>(scores.clone());
     let places = places::<B>(block);
     let (after, derivative): (Vec<f32>, Vec<f32>) = before
-        .into_iter()
+        .iter()
         .zip(places)
-        .map(|(score, place)| {
+        .map(|(&score, place)| {
             let after = (code.score)(score, place, table);
             (after, (code.derivative)(score, place, table))
         })
@@ -70,11 +70,72 @@ pub(super) fn changed<B: Backend>(
     let scores = match B::ad_enabled(&device) {
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));
-            B::float_add(after, B::float_mul(zero, derivative.clone()))
+            let changed = B::float_add(after, B::float_mul(zero, derivative.clone()));
+            plus_table_term::<B>(changed, before, block)
         }
         false => after,
     };
     Changed { scores, derivative }
+}
+
+/// Adds a term to the changed scores whose value is 0. Its gradient is the derivative of the scores with respect to the
+/// table, if the table has a gradient. `before` holds the scores before the score mod.
+fn plus_table_term<B: Backend>(
+    changed: FloatTensor<B>,
+    before: Vec<f32>,
+    block: &Block<B>,
+) -> FloatTensor<B> {
+    let table = block.inputs.score_table.as_option();
+    let Some((table, learned)) = table.zip(block.problem.learned_code()) else {
+        return changed;
+    };
+    let (elements, slopes): (Vec<i32>, Vec<f32>) = table_slopes::<B>(learned, before, block)
+        .map(|(element, slope)| (element as i32, slope))
+        .unzip();
+    let (device, shape) = (changed.device(), changed.shape());
+    let data = TensorData::new(elements, [shape.num_elements()]);
+    let elements = B::int_from_data(data.convert_dtype(DType::from(INTS)), &device);
+    let compute = logsumexp_dtype(&block.problem);
+    let slopes = TensorData::new(slopes, shape.clone()).convert_dtype(compute);
+    let slopes = B::float_from_data(slopes, &device);
+    let selected = B::float_select(cast::<B>(table.clone(), compute), 0, elements);
+    let zero = B::float_sub(selected.clone(), B::float_detach(selected));
+    let term = B::float_mul(B::float_reshape(zero, shape), slopes);
+    B::float_add(changed, term)
+}
+
+/// Returns, for each score of a block, the index of the table's element on which the score depends, and the score's
+/// derivative with respect to this element. `before` holds the scores before the score mod.
+fn table_slopes<B: Backend>(
+    learned: LearnedCode,
+    before: Vec<f32>,
+    block: &Block<B>,
+) -> impl Iterator<Item = (usize, f32)> {
+    let table = &block.tables.score;
+    let last = table.count().saturating_sub(1);
+    let places = places::<B>(block).into_iter();
+    before.into_iter().zip(places).map(move |(score, place)| {
+        let element = (learned.element)(place, table) as usize;
+        (element.min(last), (learned.derivative)(score, place, table))
+    })
+}
+
+/// Adds the block's part of the table's gradient to `sums`. `before` holds the scores before the score mod, and `ds`
+/// the gradients of the scores after it. The gradient of a hidden score must be 0.
+pub(crate) fn add_table_gradient<B: Backend>(
+    sums: &mut [f64],
+    before: FloatTensor<B>,
+    ds: FloatTensor<B>,
+    learned: LearnedCode,
+    block: &Block<B>,
+) {
+    let slopes = table_slopes::<B>(learned, floats::<B>(before), block);
+    for ((element, slope), ds) in slopes.zip(floats::<B>(ds)) {
+        // The derivative of a hidden score may be NaN.
+        if ds != 0.0 {
+            sums[element] += f64::from(ds) * f64::from(slope);
+        }
+    }
 }
 
 /// Returns a mask of the keys that the mask mod `code` leaves visible to each query, `[batch, q_heads, q_len, kv_len]`.

@@ -23,6 +23,8 @@ pub(crate) struct Scores<B: Backend> {
     pub scores: FloatTensor<B>,
     /// The derivative of each score with respect to `scale · q·k`, or `None` without softcap and score mod.
     pub slope: Option<FloatTensor<B>>,
+    /// The scores before a score mod whose table has a gradient, or `None` without one.
+    pub before: Option<FloatTensor<B>>,
     /// A mask of the queries that see no key of the block, `[batch, q_heads, q_len, 1]`, or `None` if every query sees every
     /// key.
     pub blind: Option<BoolTensor<B>>,
@@ -64,7 +66,9 @@ impl<B: Backend> Scores<B> {
             // The derivative of the softcap is `1 − tanh²`.
             slope = Some(B::float_add_scalar(B::float_neg(squared), 1.0.into()));
         }
+        let mut before = None;
         if let Some(code) = problem.score_mod {
+            before = code.learned.map(|_| scores.clone());
             let hidden = visible
                 .as_ref()
                 .map(|visible| B::bool_expand(B::bool_not(visible.clone()), scores.shape()));
@@ -88,6 +92,7 @@ impl<B: Backend> Scores<B> {
             value,
             scores,
             slope,
+            before,
             blind,
         }
     }

@@ -1,11 +1,12 @@
 //! ALiBi: biases that are linear in the distance (Press, Smith and Lewis, <https://arxiv.org/abs/2108.12409>).
 
-use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
+use crate::math::score_mod::{LearnedScoreMod, ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
 /// Subtracts `slope · |distance|` from each score (ALiBi), with one slope per head. The table is [`Alibi::slopes`].
+/// With [`learned_score_mod`](crate::AttentionOptions::learned_score_mod), the slopes have a gradient.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
@@ -26,6 +27,17 @@ impl ScoreMod for Alibi {
 
     fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
         1.0f32
+    }
+}
+
+#[cfg_attr(feature = "cube", cube)]
+impl LearnedScoreMod for Alibi {
+    fn element(place: ScorePlace, _table: &ScoreTable) -> u32 {
+        place.head
+    }
+
+    fn element_derivative(_score: f32, place: ScorePlace, _table: &ScoreTable) -> f32 {
+        -place.distance_f32().abs()
     }
 }
 

@@ -1,6 +1,6 @@
 //! A score mod that adds a bias. The bias depends only on the head and on the distance between query and key.
 
-use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
+use crate::math::score_mod::{LearnedScoreMod, ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
@@ -14,17 +14,7 @@ pub struct DistanceBias;
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for DistanceBias {
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
-        // The table begins with the largest distance that has a bias of its own.
-        let most = table.at(0u32) as i32;
-        let mut distance = place.distance();
-        if distance > most {
-            distance = most;
-        }
-        if distance < -most {
-            distance = -most;
-        }
-        let first = 1u32 + place.head * (2i32 * most + 1i32) as u32;
-        score + table.at(first + (distance + most) as u32)
+        score + table.at(element(place, table))
     }
 
     fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
@@ -32,9 +22,36 @@ impl ScoreMod for DistanceBias {
     }
 }
 
+#[cfg_attr(feature = "cube", cube)]
+impl LearnedScoreMod for DistanceBias {
+    fn element(place: ScorePlace, table: &ScoreTable) -> u32 {
+        element(place, table)
+    }
+
+    fn element_derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
+        1.0f32
+    }
+}
+
+/// Returns the index of the bias for a place. The table begins with the largest distance that has a bias of its own.
+#[cfg_attr(feature = "cube", cube)]
+fn element(place: ScorePlace, table: &ScoreTable) -> u32 {
+    let most = table.at(0u32) as i32;
+    let mut distance = place.distance();
+    if distance > most {
+        distance = most;
+    }
+    if distance < -most {
+        distance = -most;
+    }
+    let first = 1u32 + place.head * (2i32 * most + 1i32) as u32;
+    first + (distance + most) as u32
+}
+
 impl DistanceBias {
-    /// Returns the table for biases of the distances `−most` to `most`. The distance is positive for keys before the query's
-    /// own position. Distances are clamped to `−most..=most`.
+    /// Returns the table for biases of the distances `−most` to `most`. Autodiff tracks the table if it tracks the
+    /// biases. The distance is positive for keys before the query's own position. Distances are clamped to
+    /// `−most..=most`.
     ///
     /// # Shapes
     /// `biases [q_heads, 2 · most + 1]`.
@@ -48,13 +65,13 @@ impl DistanceBias {
             "biases: the second size is {count}; expected an odd number, one bias for each distance from −most to most"
         );
         // The table is f32, because half precision cannot represent all distances.
-        let place = (&biases.device().without_autodiff(), DType::F32);
-        let most = Tensor::<1>::full([1], (count / 2) as f64, place);
-        let biases = biases.without_autodiff().reshape([q_heads * count]);
+        let most = Tensor::<1>::full([1], (count / 2) as f64, (&biases.device(), DType::F32));
+        let biases = biases.reshape([q_heads * count]);
         Tensor::cat(vec![most, biases.cast(DType::F32)], 0)
     }
 
-    /// Returns the table for T5's relative attention bias. The result has no gradient.
+    /// Returns the table for T5's relative attention bias. Autodiff tracks the table if it tracks the weights. Train
+    /// such weights with [`learned_score_mod`](crate::AttentionOptions::learned_score_mod).
     ///
     /// `bidirectional` is true in T5's encoder. The usual number of buckets is 32, and the usual `max_distance` 128.
     ///
@@ -74,7 +91,6 @@ impl DistanceBias {
         let of_distances: Vec<i32> = (-most..=most)
             .map(|distance| t5_bucket(distance, bidirectional, buckets, max_distance) as i32)
             .collect();
-        let weights = weights.without_autodiff();
         let count = of_distances.len();
         let of_distances = TensorData::new(of_distances, [count]);
         let index = Tensor::<1, Int>::from_data(of_distances, &weights.device());

@@ -28,6 +28,8 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// True if the gradient of the sinks is wanted.
     pub sinks: bool,
+    /// True if the gradient of the score mod's table is wanted. This gradient costs an extra pass over all scores.
+    pub table: bool,
     /// True if the call's keys are only one shard of all keys, while output and logsumexp cover the keys of all shards.
     pub lse_of_all_shards: bool,
 }

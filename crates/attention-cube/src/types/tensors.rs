@@ -240,6 +240,9 @@ pub struct AttentionGradients<B: Backend> {
     pub bias: MaybeFloat<B>,
     #[extension_type]
     pub sinks: MaybeFloat<B>,
+    /// The gradient of the score mod's table.
+    #[extension_type]
+    pub table: MaybeFloat<B>,
 }
 
 /// Returns the dtype of a problem's logsumexp.

@@ -14,6 +14,11 @@ pub(crate) type ExpandScore =
 pub(crate) type ExpandVisible =
     fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<bool>;
 
+/// The function that `#[cube]` generates for [`LearnedScoreMod::element`](super::LearnedScoreMod::element). The
+/// generated function writes the user's code into a kernel.
+pub(crate) type ExpandElement =
+    fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<u32>;
+
 /// The form of a [`ScoreTable`] in kernels. Rust requires this type to be public, because `ScoreTable` is public.
 #[derive(CubeType, CubeLaunch)]
 #[allow(dead_code, reason = "kernels read the expansion only")]
@@ -93,6 +98,39 @@ pub(crate) fn derivative_of_change(
     }
 }
 
+/// The element of the table on which a score depends, and the score's derivative with respect to this element.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct TableSlope {
+    pub element: u32,
+    pub derivative: f32,
+}
+
+/// Returns the [`TableSlope`] of a score at `place`. `score` is the score before the score mod. The code must be that
+/// of a [`LearnedScoreMod`](super::LearnedScoreMod).
+#[cube]
+pub(crate) fn table_slope(
+    score: f32,
+    place: ScorePlace,
+    tables: &KernelTables,
+    #[comptime] code: Option<ScoreCode>,
+) -> TableSlope {
+    let learned = comptime!(code.and_then(|code| code.learned));
+    TableSlope {
+        element: call_element(
+            place,
+            &tables.score,
+            comptime!(learned.map(|learned| learned.expand_element)),
+        ),
+        derivative: call_score(
+            score,
+            place,
+            &tables.score,
+            comptime!(learned.map(|learned| learned.expand_derivative)),
+        ),
+    }
+}
+
 /// Returns the score, or `hidden` if the kernel's [`MaskMod`](super::MaskMod) hides the key from the query.
 #[cube]
 pub(crate) fn shown_score(
@@ -137,6 +175,27 @@ mod call_score {
         match code {
             Some(code) => code(scope, score, place, table),
             None => score,
+        }
+    }
+}
+
+#[allow(unused, reason = "kernels call the expansion only")]
+fn call_element(place: ScorePlace, table: &KernelTable, code: Option<ExpandElement>) -> u32 {
+    unexpanded!()
+}
+
+mod call_element {
+    use super::*;
+
+    pub fn expand(
+        scope: &Scope,
+        place: ScorePlaceExpand,
+        table: &KernelTableExpand,
+        code: Option<ExpandElement>,
+    ) -> NativeExpand<u32> {
+        match code {
+            Some(code) => code(scope, place, table),
+            None => 0u32.into(),
         }
     }
 }

@@ -16,6 +16,7 @@ use crate::engine::bias_gradient::plan::BiasGradientPlan;
 use crate::engine::portable::common::plan::{
     PortableBackwardPlan, PortableForwardPlan, backward_by, check, forward_by,
 };
+use crate::engine::table_gradient::plan::TableGradientPlan;
 use crate::engine::tiling::check_sizes;
 use crate::problem::AttentionProblem;
 use crate::tile_ops::fragment_tiles::FragmentTiles;
@@ -312,6 +313,7 @@ pub(super) fn backward(
         key_value: key_value.map_or_else(|| choice.tiles(DOUBLE, width, 0), Ok)?,
         parts: None,
         bias: BiasGradientPlan::new(problem, device, choice.vector)?,
+        table: TableGradientPlan::new(problem, device, choice.vector)?,
     };
     backward_by(problem, device, plan)
 }

@@ -4,6 +4,7 @@ mod packing;
 
 use crate::engine::api::DECODE_ROWS;
 use crate::engine::bias_gradient::plan::BiasGradientPlan;
+use crate::engine::table_gradient::plan::TableGradientPlan;
 use crate::problem::AttentionProblem;
 use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
@@ -36,6 +37,8 @@ pub struct PortableBackwardPlan {
     pub parts: Option<usize>,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
+    /// The plan of the gradient of the score mod's table, or `None` if no table has a gradient.
+    pub table: Option<TableGradientPlan>,
 }
 
 /// A kernel that computes one or several of the gradients of query, key and value.
@@ -171,6 +174,7 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
         key_value,
         parts,
         bias,
+        table: _,
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));

@@ -7,6 +7,7 @@ use crate::engine::bias_gradient::plan::BiasGradientPlan;
 use crate::engine::portable::common::plan::{
     Packing, PortableBackwardPlan, PortableForwardPlan, backward_by, check, forward_by,
 };
+use crate::engine::table_gradient::plan::TableGradientPlan;
 use crate::problem::AttentionProblem;
 use crate::tile_ops::table::{SINGLE, choose};
 use crate::tile_ops::tiles::UnitTiles;
@@ -59,6 +60,7 @@ pub(super) fn backward(
             key_value,
             parts,
             bias: BiasGradientPlan::new(problem, device, vector)?,
+            table: TableGradientPlan::new(problem, device, vector)?,
         },
     )
 }

@@ -8,7 +8,7 @@ use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
 use crate::auxiliary::mask_bits::launch::{PackedMask, pack};
 use crate::auxiliary::mask_bits::plan::MaskTile;
 use crate::auxiliary::reduce::sum_splits;
-use crate::engine::backward_pass::{BackwardPass, Gradients, blocks_of_bias};
+use crate::engine::backward_pass::{BackwardPass, Gradients, RestPlans};
 use crate::engine::optional_inputs::{OptionalInputs, bias_vector};
 use crate::engine::tensor_core::common::scoring::{MaskingLaunch, ScoringLaunch};
 use crate::engine::tensor_core::common::tile_scheduler::TileSchedulerLaunch;
@@ -394,8 +394,8 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
     let kernels = plan.kernels(request);
     log::debug!("attention backward: {kernels:?} for {request:?}");
     let of_kernels = kernels.iter().map(blocks_of);
-    let of_bias = blocks_of_bias(plan.bias, request);
-    let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
+    let rest = RestPlans::new(plan.bias, plan.table, request);
+    let blocks: Vec<_> = of_kernels.chain(rest.blocks()).collect();
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(
         inputs,
@@ -406,6 +406,7 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
         LogsumexpForm::of_problem(problem),
     );
 
+    let count = kernels.len();
     let mut gradients = Gradients::default();
     // Two consecutive kernels with the same block sizes use the same packed mask, so the loop keeps the last packed mask for
     // the next kernel.
@@ -441,7 +442,7 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
             }
         }
     }
-    pass.with_rest(gradients, plan.bias, offsets.last(), request)
+    pass.with_rest(gradients, rest, &offsets[count..], request)
 }
 
 fn blocks_of<T: BackwardTiles>(tiles: &T) -> Blocks {

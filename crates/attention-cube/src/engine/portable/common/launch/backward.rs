@@ -2,7 +2,7 @@
 
 use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
 use crate::auxiliary::reduce::sum_parts;
-use crate::engine::backward_pass::{BackwardPass, Gradients, blocks_of_bias};
+use crate::engine::backward_pass::{BackwardPass, Gradients, RestPlans};
 use crate::engine::optional_inputs::OptionalInputs;
 use crate::engine::portable::common::backward::fused::{
     OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch,
@@ -42,9 +42,8 @@ pub(crate) fn launch(
             Blocks::of_keys(&plan.key_value)
         }
     });
-    let blocks: Vec<_> = of_kernels
-        .chain(blocks_of_bias(plan.bias, request))
-        .collect();
+    let rest = RestPlans::new(plan.bias, plan.table, request);
+    let blocks: Vec<_> = of_kernels.chain(rest.blocks()).collect();
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(
         inputs,
@@ -69,7 +68,7 @@ pub(crate) fn launch(
             }
         }
     }
-    pass.with_rest(gradients, plan.bias, offsets.last(), request)
+    pass.with_rest(gradients, rest, &offsets[kernels.len()..], request)
 }
 
 /// Returns the windows of the kernel that computes all gradients. A window holds the pairs of a key tile and a query
