@@ -108,20 +108,20 @@ pub(crate) fn table_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 kind.structure,
             );
         }
-        if comptime!(kind.structure.has_block_mask()) {
-            if visited {
-                let pair = TileAndBlock {
-                    batch,
-                    first_head: head,
-                    last_head: head,
-                    first_query: first_row,
-                    last_query: end_row - 1i32,
-                    first_key: first,
-                    last_key: first + column_size - 1i32,
-                };
-                visited = block_mask_shows(&scoring, &pair, kind.structure);
-            }
-        }
+        let visited = if comptime!(kind.structure.has_block_mask()) {
+            let pair = TileAndBlock {
+                batch,
+                first_head: head,
+                last_head: head,
+                first_query: first_row,
+                last_query: end_row - 1i32,
+                first_key: first,
+                last_key: first + column_size - 1i32,
+            };
+            visited && block_mask_shows(&scoring, &pair, kind.structure)
+        } else {
+            visited
+        };
         if visited {
             multiply_transposed(
                 &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 0usize,

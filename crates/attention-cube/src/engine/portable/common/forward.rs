@@ -192,7 +192,7 @@ pub(crate) fn forward<
     hold(&query, first_row, &mut stage, kind.packed, 0usize, tiles);
 
     while block < end_block {
-        let mut visited = blocks_meet(
+        let visited = blocks_meet(
             seq_lens,
             lengths_and_ids,
             batch,
@@ -200,24 +200,24 @@ pub(crate) fn forward<
             block as u32,
             kind.structure,
         );
-        if comptime!(kind.structure.has_block_mask()) {
-            if visited {
-                let mut last_head = first_head;
-                if comptime!(kind.packed) {
-                    last_head += group - 1u32;
-                }
-                let pair = TileAndBlock {
-                    batch,
-                    first_head,
-                    last_head,
-                    first_query,
-                    last_query,
-                    first_key: block * block_size,
-                    last_key: (block + 1i32) * block_size - 1i32,
-                };
-                visited = block_mask_shows(&scoring, &pair, kind.structure);
+        let visited = if comptime!(kind.structure.has_block_mask()) {
+            let mut last_head = first_head;
+            if comptime!(kind.packed) {
+                last_head += group - 1u32;
             }
-        }
+            let pair = TileAndBlock {
+                batch,
+                first_head,
+                last_head,
+                first_query,
+                last_query,
+                first_key: block * block_size,
+                last_key: (block + 1i32) * block_size - 1i32,
+            };
+            visited && block_mask_shows(&scoring, &pair, kind.structure)
+        } else {
+            visited
+        };
         if visited {
             let first = block * block_size;
             // A block lies in only one page, because a page holds a whole number of blocks.

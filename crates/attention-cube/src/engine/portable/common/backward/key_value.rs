@@ -116,7 +116,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
         );
         let mut block = blocks.first;
         while block < blocks.end {
-            let mut visited = blocks_meet(
+            let visited = blocks_meet(
                 seq_lens,
                 lengths_and_ids,
                 batch,
@@ -124,20 +124,20 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                 work_tile.tile,
                 kind.structure,
             );
-            if comptime!(kind.structure.has_block_mask()) {
-                if visited {
-                    let pair = TileAndBlock {
-                        batch,
-                        first_head: head,
-                        last_head: head,
-                        first_query: block * block_size,
-                        last_query: (block + 1i32) * block_size - 1i32,
-                        first_key: first_row,
-                        last_key: end_row - 1i32,
-                    };
-                    visited = block_mask_shows(&scoring, &pair, kind.structure);
-                }
-            }
+            let visited = if comptime!(kind.structure.has_block_mask()) {
+                let pair = TileAndBlock {
+                    batch,
+                    first_head: head,
+                    last_head: head,
+                    first_query: block * block_size,
+                    last_query: (block + 1i32) * block_size - 1i32,
+                    first_key: first_row,
+                    last_key: end_row - 1i32,
+                };
+                visited && block_mask_shows(&scoring, &pair, kind.structure)
+            } else {
+                visited
+            };
             if visited {
                 let first = block * block_size;
                 let pair = Pair {

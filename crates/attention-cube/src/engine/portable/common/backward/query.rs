@@ -134,7 +134,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     );
     let mut block = blocks.first;
     while block < blocks.end {
-        let mut visited = blocks_meet(
+        let visited = blocks_meet(
             seq_lens,
             lengths_and_ids,
             batch,
@@ -142,20 +142,20 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             block as u32,
             kind.structure,
         );
-        if comptime!(kind.structure.has_block_mask()) {
-            if visited {
-                let pair = TileAndBlock {
-                    batch,
-                    first_head: head,
-                    last_head: head,
-                    first_query: first_row,
-                    last_query: end_row - 1i32,
-                    first_key: block * block_size,
-                    last_key: (block + 1i32) * block_size - 1i32,
-                };
-                visited = block_mask_shows(&scoring, &pair, kind.structure);
-            }
-        }
+        let visited = if comptime!(kind.structure.has_block_mask()) {
+            let pair = TileAndBlock {
+                batch,
+                first_head: head,
+                last_head: head,
+                first_query: first_row,
+                last_query: end_row - 1i32,
+                first_key: block * block_size,
+                last_key: (block + 1i32) * block_size - 1i32,
+            };
+            visited && block_mask_shows(&scoring, &pair, kind.structure)
+        } else {
+            visited
+        };
         if visited {
             let first = block * block_size;
             stage_block(&value, &key, first, &mut stage, tiles);
