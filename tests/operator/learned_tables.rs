@@ -4,9 +4,40 @@
 use crate::code::Bent;
 use crate::dense::read;
 use crate::devices::devices;
-use attention_cube::score_mod::{Alibi, DistanceBias};
-use attention_cube::{AttentionOptions, BlockMask, fused_attention, reference};
+use attention_cube::score_mod::{
+    Alibi, DistanceBias, LearnedScoreMod, ScoreMod, ScorePlace, ScoreTable,
+};
+use attention_cube::shards::{self, Merged};
+use attention_cube::{AttentionOptions, BlockMask, attention_with_lse, fused_attention, reference};
 use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
+#[cfg(feature = "cube")]
+use cubecl::prelude::*;
+
+/// Adds `table[head] · ln(1 + distance)` to each score. For later keys, which a causal mask hides, the logarithm is NaN or
+/// infinite.
+struct LogDistance;
+
+#[cfg_attr(feature = "cube", cube)]
+impl ScoreMod for LogDistance {
+    fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
+        score + table.at(place.head) * (1.0f32 + place.distance_f32()).ln()
+    }
+
+    fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
+        1.0f32
+    }
+}
+
+#[cfg_attr(feature = "cube", cube)]
+impl LearnedScoreMod for LogDistance {
+    fn element(place: ScorePlace, _table: &ScoreTable) -> u32 {
+        place.head
+    }
+
+    fn element_derivative(_score: f32, place: ScorePlace, _table: &ScoreTable) -> f32 {
+        (1.0f32 + place.distance_f32()).ln()
+    }
+}
 
 const BATCH: usize = 2;
 const Q_HEADS: usize = 4;
@@ -117,6 +148,9 @@ fn table_gradient_of_each_score_mod_matches_reference() {
     check("DistanceBias", &distances(), &|table, _| {
         new().causal().learned_score_mod::<DistanceBias>(table)
     });
+    check("LogDistance", &[0.5, -0.25, 0.1, 1.0], &|table, _| {
+        new().causal().learned_score_mod::<LogDistance>(table)
+    });
     // All heads past the second share the last element of a short table.
     check("short table", &[0.5, 1.0], &|table, _| {
         new().learned_score_mod::<Bent>(table)
@@ -204,6 +238,38 @@ fn t5_weights_gradient_equals_that_of_a_bias() {
     for target in devices() {
         let found = gradient(&target.device, DType::F32, false);
         check_close(&found, &expected, 2e-5, target.name);
+    }
+}
+
+/// Checks that the gradients of shards add up to the gradient over all keys.
+#[test]
+fn table_gradient_of_shards_adds_up_to_that_of_all_keys() {
+    let operands = Operands::random();
+    let of_heads = [0.5, 1.0, 1.5, -0.3];
+    let options = |table, _: &Device| AttentionOptions::new().learned_score_mod::<Bent>(table);
+    for target in devices() {
+        let device = &target.device;
+        let expected = operands.table_gradient(device, DType::F32, &of_heads, &options, false);
+        let [query, key, value, weights] = operands.on(device, DType::F32);
+        let table = Tensor::<1>::from_floats(of_heads, device);
+        let options = || AttentionOptions::new().learned_score_mod::<Bent>(table.clone());
+        let whole = attention_with_lse(query.clone(), key.clone(), value.clone(), options());
+        let (output, logsumexp) = whole.expect("the arguments fit");
+        let of_shard = |first: usize, count: usize| {
+            let merged = Merged {
+                output: output.clone(),
+                logsumexp: logsumexp.clone(),
+                output_gradient: weights.clone(),
+                logsumexp_gradient: None,
+            };
+            let [key, value] = [&key, &value].map(|rows| rows.clone().narrow(2, first, count));
+            let gradients = shards::backward(query.clone(), key, value, options(), merged);
+            let table = gradients.expect("the arguments fit").table;
+            table.expect("the table has a gradient")
+        };
+        // `Bent` depends on the position of a key modulo 3, so the second shard starts at a multiple of 3.
+        let found = read(of_shard(0, 30) + of_shard(30, KV_LEN - 30));
+        check_close(&found, &expected, 1e-4, target.name);
     }
 }
 

@@ -47,7 +47,8 @@
 //! attention.
 //!
 //! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the
-//! bias, the sinks and the table of a [learned score mod](AttentionOptions::learned_score_mod). Both checkpointing strategies of Burn's autodiff are supported.
+//! bias, the sinks and the table of a [learned score mod](AttentionOptions::learned_score_mod). Both checkpointing
+//! strategies of Burn's autodiff are supported.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 #![cfg_attr(

@@ -130,6 +130,8 @@ pub struct ShardGradients {
     pub bias: Option<Tensor<4>>,
     /// The gradient of the sinks, or `None` without sinks.
     pub sinks: Option<Tensor<1>>,
+    /// The shard's contribution to the gradient of a learned score mod's table, in f32, or `None` without such a table.
+    pub table: Option<Tensor<1>>,
 }
 
 /// Computes the gradients of one shard of the keys from the results over all keys.
@@ -179,7 +181,7 @@ pub fn backward(
         value: true,
         bias: options.bias.is_some(),
         sinks: options.sinks.is_some(),
-        table: false,
+        table: problem.learned_code().is_some(),
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
@@ -218,6 +220,7 @@ pub fn backward(
             }
         }),
         sinks: gradients.sinks.into_option().map(Tensor::from_dispatch),
+        table: gradients.table.into_option().map(Tensor::from_dispatch),
     })
 }
 

@@ -28,13 +28,13 @@
 //! | attention | [the definition](crate::reference) over the tokens of each sequence, without the tokens of other sequences |
 //! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences |
 //! | dropout | the random bits depend on the positions in the packed rows |
-//! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
+//! | a mask, a block mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
 //! | a sequence without keys | the queries of this sequence see no key |
 //! | rows before the first or after the last sequence | these queries see no key, no query sees these keys, and the rows may contain NaN |
 //! | cumulative lengths out of range | are clamped to the number of rows |
 //! | cumulative lengths that decrease | the affected queries see unspecified keys, or none |
 //! | [`kv_lengths`](AttentionOptions::kv_lengths), [`query_lengths`](AttentionOptions::query_lengths) and [`visible_between`](AttentionOptions::visible_between) | are refused |
-//! | [`score_mod`](AttentionOptions::score_mod) and [`mask_mod`](AttentionOptions::mask_mod) | are refused, because the code would see positions in the packed rows |
+//! | [`score_mod`](AttentionOptions::score_mod), [`learned_score_mod`](AttentionOptions::learned_score_mod) and [`mask_mod`](AttentionOptions::mask_mod) | are refused, because the code would see positions in the packed rows |
 //!
 //! # Speed
 //! Tiles of queries skip the keys of other sequences, forward and backward. For decoding, where a tile would hold many

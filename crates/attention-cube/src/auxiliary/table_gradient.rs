@@ -1,14 +1,16 @@
 //! Computes the gradient of a score mod's table.
 //!
-//! Algorithm: each cube recomputes a part of the score tiles, with their gradients dS. A score depends on one element of
-//! the table, so its share of the gradient is `dS · d score / d element`. The units of a cube exchange these shares
+//! Algorithm: each cube recomputes a part of the score tiles, with their gradients dS. A score depends on one element
+//! of the table, so its share of the gradient is `dS · d score / d element`. The units of a cube exchange these shares
 //! through shared memory. Each table element belongs to one unit, which alone adds the shares of this element, in a
-//! fixed order. Two runs therefore give the same bits. `sum_parts` adds the sums of the cubes.
+//! fixed order. Two runs therefore give the same bits. Neighboring shares often have the same element, so a unit adds
+//! them in a register first. `sum_parts` adds the sums of the cubes. A launch covers a range of the score tiles,
+//! because software drivers limit the loops of a launch.
 //!
-//! Tensors: the operands of a backward, and `partial [parts, elements]` in f32, which must hold zeros.
+//! Tensors: the operands of a backward, and `partial [parts · elements]` in f32, which must hold zeros.
 //!
-//! Budget: the shared memory of the forward's operand tiles plus `8 · columns_per_unit` bytes per unit, and
-//! `12 · rows_per_unit` registers per unit. Bound: reads of shared memory, because each unit reads all shares of a tile,
+//! Budget: the shared memory of the forward's operand tiles plus `8 · columns_per_unit` bytes per unit, and `12 ·
+//! rows_per_unit` registers per unit. Bound: reads of shared memory, because each unit reads all shares of a tile,
 //! which are `rows · columns`.
 
 use crate::auxiliary::backward_kind::BackwardKind;
@@ -35,8 +37,9 @@ pub(crate) struct TableCounts {
     pub q_heads: u32,
     pub query_tiles: u32,
     pub key_tiles: u32,
-    /// The number of score tiles in all sequences and heads.
-    pub score_tiles: u32,
+    /// The range of score tiles that the launch covers, counted over all sequences and heads.
+    pub first_tile: u32,
+    pub end_tile: u32,
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -78,8 +81,8 @@ pub(crate) fn table_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let unit_column = unit_column(tiles);
     let own_part = part as usize * counts.elements as usize;
 
-    let mut item = part;
-    while item < counts.score_tiles {
+    let mut item = counts.first_tile + part;
+    while item < counts.end_tile {
         let key_tile = item % counts.key_tiles;
         let row_tile = item / counts.key_tiles % counts.query_tiles;
         let plane = item / counts.key_tiles / counts.query_tiles;
@@ -186,14 +189,24 @@ pub(crate) fn table_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     places[UNIT_POS as usize * columns_per_unit + c] = element;
                 }
                 sync_cube();
+                // `sum` holds the shares of element `summed` that are not in `partial` yet.
+                let mut summed = 0u32;
+                let mut sum = 0.0f32;
                 for share in 0..shares {
                     let element = places[share];
                     if element % comptime!(tiles.units as u32) == UNIT_POS {
-                        let amount = amounts[share];
-                        if amount != 0.0f32 {
-                            partial[own_part + element as usize] += amount;
+                        if element != summed {
+                            if sum != 0.0f32 {
+                                partial[own_part + summed as usize] += sum;
+                            }
+                            summed = element;
+                            sum = 0.0f32;
                         }
+                        sum += amounts[share];
                     }
+                }
+                if sum != 0.0f32 {
+                    partial[own_part + summed as usize] += sum;
                 }
                 sync_cube();
             }

@@ -235,12 +235,15 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
 ///
 /// Burn tells only a graph node whether autodiff tracks the node's parents. The function therefore prepares a node
 /// whose parent is the table. It asks the node whether the parent is tracked, and then drops the node.
-fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
+fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(
+    name: &str,
+    remedy: &str,
+    table: NodeGuard,
+) {
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(
         matches!(node.compute_bound().stateful(), OpsKind::UnTracked(_)),
-        "the table of the {name} needs a gradient; pass the table of a score mod to `learned_score_mod`, or detach \
-         the table"
+        "the table of the {name} needs a gradient; {remedy}"
     );
 }
 
@@ -283,12 +286,15 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
             false => reference::pages::contiguous::<Self>(inputs, &problem),
         };
         let is_learned = problem.learned_code().is_some();
-        for (name, table, is_learned) in [
-            ("score mod", &inputs.score_table, is_learned),
-            ("mask mod", &inputs.mask_table, false),
+        let of_scores =
+            "detach the table, or implement `LearnedScoreMod` and use `learned_score_mod`";
+        let of_masks = "detach the table, because visibility has no gradient";
+        for (name, remedy, table, is_learned) in [
+            ("score mod", of_scores, &inputs.score_table, is_learned),
+            ("mask mod", of_masks, &inputs.mask_table, false),
         ] {
             if let (MaybeFloat::Present(table), false) = (table, is_learned) {
-                refuse_tracked::<B, C>(name, table.node());
+                refuse_tracked::<B, C>(name, remedy, table.node());
             }
         }
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());

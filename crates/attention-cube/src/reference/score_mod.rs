@@ -59,7 +59,7 @@ pub(super) fn changed<B: Backend>(
     };
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
-    if let Some(hidden) = hidden {
+    if let Some(hidden) = hidden.clone() {
         // Hidden scores and their derivatives may be NaN or infinite. Set them to 0, because a zero gradient times NaN
         // is NaN.
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
@@ -71,7 +71,7 @@ pub(super) fn changed<B: Backend>(
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));
             let changed = B::float_add(after, B::float_mul(zero, derivative.clone()));
-            plus_table_term::<B>(changed, before, block)
+            plus_table_term::<B>(changed, before, hidden, block)
         }
         false => after,
     };
@@ -79,10 +79,12 @@ pub(super) fn changed<B: Backend>(
 }
 
 /// Adds a term to the changed scores whose value is 0. Its gradient is the derivative of the scores with respect to the
-/// table, if the table has a gradient. `before` holds the scores before the score mod.
+/// table, if the table has a gradient. `before` holds the scores before the score mod. Where the mask `hidden` is true,
+/// the derivative is 0.
 fn plus_table_term<B: Backend>(
     changed: FloatTensor<B>,
     before: Vec<f32>,
+    hidden: Option<BoolTensor<B>>,
     block: &Block<B>,
 ) -> FloatTensor<B> {
     let table = block.inputs.score_table.as_option();
@@ -97,7 +99,10 @@ fn plus_table_term<B: Backend>(
     let elements = B::int_from_data(data.convert_dtype(DType::from(INTS)), &device);
     let compute = logsumexp_dtype(&block.problem);
     let slopes = TensorData::new(slopes, shape.clone()).convert_dtype(compute);
-    let slopes = B::float_from_data(slopes, &device);
+    let mut slopes = B::float_from_data(slopes, &device);
+    if let Some(hidden) = hidden {
+        slopes = B::float_mask_fill(slopes, hidden, 0.0.into());
+    }
     let selected = B::float_select(cast::<B>(table.clone(), compute), 0, elements);
     let zero = B::float_sub(selected.clone(), B::float_detach(selected));
     let term = B::float_mul(B::float_reshape(zero, shape), slopes);

@@ -8,7 +8,8 @@ use cubecl::prelude::*;
 /// Adds a bias to each score, such as T5's relative bias. The bias depends on the head and on the distance between
 /// query and key.
 ///
-/// The table is [`DistanceBias::table`] or [`DistanceBias::t5_table`].
+/// The table is [`DistanceBias::table`] or [`DistanceBias::t5_table`]. To train, track the biases or weights that these
+/// functions get. The table itself is no parameter, because its first element is the largest distance.
 pub struct DistanceBias;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -36,7 +37,7 @@ impl LearnedScoreMod for DistanceBias {
 /// Returns the index of the bias for a place. The table begins with the largest distance that has a bias of its own.
 #[cfg_attr(feature = "cube", cube)]
 fn element(place: ScorePlace, table: &ScoreTable) -> u32 {
-    let most = table.at(0u32) as i32;
+    let most = (table.at(0u32) + 0.5f32) as i32;
     let mut distance = place.distance();
     if distance > most {
         distance = most;

@@ -139,7 +139,18 @@ pub enum Refusal {
         /// The largest number of words that the engine can index.
         limit: usize,
     },
-    /// The engine's kernels cannot read the quantized keys and values of this problem in place. The text gives the reason.
+    /// The gradient of a score mod's table covers more score tiles than the kernel can count.
+    #[error(
+        "the gradient of the table covers {tiles} score tiles, and the kernel counts up to {limit}"
+    )]
+    ScoreTiles {
+        /// The number of score tiles in all sequences and heads.
+        tiles: usize,
+        /// The largest number of score tiles that the kernel can count.
+        limit: usize,
+    },
+    /// The engine's kernels cannot read the quantized keys and values of this problem in place. The text gives the
+    /// reason.
     #[error("keys and values are quantized: {0}")]
     Quantized(&'static str),
     /// The sequences are longer than the engine's position counters allow.

@@ -9,9 +9,11 @@ use crate::types::refusal::Refusal;
 /// The number of cubes per multiprocessor that the plan tries to reach.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
-/// The most elements that all partial sums together should have, 64 MiB in f32. Only a software driver's iteration limit
-/// may require more.
+/// The most elements that all partial sums together have, 64 MiB in f32. A larger table has one partial sum.
 const MOST_ELEMENTS: usize = 1 << 24;
+
+/// The most score tiles. The kernel counts tiles in u32, and adds the number of partial sums to the count.
+const MOST_TILES: usize = 1 << 31;
 
 /// The plan of the gradient of a score mod's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,8 +22,9 @@ pub struct TableGradientPlan {
     pub tiles: UnitTiles,
     /// The number of partial sums that fills the device.
     pub parts: usize,
-    /// The fewest partial sums with which no cube exceeds a software driver's iteration limit.
-    pub least_parts: usize,
+    /// The most score tiles that a cube computes in one launch, or `None` without a limit. Software drivers limit the
+    /// iterations of a launch, see [`SOFTWARE_ITERATIONS`].
+    pub tiles_per_cube: Option<usize>,
 }
 
 impl TableGradientPlan {
@@ -35,32 +38,46 @@ impl TableGradientPlan {
             return Ok(None);
         }
         let tiles = choose(SINGLE, problem.head_dim, 0, device, vector)?;
+        if shared_memory(&tiles) > device.shared_memory {
+            return Err(Refusal::Tiles {
+                width: problem.head_dim,
+                shared_memory: device.shared_memory,
+                units: device.units_per_cube,
+            });
+        }
         let count = score_tiles(problem, &tiles).max(1);
-        let least_parts = match device.processors {
-            Some(_) => {
-                let columns = problem.head_dim + problem.value_dim;
-                let of_tile = tiles.block_iterations(columns, 0, false)
-                    + problem.mask_search(1, tiles.rows, tiles.columns())
-                    + tiles.rows * tiles.columns();
-                count.div_ceil((SOFTWARE_ITERATIONS / of_tile).max(1))
-            }
-            None => 1,
-        };
+        if count > MOST_TILES {
+            return Err(Refusal::ScoreTiles {
+                tiles: count,
+                limit: MOST_TILES,
+            });
+        }
+        let tiles_per_cube = device.processors.map(|_| {
+            let columns = problem.head_dim + problem.value_dim;
+            let of_tile = tiles.block_iterations(columns, 0, false)
+                + problem.mask_search(1, tiles.rows, tiles.columns())
+                + tiles.rows * tiles.columns();
+            (SOFTWARE_ITERATIONS / of_tile).max(1)
+        });
         let wanted =
             device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
         Ok(Some(Self {
             tiles,
-            parts: wanted.clamp(least_parts, count),
-            least_parts,
+            parts: wanted.clamp(1, count),
+            tiles_per_cube,
         }))
     }
 
     /// Returns the number of partial sums for a table of `elements` elements.
     #[cfg(feature = "cube")]
     pub(crate) fn parts_for(&self, elements: usize) -> usize {
-        let most = (MOST_ELEMENTS / elements.max(1)).max(self.least_parts);
-        self.parts.min(most)
+        self.parts.min(MOST_ELEMENTS / elements.max(1)).max(1)
     }
+}
+
+/// Returns the bytes of shared memory of the kernel: the operands, and the exchanged shares with their elements.
+fn shared_memory(tiles: &UnitTiles) -> usize {
+    16 * tiles.stage_vectors() + 8 * tiles.units * tiles.columns_per_unit()
 }
 
 /// Returns the number of score tiles in all sequences and heads.
@@ -77,21 +94,28 @@ mod tests {
     use crate::score_mod::{Alibi, ScoreCode};
     use crate::testing::{card, problem};
 
-    /// Checks that the kernel's exchange buffers fit in the shared memory that the tiles count for P, which this kernel does
-    /// not store. The buffers have 8 bytes per score of one row, and P has 4 bytes per score.
     #[test]
-    fn table_gradient_tiles_leave_room_for_the_exchange() {
+    fn table_gradient_has_tiles_for_every_device() {
         for shared_memory in [16 << 10, 32 << 10, 48 << 10, 99 << 10] {
             for head_dim in [8, 32, 64, 128, 256, 512, 1024] {
-                let problem = AttentionProblem {
-                    score_mod: Some(ScoreCode::learned::<Alibi>()),
-                    ..problem([1, 4, 2, 256, 256, head_dim])
-                };
-                let plan = TableGradientPlan::new(&problem, &card(shared_memory), 4)
-                    .expect("some tiles fit")
-                    .expect("the table has a gradient");
-                assert!(plan.tiles.rows_per_unit() >= 2, "{head_dim}: {plan:?}");
+                let problem = learned([1, 4, 2, 256, 256, head_dim]);
+                let plan = TableGradientPlan::new(&problem, &card(shared_memory), 4);
+                assert!(matches!(plan, Ok(Some(_))), "{head_dim}: {plan:?}");
             }
+        }
+    }
+
+    #[test]
+    fn table_gradient_of_too_many_tiles_is_refused() {
+        let problem = learned([1, 64, 64, 1 << 19, 1 << 19, 64]);
+        let plan = TableGradientPlan::new(&problem, &card(99 << 10), 4);
+        assert!(matches!(plan, Err(Refusal::ScoreTiles { .. })), "{plan:?}");
+    }
+
+    fn learned(sizes: [usize; 6]) -> AttentionProblem {
+        AttentionProblem {
+            score_mod: Some(ScoreCode::learned::<Alibi>()),
+            ..problem(sizes)
         }
     }
 }

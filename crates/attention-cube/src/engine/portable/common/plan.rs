@@ -167,7 +167,8 @@ pub(crate) fn backward_by(
     Ok(plan)
 }
 
-/// Returns the largest number of loop iterations of a unit, over all kernels of the backward.
+/// Returns the largest number of loop iterations of a unit, over the kernels of the backward. The gradient of a score
+/// mod's table does not count, because its launches are divided.
 fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) -> usize {
     let PortableBackwardPlan {
         query,

@@ -376,7 +376,7 @@ impl GradientDivision {
 ///
 /// The closure `launch` runs one kernel of the plan. The closure returns two gradients: the gradient of Q or K, and the
 /// gradient of V. A gradient that the kernel does not compute is `None`. After all kernels, the function computes the
-/// gradients of the bias and of the sinks.
+/// gradients of the bias, of the sinks and of a learned table.
 pub(crate) fn gradients<T: BackwardTiles + Debug>(
     inputs: AttentionInputs<CubeBackend>,
     saved: AttentionSaved<CubeBackend>,

@@ -131,7 +131,7 @@ fn word_of_blocks(
     let last = (columns_end(&masking.seq_lens, side) - 1i32) / comptime!(size as i32);
     if comptime!(size == 1) {
         // The bits of the 32 columns are neighbors in one word or in two.
-        let at = first_column as u32 / 32u32;
+        let at = min(first_column, last) as u32 / 32u32;
         let next = min(at + 1u32, last as u32 / 32u32);
         let low = word_of(mask, offsets, batch, head, row, at);
         let high = word_of(mask, offsets, batch, head, row, next);
