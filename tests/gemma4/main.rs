@@ -51,6 +51,7 @@ mod quantized_cache;
 mod quantizing;
 mod recorded;
 mod rendered;
+mod request_adapters;
 mod sampling;
 mod sessions;
 mod templates;

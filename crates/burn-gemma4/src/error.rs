@@ -124,6 +124,24 @@ pub enum TensorProblem {
         /// The dtype in the file.
         found: String,
     },
+    /// An element of a LoRA matrix is not a finite number in the model's dtype, after its multiplication by the scale.
+    #[error(
+        "{} has an element that is not finite in the model's dtype",
+        Escaped::line(name)
+    )]
+    NotFinite {
+        /// The name of the LoRA matrix in the file.
+        name: String,
+    },
+    /// The LoRA matrix changes an embedding, the head, a router or an expert, for which requests cannot select adapters.
+    #[error(
+        "{} changes a module for which requests cannot select adapters; merge the adapter into the model",
+        Escaped::line(name)
+    )]
+    Unserved {
+        /// The name of the LoRA matrix in the file.
+        name: String,
+    },
     /// An element of the tensor cannot be quantized. The element is not finite, or is too large for the scale of the
     /// element's block.
     #[error(

@@ -21,7 +21,7 @@ mod text;
 mod train;
 
 pub use cancellation::Cancellation;
-pub use checkpoint::adapter::Adapter;
+pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
 pub use checkpoint::{
     LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,
 };
@@ -41,6 +41,7 @@ pub use generate::decode::{
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;
 pub use generate::{FinishReason, GenerateOptions, Generation, PromptGraphs, Timings, Token};
+pub use model::adapters::{AdapterId, LoadedAdapter};
 pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
     Gemma4Model, Logits,

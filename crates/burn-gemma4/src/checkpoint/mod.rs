@@ -1,7 +1,6 @@
 //! Loads checkpoints: safetensors files in Hugging Face's layout, and GGUF files.
 
 pub(crate) mod adapter;
-mod adapter_config;
 mod drafter;
 mod export;
 mod files;
@@ -23,4 +22,3 @@ pub(crate) use files::map;
 pub use options::{LoadOptions, LoadProgress, Quantization};
 pub use save::copy_beside;
 pub(crate) use save::{Stored, create, stored, write_file, write_tensors};
-pub(crate) use source::upload_f32;

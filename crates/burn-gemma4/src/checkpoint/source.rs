@@ -352,16 +352,14 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// Uploads a small tensor of a file in f32. Returns `None` if the tensor's dtype is not f64, f32, f16 or bf16.
-pub(crate) fn upload_f32<const D: usize>(
+/// Returns a tensor of a file in f32. Returns `None` if the tensor's dtype is not f64, f32, f16 or bf16.
+pub(super) fn floats<const D: usize>(
     view: &TensorView<'_>,
     shape: [usize; D],
-    device: &Device,
-) -> Option<Tensor<D>> {
+) -> Option<TensorData> {
     let written = burn_dtype(view.dtype())?;
     let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, written);
-    let data = data.convert_dtype(DType::F32);
-    Some(Tensor::from_data(data, (device, DType::F32)))
+    Some(data.convert_dtype(DType::F32))
 }
 
 /// The number of bytes of a tensor that are uploaded at once. During the upload, the host holds these bytes twice. A

@@ -1,9 +1,10 @@
 //! The methods that run the model over whole texts, and over tokens that follow the tokens in a KV cache.
 
+use super::adapters::PassAdapters;
 use super::cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
 use super::decode_ops::DecodeOps;
-use super::forward::After;
+use super::forward::{After, Text};
 use super::logits::Logits;
 use super::observe::Observer;
 use super::text_model::Gemma4Model;
@@ -118,6 +119,18 @@ impl Gemma4Model {
         cache: &mut Cache,
         logits: Logits,
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        self.step_adapted(tokens, cache, logits, None)
+    }
+
+    /// Runs [`step_hidden`](Self::step_hidden) with the adapters that the rows select. If the rows select different
+    /// adapters, each sequence has one position.
+    pub(crate) fn step_adapted(
+        &self,
+        tokens: &Tokens,
+        cache: &mut Cache,
+        logits: Logits,
+        adapters: Option<PassAdapters>,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
         let [batch, positions] = tokens.ids.dims();
         if batch != cache.batch() {
             return Err(Gemma4Error::Argument {
@@ -137,7 +150,10 @@ impl Gemma4Model {
             positions: cache.positions(positions),
             cache,
         };
-        let text = self.text(tokens, &after.positions);
+        let text = Text {
+            adapters,
+            ..self.text(tokens, &after.positions)
+        };
         let hidden = self.hidden_states(text, Some(after), logits, &mut ());
         Ok((logits.of(positions) > 0).then_some(hidden))
     }

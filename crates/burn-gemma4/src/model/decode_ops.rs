@@ -4,6 +4,7 @@
 //! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the
 //! launches and replay them for later tokens.
 
+use super::adapters::PassAdapters;
 use super::cache::WriteTarget;
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;
@@ -39,6 +40,8 @@ pub(crate) struct DecodeOps<'a> {
     /// The buffers for new keys and values. `None` if all layers that run are shared KV layers, which compute no keys and
     /// values.
     pub targets: Option<Targets<'a>>,
+    /// The adapters that the rows select, or `None` if no row selects an adapter.
+    pub adapters: Option<&'a PassAdapters>,
     /// A callback that runs after the launches of each part of the step.
     pub after: &'a mut dyn FnMut(Part),
 }
@@ -99,6 +102,27 @@ impl DecodeOps<'_> {
         }
     }
 
+    /// True if the projection has an adapter, or if a row may select an adapter of the projection.
+    fn is_adapted(&self, linear: &Linear) -> bool {
+        linear.weight.adapter().is_some()
+            || self
+                .adapters
+                .is_some_and(|adapters| adapters.adapts(linear))
+    }
+
+    /// Returns the weights of the projections if no projection has an adapter and one launch can multiply by all of
+    /// them.
+    fn matrices_of_one_launch(&self, projections: &[&Linear]) -> Option<Vec<Matrix>> {
+        let matrices = projections
+            .iter()
+            .map(|linear| (!self.is_adapted(linear)).then(|| linear.weight.matrix()));
+        let factors = matrices.collect::<Option<Vec<_>>>().map(Factors::Concat);
+        match factors.filter(Factors::are_of_one_launch) {
+            Some(Factors::Concat(matrices)) => Some(matrices),
+            _ => None,
+        }
+    }
+
     fn tables(&self, kind: LayerType) -> &RotationTables {
         match kind {
             LayerType::Sliding => &self.sliding,
@@ -109,14 +133,21 @@ impl DecodeOps<'_> {
 
 impl LayerOps for DecodeOps<'_> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
+        let added = self
+            .adapters
+            .and_then(|adapters| adapters.added(&input, linear, project_by_adapter));
         let origin = linear.weight.origin();
-        linear.rows_by(input, |input, weight| {
+        let output = linear.rows_by(input, |input, weight| {
             gemv::project(input, weight, None, origin)
-        })
+        });
+        match added {
+            Some(added) => output + added,
+            None => output,
+        }
     }
 
     fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<ColumnSlice> {
-        let Some(matrices) = matrices_of_one_launch(projections) else {
+        let Some(matrices) = self.matrices_of_one_launch(projections) else {
             let project = |linear: &&Linear| ColumnSlice::all(self.project(input.clone(), linear));
             return projections.iter().map(project).collect();
         };
@@ -131,7 +162,7 @@ impl LayerOps for DecodeOps<'_> {
         norm: &RmsNorm,
         projections: &[&Linear],
     ) -> (ResidualStream, Vec<ColumnSlice>) {
-        match (stream, matrices_of_one_launch(projections)) {
+        match (stream, self.matrices_of_one_launch(projections)) {
             (ResidualStream::Deferred(due), Some(matrices)) => {
                 let (added, next) = *due;
                 let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
@@ -160,7 +191,7 @@ impl LayerOps for DecodeOps<'_> {
         gate: &Linear,
         embedding: ColumnSlice,
     ) -> (ResidualStream, Tensor<2>) {
-        if is_adapted(gate) {
+        if self.is_adapted(gate) {
             let rows = self.add(stream, output, norm).into_rows();
             let gated = self.gate(rows.clone(), gate, embedding);
             return (ResidualStream::new(rows), gated);
@@ -298,7 +329,7 @@ impl LayerOps for DecodeOps<'_> {
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
-        let inner = if is_adapted(gate) || is_adapted(up) {
+        let inner = if self.is_adapted(gate) || self.is_adapted(up) {
             // Compute the gate and the up projection separately, because the fused kernel cannot add the adapter's
             // output before the GELU.
             gelu(self.project(input.clone(), gate)) * self.project(input, up)
@@ -322,7 +353,7 @@ impl LayerOps for DecodeOps<'_> {
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: ColumnSlice) -> Tensor<2> {
-        if is_adapted(gate) {
+        if self.is_adapted(gate) {
             return gelu(self.project(input, gate)) * embedding.columns();
         }
         gemv::multiply(input, gate_of(gate, embedding), Origin::Parameters)
@@ -333,20 +364,9 @@ impl LayerOps for DecodeOps<'_> {
     }
 }
 
-fn is_adapted(linear: &Linear) -> bool {
-    linear.weight.adapter().is_some()
-}
-
-/// Returns the weights of the projections if no projection has an adapter and one launch can multiply by all of them.
-fn matrices_of_one_launch(projections: &[&Linear]) -> Option<Vec<Matrix>> {
-    let matrices = projections
-        .iter()
-        .map(|linear| (!is_adapted(linear)).then(|| linear.weight.matrix()));
-    let factors = matrices.collect::<Option<Vec<_>>>().map(Factors::Concat);
-    match factors.filter(Factors::are_of_one_launch) {
-        Some(Factors::Concat(matrices)) => Some(matrices),
-        _ => None,
-    }
+/// Multiplies rows by the transpose of an adapter's factor. No launch of a step writes the factors.
+pub(super) fn project_by_adapter(input: Tensor<2>, factor: Matrix) -> Tensor<2> {
+    gemv::project(input, factor, None, Origin::Parameters)
 }
 
 /// Returns the factors of a GEMV that computes GELU of the per-layer embedding's gate, multiplied by the embedding.

@@ -2,6 +2,8 @@
 //! projection, and the per-layer embeddings.
 
 use super::Gemma4Model;
+use super::adapters::PassAdapters;
+use super::decode_ops::project_by_adapter;
 use super::layer::ops::ResidualStream;
 use super::layer::{Embedding, RmsNorm};
 use crate::op::embed::{NormWeight, OfTokens, PerLayerFactors, TokenRows};
@@ -13,11 +15,12 @@ impl Gemma4Model {
     /// Returns the residual stream before the first layer, `[rows, hidden]`, and the per-layer embeddings,
     /// `[rows, layers · columns]`, if the model has them. No launch of a captured graph may write `tokens`, `[rows]`.
     /// `from_host` holds the tokens' rows of the per-layer embedding table, if this table is in host memory: see
-    /// [`host_rows`](Self::host_rows).
+    /// [`host_rows`](Self::host_rows). `adapters` are the adapters that the rows select.
     pub(crate) fn first_rows(
         &self,
         tokens: &Tensor<1, Int>,
         from_host: Option<Tensor<2>>,
+        adapters: Option<&PassAdapters>,
     ) -> (ResidualStream, Option<Tensor<2>>) {
         let first = self.layers.first();
         let norm = first.map_or(&self.norm, |layer| &layer.input_layernorm);
@@ -31,7 +34,7 @@ impl Gemma4Model {
                 (flat_rows(self.embed_tokens.forward(tokens)), None)
             }
         };
-        let embeddings = self.few_per_layer_embeddings(tokens, from_host, &rows);
+        let embeddings = self.few_per_layer_embeddings(tokens, from_host, adapters, &rows);
         (ResidualStream::of((rows, normed)), embeddings)
     }
 
@@ -41,6 +44,7 @@ impl Gemma4Model {
         &self,
         tokens: &Tensor<1, Int>,
         from_host: Option<Tensor<2>>,
+        adapters: Option<&PassAdapters>,
         embedded: &Tensor<2>,
     ) -> Option<Tensor<2>> {
         let projection = self.per_layer_model_projection.as_ref()?;
@@ -62,6 +66,12 @@ impl Gemma4Model {
         let weight = &projection.weight;
         let origin = weight.origin();
         let projected = gemv::project(embedded.clone(), weight.matrix(), None, origin);
+        let added =
+            adapters.and_then(|adapters| adapters.added(embedded, projection, project_by_adapter));
+        let projected = match added {
+            Some(added) => projected + added,
+            None => projected,
+        };
         Some(embed::per_layer(
             projected,
             of_tokens,

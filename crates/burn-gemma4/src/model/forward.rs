@@ -1,5 +1,6 @@
 //! The forward pass from token ids to hidden states: all layers in order.
 
+use super::adapters::PassAdapters;
 use super::cache::Cache;
 use super::cache::key_values::SharedKeyValues;
 #[cfg(feature = "cube")]
@@ -33,6 +34,8 @@ pub(crate) struct Text {
     pub rotations: Rotations,
     /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
+    /// The adapters that the rows select, or `None` if no row selects an adapter.
+    pub adapters: Option<PassAdapters>,
 }
 
 /// The KV cache to which a call appends tokens, and the positions of these tokens.
@@ -58,6 +61,7 @@ impl Gemma4Model {
             from_host: self.host_rows(on_host, &device.clone().without_autodiff()),
             rotations: Rotations::new(&self.rope, positions, self.dtype(), &device),
             segments: None,
+            adapters: None,
         }
     }
 
@@ -78,12 +82,14 @@ impl Gemma4Model {
             from_host,
             rotations,
             segments,
+            adapters,
         } = text;
+        let adapters = adapters.as_ref();
         let [batch, count] = ids.dims();
         let asked = logits.of(count);
         let device = ids.device();
 
-        let (embedded, embeddings) = self.embedded_rows(&ids, from_host, observer);
+        let (embedded, embeddings) = self.embedded_rows(&ids, from_host, adapters, observer);
         let hidden = embedded.dims()[1];
 
         let (destination, positions) = match after {
@@ -99,6 +105,7 @@ impl Gemma4Model {
             window: self.config.sliding_window,
             segments,
             destination,
+            adapters,
             mlp_recompute: self.mlp_recompute,
             observer,
         };
@@ -128,7 +135,11 @@ impl Gemma4Model {
             {
                 let after = &mut |_| ();
                 let dtype = self.dtype();
-                let mut few_rows = self.last_position(positions, batch, dtype, &device, after);
+                let few_rows = self.last_position(positions, batch, dtype, &device, after);
+                let mut few_rows = DecodeOps {
+                    adapters,
+                    ..few_rows
+                };
                 self.layers(
                     rest,
                     stream,
@@ -163,13 +174,30 @@ impl Gemma4Model {
         &self,
         ids: &Tensor<2, Int>,
         from_host: Option<Tensor<2>>,
+        adapters: Option<&PassAdapters>,
         observer: &mut O,
     ) -> (Tensor<2>, Option<Tensor<2>>) {
         let [batch, count] = ids.dims();
         let embedded = self.embed_tokens.forward(ids.clone());
         observer.observe(Site::Embedding, || embedded.clone());
         let embedded = flat_rows(embedded);
-        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, linear::rows);
+        let project = |input: Tensor<2>, weight| {
+            let added = adapters
+                .zip(self.per_layer_model_projection.as_ref())
+                .and_then(|(adapters, linear)| adapters.added(&input, linear, linear::rows));
+            let output = linear::rows(input, weight);
+            match added {
+                // Add as three dimensions: see `PrefillOps::of_text`.
+                Some(added) => {
+                    let [rows, columns] = output.dims();
+                    let [output, added] =
+                        [output, added].map(|part| part.reshape([1, rows, columns]));
+                    flat_rows(output + added)
+                }
+                None => output,
+            }
+        };
+        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, project);
         if let Some(embeddings) = &embeddings {
             let layers = self.config.num_layers();
             let columns = self.config.hidden_size_per_layer_input;
@@ -242,6 +270,7 @@ impl Gemma4Model {
             sliding: tables(LayerType::Sliding),
             full: tables(LayerType::Full),
             targets: None,
+            adapters: None,
             after,
         }
     }

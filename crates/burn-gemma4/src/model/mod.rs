@@ -1,5 +1,6 @@
 //! The Gemma 4 text model: from token ids to logits.
 
+pub(crate) mod adapters;
 mod buffer_pool;
 pub(crate) mod cache;
 mod calls;

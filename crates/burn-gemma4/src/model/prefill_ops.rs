@@ -1,6 +1,7 @@
 //! A layer's operations for any number of rows, with gradients. Decoding uses these operations only if the decode
 //! kernels do not support the model.
 
+use super::adapters::PassAdapters;
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
@@ -18,6 +19,7 @@ use crate::op::flat_rows;
 use crate::op::geglu::gated;
 #[cfg(feature = "cube")]
 use crate::op::geglu::{GateColumns, gated_columns};
+use crate::op::linear;
 #[cfg(feature = "cuda")]
 use crate::op::linear::side_by_side;
 #[cfg(feature = "cube")]
@@ -40,6 +42,8 @@ pub(crate) struct PrefillOps<'a, O> {
     pub segments: Option<Tensor<2, Int>>,
     /// The place for the keys and values that later calls read.
     pub destination: KvDestination<'a>,
+    /// The adapters that the rows select, or `None` if no row selects an adapter.
+    pub adapters: Option<&'a PassAdapters>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     pub mlp_recompute: bool,
     pub observer: &'a mut O,
@@ -119,6 +123,13 @@ impl<O> PrefillOps<'_, O> {
         let [_, columns] = rows.dims();
         rows.reshape([self.batch, self.rotations.positions(), columns])
     }
+
+    /// True if a row may select an adapter of one of the projections.
+    fn selects_adapter(&self, projections: &[&Linear]) -> bool {
+        let mut projections = projections.iter();
+        self.adapters
+            .is_some_and(|adapters| projections.any(|linear| adapters.adapts(linear)))
+    }
 }
 
 impl<O: Observer> PrefillOps<'_, O> {
@@ -146,12 +157,23 @@ impl<O: Observer> PrefillOps<'_, O> {
 
 impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
-        linear.rows(input)
+        let added = self
+            .adapters
+            .and_then(|adapters| adapters.added(&input, linear, linear::rows));
+        let output = linear.rows(input);
+        match added {
+            Some(added) => flat_rows(self.of_text(output) + self.of_text(added)),
+            None => output,
+        }
     }
 
     #[cfg(feature = "cuda")]
     fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<ColumnSlice> {
-        in_one_product(&input, projections).unwrap_or_else(|| {
+        let together = match self.selects_adapter(projections) {
+            true => None,
+            false => in_one_product(&input, projections),
+        };
+        together.unwrap_or_else(|| {
             let project = |linear: &&Linear| ColumnSlice::all(self.project(input.clone(), linear));
             projections.iter().map(project).collect()
         })
@@ -222,6 +244,12 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
+        if self.selects_adapter(&[&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj]) {
+            let gate = self.project(input.clone(), &mlp.gate_proj);
+            let through = self.project(input, &mlp.up_proj);
+            let inner = gated(self.of_text(gate), self.of_text(through));
+            return self.project(flat_rows(inner), &mlp.down_proj);
+        }
         #[cfg(feature = "cuda")]
         if let Some(both) = in_one_product(&input, &[&mlp.gate_proj, &mlp.up_proj])
             && let [gate, through] = both.as_slice()
@@ -262,9 +290,10 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: ColumnSlice) -> Tensor<2> {
         #[cfg(feature = "cube")]
         if op::serve(&input) {
-            return gated_by(&ColumnSlice::all(gate.rows(input)), &embedding);
+            return gated_by(&ColumnSlice::all(self.project(input, gate)), &embedding);
         }
-        let gate = gate.forward(self.of_text(input));
+        let gate = self.project(input, gate);
+        let gate = self.of_text(gate);
         flat_rows(gated(gate, self.of_text(embedding.columns())))
     }
 

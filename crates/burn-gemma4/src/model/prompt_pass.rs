@@ -107,7 +107,7 @@ impl Computation for PromptPass {
         let config = model.config();
         let [length] = self.tokens.dims();
         let ids = self.tokens.clone().reshape([1, length]);
-        let (embedded, embeddings) = model.embedded_rows(&ids, None, &mut ());
+        let (embedded, embeddings) = model.embedded_rows(&ids, None, None, &mut ());
         let mut key_values = Vec::new();
         let mut all_rows = PrefillOps {
             batch: 1,
@@ -115,6 +115,7 @@ impl Computation for PromptPass {
             window: config.sliding_window,
             segments: None,
             destination: KvDestination::List(&mut key_values),
+            adapters: None,
             mlp_recompute: false,
             observer: &mut (),
         };
@@ -135,6 +136,7 @@ impl Computation for PromptPass {
                 sliding: self.sliding.clone(),
                 full: self.full.clone(),
                 targets: None,
+                adapters: None,
                 after: &mut |_| (),
             };
             let embeddings = embeddings.map(last_row);

@@ -319,6 +319,7 @@ impl<'a> Pass<'a> {
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             destination: KvDestination::Dropped,
+            adapters: None,
             // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so
             // memory holds the activations of only that layer.
             mlp_recompute: false,

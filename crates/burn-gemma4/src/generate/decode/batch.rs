@@ -1,11 +1,17 @@
 //! A batch of sequences that join and leave between decode steps (continuous batching).
 
+use super::batch_adapters::BatchAdapters;
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
+#[cfg(feature = "cube")]
+use super::inputs::AdapterInputs;
 use super::next::Next;
 use super::prefill::Prefill;
 use super::row_logits::{RowChoice, RowLogits, RowResult};
 use crate::error::Gemma4Error;
+use crate::model::adapters::AdapterId;
+#[cfg(feature = "cube")]
+use crate::model::adapters::AdapterStack;
 use crate::model::cache::Cache;
 use crate::model::cache::kind::CacheKind;
 use crate::model::tokens::Tokens;
@@ -14,6 +20,8 @@ use crate::model::{Gemma4Model, Logits};
 use crate::op::gemv;
 use std::fmt;
 use std::marker::PhantomData;
+#[cfg(feature = "cube")]
+use std::sync::Arc;
 
 /// The batch shrinks its buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies while
 /// the decode step has a captured graph, because new buffers need a new capture. With a limit of one in two, a new
@@ -32,6 +40,9 @@ const LEAST_SHARE: usize = 4;
 /// until the buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than a buffer
 /// row has slots, or if more sequences join than the buffers have rows. The buffers shrink if at most a quarter of the
 /// rows hold a sequence. See [`Decoder`](super::Decoder).
+///
+/// Sequences with different adapters are decoded in the same step. The first sequence with an adapter needs a new graph,
+/// and so does each adapter that joins for the first time.
 pub struct Batch {
     model: Gemma4Model,
     cache: Cache,
@@ -40,6 +51,7 @@ pub struct Batch {
     count: usize,
     /// The number of sequences for which the cache's buffers have space.
     capacity: usize,
+    adapters: BatchAdapters,
     #[cfg(feature = "cube")]
     may_capture: bool,
     #[cfg(feature = "cube")]
@@ -71,6 +83,7 @@ impl Batch {
             kind,
             count: 0,
             capacity: 0,
+            adapters: BatchAdapters::default(),
             #[cfg(feature = "cube")]
             may_capture: true,
             #[cfg(feature = "cube")]
@@ -118,7 +131,8 @@ impl Batch {
         self.cache.bytes()
     }
 
-    /// Adds the sequence of a finished prefill, and returns the sequence's index. The same prefill may join several times, to
+    /// Adds the sequence of a finished prefill, and returns the sequence's index. The sequence keeps the prefill's
+    /// [adapter](Prefill::with_adapter). The same prefill may join several times, to
     /// generate several answers to one prompt.
     ///
     /// # Errors
@@ -138,8 +152,9 @@ impl Batch {
             return refuse("has a KV cache of another format than the batch".into());
         }
         let mut lengths = self.lengths();
+        self.adapters.join(prefill.adapter(), &self.model.device());
         #[cfg(feature = "cube")]
-        if self.graph.is_some()
+        if self.has_graph_of(prefill)
             && self.count < self.capacity
             && self.cache.has_slots_for(prefill.cache())
         {
@@ -172,6 +187,7 @@ impl Batch {
         assert!(index < self.count, "the batch has a sequence at `index`");
         let mut lengths = self.lengths();
         lengths.swap_remove(index);
+        self.adapters.leave(index);
         self.count -= 1;
         #[cfg(feature = "cube")]
         if self.graph.is_some() && self.count * LEAST_SHARE > self.capacity {
@@ -196,6 +212,23 @@ impl Batch {
         self.set_lengths(lengths);
     }
 
+    /// Frees the batch's copy of an adapter. Does nothing while a sequence has the adapter.
+    pub fn forget_adapter(&mut self, adapter: AdapterId) {
+        if !self.adapters.forget(adapter, &self.model.device()) {
+            return;
+        }
+        #[cfg(feature = "cube")]
+        if self
+            .graph
+            .as_ref()
+            .is_some_and(|graph| graph.adapters().is_some())
+        {
+            let lengths = self.lengths();
+            self.release();
+            self.set_lengths(lengths);
+        }
+    }
+
     /// Runs the model over one more token of each sequence, and returns the logits after these tokens. `tokens` has the token
     /// of each sequence, in the order of the sequences' indices.
     ///
@@ -215,11 +248,13 @@ impl Batch {
             return Ok(RowLogits::of(outputs.into(), count));
         }
         self.cache.ensure_slots(self.cache.len() + 1);
+        let device = self.model.device();
         let shape = [tokens.len(), 1];
-        let tokens = Tokens::upload(tokens, shape, &self.model.device());
+        let adapters = self.adapters.pass(tokens.len(), &device);
+        let tokens = Tokens::upload(tokens, shape, &device);
         let hidden = self
             .model
-            .step_hidden(&tokens, &mut self.cache, Logits::Last(1))?
+            .step_adapted(&tokens, &mut self.cache, Logits::Last(1), adapters)?
             .expect("Logits::Last(1) gives a hidden state for every sequence");
         Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
     }
@@ -292,11 +327,24 @@ impl Batch {
         true
     }
 
+    /// True if the batch has a graph that also serves the sequence of a prefill, whose adapter has joined already.
+    #[cfg(feature = "cube")]
+    fn has_graph_of(&self, prefill: &Prefill) -> bool {
+        self.graph.as_ref().is_some_and(|graph| {
+            let in_graph = graph.adapters().map(|adapters| &adapters.stack);
+            let serves = |id: AdapterId| in_graph.is_some_and(|stack| stack.slot(id).is_some());
+            prefill.adapter().is_none_or(|adapter| serves(adapter.id()))
+        })
+    }
+
     /// Sets the lengths of the sequences, but keeps the buffers and the captured graph. Discards a queued step.
     #[cfg(feature = "cube")]
     fn keep_graph(&mut self, mut lengths: Vec<usize>) {
         if let Some(graph) = &mut self.graph {
             graph.discard_lookahead();
+            if let Some(adapters) = graph.adapters() {
+                adapters.overwrite(self.adapters.slots(&adapters.stack, self.capacity));
+            }
         }
         lengths.resize(self.capacity, 0);
         self.cache.set_lengths(&lengths);
@@ -332,7 +380,17 @@ impl Batch {
         // rows.
         #[cfg(feature = "cube")]
         if self.count > 0 && lengths.len() == self.capacity {
+            let select = |stack: &Arc<AdapterStack>| {
+                let device = self.model.device();
+                let adapters = AdapterInputs::new(stack.clone(), self.capacity, &device);
+                adapters.overwrite(self.adapters.slots(stack, self.capacity));
+                adapters
+            };
             let graph = GraphCapture::new(&self.model, &self.cache);
+            let graph = graph.map(|graph| {
+                let adapters = self.adapters.stack().map(select);
+                graph.with_adapters(adapters)
+            });
             self.graph = match self.may_capture {
                 true => graph,
                 false => graph.map(GraphCapture::without_graph_capture),

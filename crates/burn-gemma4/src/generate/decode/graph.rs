@@ -7,7 +7,7 @@
 use super::{
     ahead::Ahead,
     guessed::Streams,
-    inputs::{Begun, Inputs, Uploaded},
+    inputs::{AdapterInputs, Begun, Inputs, Uploaded},
     mode::DecodeMode,
     position::{Outputs, Position},
     round::Round,
@@ -40,6 +40,8 @@ pub(super) struct GraphCapture {
     /// The sampler that draws the next tokens on the device. Only forward passes over one token of each sequence use the
     /// sampler.
     sampler: Option<DeviceSampler>,
+    /// The adapters that the rows of a forward pass select, or `None` if no row selects an adapter.
+    adapters: Option<AdapterInputs>,
     /// True if the last forward pass was a replay of its captured graph.
     replayed: bool,
     /// The decode step that is queued although the caller has not requested it yet, or `None` if no step is queued.
@@ -66,9 +68,22 @@ impl GraphCapture {
             passes: BTreeMap::new(),
             rounds: BTreeMap::new(),
             sampler: None,
+            adapters: None,
             replayed: false,
             ahead: None,
         })
+    }
+
+    /// Lets each row of a forward pass over one token per sequence select an adapter. Drops all captured graphs. The
+    /// caller must overwrite the selection before the next step.
+    pub fn with_adapters(mut self, adapters: Option<AdapterInputs>) -> Self {
+        self.release();
+        Self { adapters, ..self }
+    }
+
+    /// The adapters that the rows select, or `None` if no row selects an adapter.
+    pub fn adapters(&self) -> Option<&AdapterInputs> {
+        self.adapters.as_ref()
     }
 
     pub fn without_graph_capture(mut self) -> Self {
@@ -302,6 +317,7 @@ impl GraphCapture {
                 let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
+                    adapters: self.adapters.clone(),
                     ..position(model, cache, count, from_host)
                 };
                 place.insert(CapturedGraph::new(position))
@@ -348,5 +364,6 @@ fn position(
         inputs: Inputs::empty(count * batch, batch, &device),
         from_host,
         sampler: None,
+        adapters: None,
     }
 }

@@ -1,9 +1,14 @@
 //! Device tensors that hold the tokens and positions of a forward pass. A captured graph reads these tensors at each replay.
 
 use super::guessed::Streams;
+use crate::model::adapters::{AdapterStack, PassAdapters};
 use crate::model::cache::Cache;
-use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
+use crate::op::in_place::{
+    advance_inputs, begin_round_with, overwrite_integers, overwrite_three, take_guesses_of,
+};
+use crate::op::stream::StreamCheck;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use std::sync::Arc;
 
 /// The input tensors of a forward pass, or of a run of the drafter. Before each run, launches outside the captured
 /// graph overwrite these tensors.
@@ -63,6 +68,42 @@ impl Inputs {
 
     pub fn device(&self) -> Device {
         self.tokens.device()
+    }
+}
+
+/// The adapters of a decode step, and the tensor by which each row selects one of them. Launches outside the captured
+/// graph overwrite the tensor when sequences join or leave the batch.
+#[derive(Clone)]
+pub(super) struct AdapterInputs {
+    pub stack: Arc<AdapterStack>,
+    /// The slot of each row's adapter, `[rows]`.
+    rows: Tensor<1, Int>,
+}
+
+impl AdapterInputs {
+    /// Allocates the selection of `rows` rows. The caller must [overwrite](Self::overwrite) the selection.
+    pub fn new(stack: Arc<AdapterStack>, rows: usize, device: &Device) -> Self {
+        let rows = Tensor::empty([rows], (device, DType::I32));
+        Self { stack, rows }
+    }
+
+    /// Selects the adapters with these slots, one slot per row.
+    pub fn overwrite(&self, slots: Vec<i32>) {
+        let shape = [slots.len()];
+        let slots = TensorData::new(slots, shape);
+        let slots = Tensor::<1, Int>::from_data(slots, (&self.rows.device(), DType::I32));
+        overwrite_integers(self.rows.clone(), slots.into_dispatch());
+    }
+
+    /// Returns the adapters of a step whose launches read the selection from the device.
+    pub fn pass(&self) -> PassAdapters {
+        self.stack.pass(&self.rows)
+    }
+
+    /// Checks the streams of all tensors.
+    pub fn check_streams(&self, check: &mut StreamCheck) {
+        self.stack.check_streams(check);
+        check.integers(self.rows.clone());
     }
 }
 

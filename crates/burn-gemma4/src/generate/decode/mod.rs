@@ -7,6 +7,7 @@
 #[cfg(feature = "cube")]
 mod ahead;
 mod batch;
+mod batch_adapters;
 mod decoder;
 mod drafting;
 #[cfg(feature = "cube")]

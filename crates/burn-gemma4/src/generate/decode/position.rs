@@ -4,7 +4,7 @@
 //! The host determines only the shapes. The kernels read token ids and positions from device memory, so the launches can be
 //! captured in a CUDA graph and replayed for other tokens.
 
-use super::inputs::Inputs;
+use super::inputs::{AdapterInputs, Inputs};
 use crate::generate::sampling::device::DeviceSampler;
 use crate::model::Gemma4Model;
 use crate::model::cache::WriteTarget;
@@ -41,6 +41,8 @@ pub(super) struct Position {
     pub from_host: Option<Tensor<1>>,
     /// The sampler that draws the next tokens, or `None` if the forward pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
+    /// The adapters that the rows select, or `None` if no row selects an adapter.
+    pub adapters: Option<AdapterInputs>,
 }
 
 /// The results of a forward pass.
@@ -90,6 +92,9 @@ impl Computation for Position {
         for target in &self.targets {
             target.check_streams(&mut check);
         }
+        if let Some(adapters) = &self.adapters {
+            adapters.check_streams(&mut check);
+        }
         check.module(&self.model).are_local
     }
 
@@ -108,11 +113,13 @@ impl Position {
         let positions = self.inputs.positions.clone();
         let read_at = positions.clone();
 
+        let adapters = self.adapters.as_ref().map(AdapterInputs::pass);
+        let adapters = adapters.as_ref();
         let from_host = self.from_host.clone().map(|values| {
             let [count] = values.dims();
             values.reshape([rows, count / rows])
         });
-        let (stream, embeddings) = model.first_rows(&read, from_host);
+        let (stream, embeddings) = model.first_rows(&read, from_host, adapters);
         let (sliding, full) = (self.sliding(), self.full());
         after(Part::Embedding);
 
@@ -126,6 +133,7 @@ impl Position {
                 sliding,
                 full,
             }),
+            adapters,
             after,
         };
         let mut shared = SharedKeyValues::default();

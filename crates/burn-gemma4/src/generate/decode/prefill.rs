@@ -4,6 +4,7 @@ use super::next::Next;
 use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
 use crate::generate::CapturedPrompts;
+use crate::model::adapters::{AdapterId, LoadedAdapter, PassAdapters};
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
 use crate::model::cache::kind::CacheKind;
@@ -45,6 +46,8 @@ pub struct Prefill {
     model: Gemma4Model,
     cache: Cache,
     tokens: Vec<u32>,
+    /// The adapter of the sequence, or `None` if the model runs without an adapter.
+    adapter: Option<Arc<LoadedAdapter>>,
     /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
     graphs: Option<CapturedPrompts>,
     /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
@@ -62,6 +65,8 @@ pub struct Prefill {
 #[derive(Debug)]
 pub(super) struct Prefilled {
     pub tokens: Vec<u32>,
+    /// The adapter with which the keys and values were computed, or `None` if no adapter was used.
+    pub adapter: Option<AdapterId>,
     pub cache: Cache,
     pub checkpoints: Vec<Arc<Checkpoint>>,
 }
@@ -97,10 +102,32 @@ impl Prefill {
             model: model.clone(),
             cache: model.cache_of(kind, vec![0])?,
             tokens,
+            adapter: None,
             graphs: None,
             reused: 0,
             boundary: None,
             checkpoints: Vec::new(),
+        })
+    }
+
+    /// Runs the prompt and its answer with an adapter. Such a prefill replays no CUDA graph, because the graphs compute
+    /// without adapters.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the adapter was read for another model, or if the model has processed a
+    /// part of the prompt already.
+    pub fn with_adapter(self, adapter: &Arc<LoadedAdapter>) -> Result<Self, Gemma4Error> {
+        adapter.check(&self.model)?;
+        if !self.cache.is_empty() {
+            return Err(Gemma4Error::Argument {
+                argument: "adapter",
+                reason: "is set after the prefill has begun; set it before".into(),
+            });
+        }
+        Ok(Self {
+            adapter: Some(adapter.clone()),
+            graphs: None,
+            ..self
         })
     }
 
@@ -141,8 +168,14 @@ impl Prefill {
         &self.model
     }
 
+    /// The adapter of the sequence, or `None` if the model runs without an adapter.
+    pub(super) fn adapter(&self) -> Option<&Arc<LoadedAdapter>> {
+        self.adapter.as_ref()
+    }
+
     pub(super) fn into_prefilled(self) -> Prefilled {
         Prefilled {
+            adapter: self.adapter.map(|adapter| adapter.id()),
             tokens: self.tokens,
             cache: self.cache,
             checkpoints: self.checkpoints,
@@ -230,6 +263,8 @@ impl Prefill {
         let tokens = self.tokens[range].to_vec();
         let shape = [1, tokens.len()];
         let tokens = Tokens::upload(tokens, shape, &self.model.device());
-        self.model.step_hidden(&tokens, &mut self.cache, asked)
+        let adapters = self.adapter.as_deref().map(PassAdapters::of_all_rows);
+        let cache = &mut self.cache;
+        self.model.step_adapted(&tokens, cache, asked, adapters)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::prefill::{Prefill, Prefilled};
 use crate::model::Gemma4Model;
+use crate::model::adapters::AdapterId;
 use crate::model::cache::checkpoint::Checkpoint;
 use burn::module::{ParamId, list_param_ids};
 use std::collections::HashSet;
@@ -22,7 +23,7 @@ const MOST_CHECKPOINTS: usize = 4;
 
 /// The KV caches of earlier prompts. A later prompt that begins with the same tokens as an earlier prompt continues
 /// from a copy of the earlier prompt's KV cache. The model then runs only over the remaining tokens of the later
-/// prompt.
+/// prompt. Keys and values of different adapters are never shared.
 ///
 /// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only the last window of tokens, in
 /// ring buffers. A checkpoint is a copy of the ring buffers' contents at an earlier token. If a prompt is at least as
@@ -178,6 +179,13 @@ impl PrefixCache {
         self.bytes
     }
 
+    /// Drops the keys and values that were computed with an adapter.
+    pub fn forget_adapter(&mut self, adapter: AdapterId) {
+        self.prompts
+            .retain(|prompt| prompt.adapter != Some(adapter));
+        self.bytes = self.count_bytes();
+    }
+
     /// True if the prefill can benefit from this cache. The prefill must belong to this cache's model, and the cache's
     /// memory limit must not be 0. Also, reusing a prefix must be faster than running the whole prompt as one CUDA
     /// graph.
@@ -204,7 +212,8 @@ impl Prefilled {
     /// Returns the length of the longest common prefix of this prompt and a new prompt. The new prompt's last token
     /// does not count, because the model must run over this token to compute the logits after the prompt.
     fn shared_with(&self, prefill: &Prefill) -> usize {
-        if self.cache.kind() != prefill.cache().kind() {
+        let adapter = prefill.adapter().map(|adapter| adapter.id());
+        if self.cache.kind() != prefill.cache().kind() || self.adapter != adapter {
             return 0;
         }
         let tokens = prefill.tokens();
@@ -237,9 +246,11 @@ impl Prefilled {
         earlier.cloned().collect()
     }
 
-    /// True if this prompt begins with all tokens of an earlier prompt.
+    /// True if this prompt begins with all tokens of an earlier prompt with the same adapter.
     fn continues(&self, earlier: &Self) -> bool {
-        self.cache.kind() == earlier.cache.kind() && self.tokens.starts_with(&earlier.tokens)
+        self.cache.kind() == earlier.cache.kind()
+            && self.adapter == earlier.adapter
+            && self.tokens.starts_with(&earlier.tokens)
     }
 
     /// Takes over the checkpoints of `earlier`. This prompt begins with all tokens of `earlier`. If another prompt

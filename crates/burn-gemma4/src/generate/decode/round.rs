@@ -91,6 +91,7 @@ impl Computation for Round {
             sliding: self.sliding.clone(),
             full: self.full.clone(),
             targets: None,
+            adapters: None,
             after: &mut |_| (),
         };
         self.drafter.steps(

@@ -11,7 +11,7 @@ use crate::quant::layout::Layout;
 use burn::{
     module::{
         Content, Devices, Lora, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault,
-        ModuleMapper, ModuleVisitor, Param, Reparameterization, Reparameterizer,
+        ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
     },
     tensor::{DType, Device, Int, Tensor},
 };
@@ -52,7 +52,7 @@ impl<const D: usize> QuantizedWeight<D> {
         shape: [usize; D],
     ) -> Self {
         Self {
-            words: Param::initialized(burn::module::ParamId::new(), words),
+            words: Param::initialized(ParamId::new(), words),
             lora: None,
             layout,
             dtype,
@@ -107,6 +107,14 @@ impl<const D: usize> Weight<D> {
         match self {
             Self::Whole(weight) => weight.base().dtype(),
             Self::Quantized(weight) => weight.dtype,
+        }
+    }
+
+    /// Returns the id of the weight's parameter, or of its packed words.
+    pub(crate) fn id(&self) -> ParamId {
+        match self {
+            Self::Whole(weight) => weight.id,
+            Self::Quantized(weight) => weight.words.id,
         }
     }
 
@@ -213,6 +221,12 @@ pub(crate) trait AnyWeight {
     /// Returns the number of bits per code, or `None` if the weight is not quantized.
     fn bits(&self) -> Option<usize>;
 
+    /// Returns the id of the weight's parameter.
+    fn id(&self) -> ParamId;
+
+    /// Returns the shape of the unpacked weight.
+    fn shape(&self) -> Vec<usize>;
+
     /// Attaches a LoRA adapter if the weight is a single quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
 
@@ -300,6 +314,17 @@ impl<const D: usize> AnyWeight for Weight<D> {
         match self {
             Self::Whole(_) => None,
             Self::Quantized(weight) => Some(weight.layout.format.bits),
+        }
+    }
+
+    fn id(&self) -> ParamId {
+        self.id()
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        match self {
+            Self::Whole(weight) => weight.lazy_shape().to_vec(),
+            Self::Quantized(weight) => weight.shape.to_vec(),
         }
     }
 

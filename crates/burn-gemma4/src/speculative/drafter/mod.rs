@@ -237,6 +237,7 @@ impl Drafter {
             window: self.model.config().sliding_window,
             segments: None,
             destination: KvDestination::Dropped,
+            adapters: None,
             mlp_recompute: false,
             observer: &mut (),
         };

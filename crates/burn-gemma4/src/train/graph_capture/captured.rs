@@ -240,6 +240,7 @@ impl Computation for Step {
             from_host,
             rotations: Rotations::of_tables(tables),
             segments,
+            adapters: None,
         };
         let read = Read { text, targets };
         let scaled = |loss: Tensor<1>| loss * factor.autodiff();

@@ -1,0 +1,11 @@
+//! LoRA adapters (low-rank adaptation, Hu et al. 2021, arXiv:2106.09685), in PEFT's file format: adapters that are
+//! trained, adapters that become part of a model, and adapters that each request selects.
+
+mod config;
+mod description;
+mod files;
+mod merge;
+mod request;
+
+pub use description::Adapter;
+pub use request::{AdapterTargets, AdapterWeights};

@@ -1,0 +1,68 @@
+//! An adapter on the device, which sequences can select.
+
+use super::pass::Factors;
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
+use burn::module::{ParamId, list_param_ids};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The identity of a loaded adapter. An adapter that is loaded a second time gets another identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AdapterId(u64);
+
+impl AdapterId {
+    fn next() -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        Self(COUNT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A LoRA adapter on the device, beside the weights of the model for which it was read. A prefill selects the adapter
+/// by [`Prefill::with_adapter`](crate::Prefill::with_adapter).
+#[derive(Debug)]
+pub struct LoadedAdapter {
+    id: AdapterId,
+    /// The ids of the model's parameters. The adapter applies to this model only.
+    model: Arc<[ParamId]>,
+    /// The factors by the parameter id of their projection's weight.
+    factors: Arc<HashMap<ParamId, Factors>>,
+}
+
+impl LoadedAdapter {
+    pub(crate) fn new(model: Arc<[ParamId]>, factors: HashMap<ParamId, Factors>) -> Self {
+        Self {
+            id: AdapterId::next(),
+            model,
+            factors: Arc::new(factors),
+        }
+    }
+
+    /// The identity of the adapter.
+    pub fn id(&self) -> AdapterId {
+        self.id
+    }
+
+    /// The size of the adapter's matrices on the device in bytes. While sequences with adapters are decoded together,
+    /// the batch holds a second copy.
+    pub fn bytes(&self) -> usize {
+        self.factors.values().map(Factors::bytes).sum()
+    }
+
+    pub(super) fn factors(&self) -> &Arc<HashMap<ParamId, Factors>> {
+        &self.factors
+    }
+
+    /// Refuses another model than the one for which the adapter was read. Its weights have other parameter ids, so the
+    /// adapter would change none of them.
+    pub(crate) fn check(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
+        match list_param_ids(model)[..] == self.model[..] {
+            true => Ok(()),
+            false => Err(Gemma4Error::Argument {
+                argument: "adapter",
+                reason: "was read for another model; expected the model of the prefill".into(),
+            }),
+        }
+    }
+}
