@@ -339,13 +339,15 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     // dequantize the weights that the adapter changes.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
-        adapter: Some(folder.path().into()),
         device: DeviceName::Flex,
         dtype: Some(Dtype::F32),
         quantize: Some(WeightForm::Q8),
         per_layer_table: Table::Auto,
     };
-    let loaded = arguments.load().expect("the model is valid").gemma;
+    let loaded = arguments
+        .load(Some(folder.path()))
+        .expect("the model is valid")
+        .gemma;
     let (held, whole) = (
         loaded.model().parameter_bytes(),
         merged.model().parameter_bytes(),

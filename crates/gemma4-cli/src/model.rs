@@ -12,7 +12,7 @@ use burn_gemma4::{
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The arguments that choose the model and its device.
@@ -23,9 +23,6 @@ pub struct ModelArguments {
     /// such as google/gemma-4-E2B-it [default: a tiny checkpoint that the program contains].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// Folder of a LoRA adapter. The adapter is merged into unquantized weights, and is applied separately to quantized layers.
-    #[arg(long, value_name = "DIR")]
-    pub adapter: Option<PathBuf>,
     /// Device to run on.
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceName,
@@ -46,6 +43,28 @@ pub struct ModelArguments {
         help_heading = "Memory"
     )]
     pub per_layer_table: Table,
+}
+
+/// The arguments that choose the model, its device and a LoRA adapter.
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Model")]
+pub struct AdaptedModelArguments {
+    /// The arguments that choose the model and its device.
+    #[command(flatten)]
+    pub model: ModelArguments,
+    /// Folder of a LoRA adapter. The adapter is merged into unquantized weights, and is applied separately to quantized layers.
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    pub adapter: Option<PathBuf>,
+}
+
+impl AdaptedModelArguments {
+    /// Loads the model and its adapter as [`ModelArguments::load`] does.
+    ///
+    /// # Errors
+    /// Passes on the errors of [`ModelArguments::load`].
+    pub fn load(&self) -> Result<Loaded, Error> {
+        self.model.load(self.adapter.as_deref())
+    }
 }
 
 /// The values of `--per-layer-table`: the memory that holds the per-layer embedding table.
@@ -126,11 +145,12 @@ impl Loaded {
 }
 
 impl ModelArguments {
-    /// Loads the model. A progress bar is shown on standard error if that is a terminal.
+    /// Loads the model, and attaches the adapter in the folder `adapter`. A progress bar is shown on standard error if
+    /// that is a terminal.
     ///
     /// # Errors
-    /// Returns an error if the device does not exist, or if the checkpoint is invalid.
-    pub fn load(&self) -> Result<Loaded, Error> {
+    /// Returns an error if the device does not exist, or if the checkpoint or the adapter is invalid.
+    pub fn load(&self, adapter: Option<&Path>) -> Result<Loaded, Error> {
         let path = self.model.as_deref().map(hub::resolve).transpose()?;
         let chosen = choose(self.device)?;
         note(&chosen);
@@ -163,7 +183,7 @@ impl ModelArguments {
         if path.is_some() && self.dtype.is_none() {
             tell_dtype(gemma.model());
         }
-        if let Some(folder) = &self.adapter {
+        if let Some(folder) = adapter {
             gemma = gemma.attach_adapter(folder)?;
         }
         for warning in gemma.warnings() {

@@ -295,3 +295,26 @@ fn hostile_grammars_take_bounded_time_and_memory() {
     let answer = server.chat(&json!({"messages": user(), "max_tokens": 1}));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
+
+#[test]
+fn serve_with_wrong_adapters_ends_with_the_argument_at_fault() {
+    for (arguments, parts) in [
+        (
+            ["--adapter", "one=missing"],
+            ["--adapter one=missing", "adapter_config.json"],
+        ),
+        (["--adapter", "missing"], ["missing", "adapter_config.json"]),
+        (["--adapter-root", "missing"], ["--adapter-root", "missing"]),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_gemma4"))
+            .args(["serve", "--device", "cpu", "--port", "0"])
+            .args(arguments)
+            .output()
+            .expect("a process");
+        assert!(!output.status.success());
+        let text = String::from_utf8_lossy(&output.stderr);
+        for part in parts {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+}

@@ -3,7 +3,7 @@
 use crate::{
     Error,
     cache_file::CacheFile,
-    model::{GenerationArguments, ModelArguments, tell_length},
+    model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
@@ -24,7 +24,7 @@ const COMMANDS: &str =
 #[command(version)]
 pub struct Chat {
     #[command(flatten)]
-    model: ModelArguments,
+    model: AdaptedModelArguments,
     /// System instructions for the whole conversation.
     #[arg(
         long,

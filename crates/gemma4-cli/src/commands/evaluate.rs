@@ -2,7 +2,7 @@
 
 use crate::{
     Error,
-    model::{Loaded, ModelArguments},
+    model::{AdaptedModelArguments, Loaded},
     terminal::{Output, exit_code, note},
 };
 use clap::Parser;
@@ -21,7 +21,7 @@ use std::{path::PathBuf, process::ExitCode, time::Instant};
 #[command(version)]
 pub struct Evaluate {
     #[command(flatten)]
-    model: ModelArguments,
+    model: AdaptedModelArguments,
     /// File with one JSON object per line, in the format that finetune reads (.jsonl), or file with a single text (.txt, .md,
     /// .rs).
     #[arg(long, value_name = "FILE")]

@@ -2,7 +2,7 @@
 
 use crate::{
     Error,
-    model::{GenerationArguments, ModelArguments},
+    model::{AdaptedModelArguments, GenerationArguments},
     signals::Stopped,
     terminal::{Interrupt, WrongArgument, note},
 };
@@ -51,7 +51,7 @@ impl PromptsArguments {
     pub fn run(
         &self,
         (prompts, out): (&Path, &Path),
-        model: &ModelArguments,
+        model: &AdaptedModelArguments,
         generation: &GenerationArguments,
     ) -> Result<(), Error> {
         let interrupt = Interrupt::new()?;

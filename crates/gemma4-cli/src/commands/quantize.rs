@@ -151,13 +151,12 @@ impl Quantize {
         };
         let arguments = ModelArguments {
             model: Some(path.to_owned()),
-            adapter: None,
             device: self.device,
             dtype,
             quantize: None,
             per_layer_table: Table::Auto,
         };
-        let gemma = arguments.load()?.gemma;
+        let gemma = arguments.load(None)?.gemma;
         let windows = self.windows.windows(gemma.config())?;
         let documents = read_documents_or_text(data, &gemma)?;
         let costs = evaluate(gemma.model(), &documents, windows, progress())?;

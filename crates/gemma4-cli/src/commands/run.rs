@@ -2,7 +2,7 @@
 
 use crate::{
     Error,
-    model::{GenerationArguments, Loaded, ModelArguments, tell_length},
+    model::{AdaptedModelArguments, GenerationArguments, Loaded, tell_length},
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[command(version)]
 pub struct Run {
     #[command(flatten)]
-    model: ModelArguments,
+    model: AdaptedModelArguments,
     /// Text to continue; `-` reads the text from standard input. Without this option, standard input is read if it is a
     /// pipe.
     #[arg(
@@ -158,7 +158,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
     if let Some(tokens) = &cli.prompt_tokens {
         return Ok(Prompt::Tokens(tokens.clone()));
     }
-    let is_embedded = cli.model.model.is_none();
+    let is_embedded = cli.model.model.model.is_none();
     let given = match cli.prompt.as_deref() {
         Some("-") => read_input()?,
         Some(text) => text.to_owned(),

@@ -9,7 +9,7 @@ use crate::{
 };
 use burn_gemma4::{CacheKind, ChatTemplate};
 use clap::Parser;
-use gemma4_serve::engine::{DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
+use gemma4_serve::engine::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
 use gemma4_serve::{Server, ServerOptions};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -79,9 +79,90 @@ pub struct Serve {
     )]
     log_format: LogFormat,
     #[command(flatten)]
+    adapters: AdapterArguments,
+    #[command(flatten)]
     engine: EngineArguments,
     #[command(flatten)]
     cache: CacheArguments,
+}
+
+/// The arguments of LoRA adapters.
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Adapters")]
+struct AdapterArguments {
+    /// LoRA adapter in the folder DIR, which requests select by the model name MODEL:NAME. The argument may be repeated.
+    /// DIR without a name adds its adapter to the model of all requests.
+    #[arg(long, value_name = "NAME=DIR", value_parser = adapter)]
+    adapter: Vec<Adapter>,
+    /// Folder from which clients can load adapters at run time, by /v1/load_lora_adapter [default: clients cannot].
+    #[arg(long, value_name = "DIR")]
+    adapter_root: Option<PathBuf>,
+    /// Largest number of adapters that requests can select.
+    #[arg(long, value_name = "COUNT", default_value_t = DEFAULT_MAX_ADAPTERS)]
+    max_adapters: usize,
+}
+
+/// A value of `--adapter`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Adapter {
+    /// An adapter that requests select by its name.
+    Named(String, PathBuf),
+    /// An adapter of all requests.
+    OfModel(PathBuf),
+}
+
+/// Parses a value of `--adapter`. A path that contains `=` counts as a path if a `/` precedes the `=`.
+fn adapter(value: &str) -> Result<Adapter, String> {
+    match value.split_once('=') {
+        Some((name, _)) if name.contains(['/', std::path::MAIN_SEPARATOR]) => {
+            Ok(Adapter::OfModel(value.into()))
+        }
+        Some((name, folder)) if name.is_empty() || folder.is_empty() => {
+            Err("expected NAME=DIR, or DIR".into())
+        }
+        Some((name, folder)) => Ok(Adapter::Named(name.into(), folder.into())),
+        None => Ok(Adapter::OfModel(value.into())),
+    }
+}
+
+impl AdapterArguments {
+    /// Returns the folder of the adapter of all requests.
+    fn of_model(&self) -> Result<Option<&Path>, WrongArgument> {
+        let mut folders = self.adapter.iter().filter_map(|adapter| match adapter {
+            Adapter::OfModel(folder) => Some(folder.as_path()),
+            Adapter::Named(..) => None,
+        });
+        match (folders.next(), folders.next()) {
+            (first, None) => Ok(first),
+            (_, Some(second)) => Err(WrongArgument(format!(
+                "--adapter: {} is the second adapter without a name; expected NAME=DIR",
+                second.display()
+            ))),
+        }
+    }
+
+    /// Returns the folder from which clients can load adapters.
+    fn root(&self) -> Result<Option<PathBuf>, WrongArgument> {
+        match &self.adapter_root {
+            Some(root) if !root.is_dir() => Err(WrongArgument(format!(
+                "--adapter-root: {} is not a folder",
+                root.display()
+            ))),
+            root => Ok(root.clone()),
+        }
+    }
+
+    /// Loads the adapters that requests select.
+    fn load(&self, server: &Server) -> Result<(), Error> {
+        for adapter in &self.adapter {
+            if let Adapter::Named(name, folder) = adapter {
+                server.load_adapter(name, folder).map_err(|error| {
+                    WrongArgument(format!("--adapter {name}={}: {error}", folder.display()))
+                })?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The arguments of the engine that decodes many requests together.
@@ -111,8 +192,8 @@ pub struct EngineArguments {
 }
 
 impl EngineArguments {
-    /// Returns the options of the engine, with the given storage format of the KV cache.
-    pub fn options(&self, cache: CacheKind) -> EngineOptions {
+    /// Returns the options of the engine, with the given storage format of the KV cache and number of adapters.
+    pub fn options(&self, cache: CacheKind, max_adapters: usize) -> EngineOptions {
         EngineOptions {
             max_running: self.max_running,
             max_queue: self.max_queue,
@@ -122,6 +203,7 @@ impl EngineArguments {
             prefix_cache_bytes: self.prefix_cache.saturating_mul(1 << 20),
             cache,
             graph_capture: true,
+            max_adapters,
         }
     }
 }
@@ -176,7 +258,8 @@ fn run(cli: &Serve) -> Result<(), Error> {
             ))
         })?;
     let local = listener.local_addr()?;
-    let loaded = cli.model.load()?;
+    let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
+    let loaded = cli.model.load(of_model)?;
     let name = cli.name.clone();
     let name = name.unwrap_or_else(|| default_name(cli.model.model.as_deref()));
     let options = ServerOptions {
@@ -185,14 +268,16 @@ fn run(cli: &Serve) -> Result<(), Error> {
         max_body: cli.max_body,
         max_connections: cli.max_connections,
         drain_timeout: Duration::from_secs(cli.drain_seconds),
+        adapter_root,
         ..ServerOptions::default()
     };
     let cache = CacheKind {
         compact_keys: cli.cache.compact_keys,
         precision: cli.cache.kv.into(),
     };
-    let engine = cli.engine.options(cache);
+    let engine = cli.engine.options(cache, cli.adapters.max_adapters);
     let server = Server::with_template(loaded.gemma, engine, options, template)?;
+    cli.adapters.load(&server)?;
     note(format_args!("serving {name} on http://{local}"));
     if !local.ip().is_loopback() && cli.api_key.is_empty() && cli.api_key_file.is_none() {
         note("warning: other machines can use this server without a key; --api-key sets one");
@@ -232,4 +317,22 @@ fn default_name(path: Option<&Path>) -> String {
     let name = name.map(|name| name.to_string_lossy().into_owned());
     let name = name.unwrap_or_else(|| "gemma4".into());
     name.strip_suffix(".gguf").unwrap_or(&name).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adapter_argument_is_a_named_or_an_unnamed_folder() {
+        let named = |name: &str, folder: &str| Ok(Adapter::Named(name.into(), folder.into()));
+        let of_model = |folder: &str| Ok(Adapter::OfModel(folder.into()));
+        assert_eq!(adapter("a=b/c"), named("a", "b/c"));
+        assert_eq!(adapter("a=b=c"), named("a", "b=c"));
+        assert_eq!(adapter("b/c"), of_model("b/c"));
+        assert_eq!(adapter("./a=b"), of_model("./a=b"));
+        for wrong in ["=b", "a="] {
+            assert!(adapter(wrong).is_err(), "{wrong}");
+        }
+    }
 }

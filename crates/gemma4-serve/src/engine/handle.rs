@@ -1,5 +1,6 @@
 //! The handle to the engine, through which the server submits requests.
 
+use super::adapters::AdapterRegistry;
 use super::metrics::Metrics;
 use super::request::{Event, Request};
 use super::scheduler::Scheduler;
@@ -14,6 +15,9 @@ use tokio::sync::{mpsc as channel, oneshot};
 /// The default of [`EngineOptions::prefix_cache_bytes`]: 512 MiB. In bf16, the keys and values of a prompt of 8,192
 /// tokens take 57 MB for E2B.
 pub const DEFAULT_PREFIX_CACHE_BYTES: usize = 512 << 20;
+
+/// The default of [`EngineOptions::max_adapters`].
+pub const DEFAULT_MAX_ADAPTERS: usize = 8;
 
 /// The options of an engine.
 #[derive(Clone, Debug)]
@@ -40,6 +44,8 @@ pub struct EngineOptions {
     pub cache: CacheKind,
     /// True to capture decode steps in CUDA graphs, on devices that support CUDA graphs.
     pub graph_capture: bool,
+    /// The largest number of loaded adapters. An adapter that was unloaded counts until its requests have finished.
+    pub max_adapters: usize,
 }
 
 impl Default for EngineOptions {
@@ -53,6 +59,7 @@ impl Default for EngineOptions {
             prefix_cache_bytes: DEFAULT_PREFIX_CACHE_BYTES,
             cache: CacheKind::default(),
             graph_capture: true,
+            max_adapters: DEFAULT_MAX_ADAPTERS,
         }
     }
 }
@@ -60,8 +67,9 @@ impl Default for EngineOptions {
 /// A handle to the engine. Clones share one engine.
 #[derive(Clone, Debug)]
 pub struct Engine {
-    inbox: mpsc::Sender<Message>,
-    shared: Arc<Shared>,
+    pub(super) inbox: mpsc::Sender<Message>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) adapters: Arc<AdapterRegistry>,
 }
 
 impl Engine {
@@ -97,6 +105,7 @@ impl Engine {
             max_running: options.max_running,
             max_queue: options.max_queue,
             vocabulary: config.vocab_size,
+            max_adapters: options.max_adapters,
         };
         Self::spawn(limits, move |shared, messages| {
             gemma.on_stream_of_weights(|| Scheduler::new(&gemma, &options, shared)?.run(messages))
@@ -123,7 +132,12 @@ impl Engine {
                 let _ = ended.send(outcome);
             })
             .map_err(|error| Gemma4Error::Device(format!("cannot start a thread: {error}")))?;
-        Ok((Self { inbox, shared }, outcome))
+        let engine = Self {
+            inbox,
+            adapters: Arc::new(AdapterRegistry::new(limits.max_adapters)),
+            shared,
+        };
+        Ok((engine, outcome))
     }
 
     /// Submits a request. The returned receiver gets the events of all answers. Dropping the receiver cancels the request.
@@ -260,7 +274,7 @@ impl Engine {
     }
 }
 
-fn draining() -> RequestError {
+pub(super) fn draining() -> RequestError {
     let message = "the server is shutting down; send the request to another server";
     RequestError::new(ErrorKind::Draining, message)
 }
@@ -294,6 +308,7 @@ impl Engine {
             max_running: 8,
             max_queue: 8,
             vocabulary: usize::MAX,
+            max_adapters: 0,
         };
         let engine = Self::spawn(limits, move |_, messages| {
             let jobs: Vec<_> = messages.iter().take(requests).collect();
@@ -328,6 +343,7 @@ mod tests {
             choices: 1,
             options: answer_options(),
             constraint: None,
+            adapter: None,
         }
     }
 

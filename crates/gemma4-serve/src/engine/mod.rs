@@ -8,7 +8,10 @@
 //! The engine sends events through unbounded channels, so a slow client does not delay other clients. When a client
 //! disconnects, the server drops the receiver of the events. The engine then removes the client's answers before the next
 //! decode step.
+//!
+//! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 
+mod adapters;
 mod adjust;
 mod answer;
 #[cfg(all(test, feature = "flex"))]
@@ -16,6 +19,7 @@ mod answer_tests;
 mod constraint;
 #[cfg(all(test, feature = "flex"))]
 mod constraint_tests;
+mod device_adapters;
 mod handle;
 mod metrics;
 mod request;
@@ -23,7 +27,8 @@ mod scheduler;
 mod shared;
 mod stop;
 
+pub use adapters::ServedAdapter;
 pub use constraint::{Constraint, Grammar, Grammars};
-pub use handle::{DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
+pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use metrics::Metrics;
 pub use request::{AnswerOptions, AnswerUsage, EndReason, Event, Request, TokenProbability};

@@ -1,5 +1,6 @@
 //! Requests to the engine, and the events that the engine sends back.
 
+use super::adapters::ServedAdapter;
 use super::constraint::Constraint;
 use crate::error::RequestError;
 use burn_gemma4::{Sampling, TextKind};
@@ -16,6 +17,8 @@ pub struct Request {
     pub options: AnswerOptions,
     /// The grammar that the answers follow.
     pub constraint: Option<Constraint>,
+    /// The adapter with which the model answers, or `None` for the model alone.
+    pub adapter: Option<ServedAdapter>,
 }
 
 /// The options of each answer to a prompt.

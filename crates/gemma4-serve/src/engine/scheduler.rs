@@ -1,9 +1,12 @@
 //! The main loop of the engine's thread: admits requests, prefills prompts in chunks, and decodes all answers together.
 
+use super::adapters::ServedAdapter;
 use super::answer::Answer;
+use super::device_adapters::DeviceAdapters;
 use super::handle::EngineOptions;
 use super::request::Event;
 use super::shared::{Job, Message, Shared};
+use crate::error::RequestError;
 use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,6 +22,7 @@ const GPU_CHUNK: usize = 2048;
 struct Prefilling<'a> {
     prefill: Prefill,
     answers: Vec<Answer<'a>>,
+    adapter: Option<ServedAdapter>,
     reserved: usize,
     arrived: Instant,
 }
@@ -26,6 +30,8 @@ struct Prefilling<'a> {
 /// An answer that is being decoded.
 struct Running<'a> {
     answer: Answer<'a>,
+    /// Keeps the adapter of the answer on the device.
+    _adapter: Option<ServedAdapter>,
     reserved: usize,
     arrived: Instant,
 }
@@ -38,6 +44,7 @@ pub(super) struct Scheduler<'a> {
     batch: Batch,
     /// The keys and values of earlier prompts.
     prefixes: PrefixCache,
+    adapters: DeviceAdapters,
     chunk: usize,
     queue: VecDeque<Job>,
     prefilling: Option<Prefilling<'a>>,
@@ -63,6 +70,7 @@ impl<'a> Scheduler<'a> {
                 false => batch.without_graph_capture(),
             },
             prefixes: PrefixCache::new(gemma.model(), options.prefix_cache_bytes, chunk),
+            adapters: DeviceAdapters::default(),
             chunk,
             gemma,
             options,
@@ -90,6 +98,7 @@ impl<'a> Scheduler<'a> {
     /// the thread must end.
     fn receive(&mut self, inbox: &Receiver<Message>) -> bool {
         loop {
+            self.free_adapters();
             let is_idle =
                 self.queue.is_empty() && self.prefilling.is_none() && self.running.is_empty();
             let is_draining = self.shared.is_draining();
@@ -99,6 +108,7 @@ impl<'a> Scheduler<'a> {
             };
             match message {
                 Ok(Message::Submit(job)) => self.queue.push_back(*job),
+                Ok(Message::Load(load)) => self.adapters.load(*load, self.gemma.model()),
                 Ok(Message::Wake) => (),
                 // End the thread only if it is idle and draining. The inbox was read after `is_draining`, so all
                 // requests from before the drain have left the inbox.
@@ -106,6 +116,15 @@ impl<'a> Scheduler<'a> {
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }
         }
+    }
+
+    /// Frees the unloaded adapters that no request uses, and the keys and values that were computed with them.
+    fn free_adapters(&mut self) {
+        let (batch, prefixes) = (&mut self.batch, &mut self.prefixes);
+        self.adapters.remove_unused(|adapter| {
+            batch.forget_adapter(adapter.id());
+            prefixes.forget_adapter(adapter.id());
+        });
     }
 
     /// Removes the requests whose clients have disconnected.
@@ -206,25 +225,27 @@ impl<'a> Scheduler<'a> {
             let metrics = &self.shared.metrics;
             metrics.waiting.observe(job.arrived.elapsed().as_secs_f64());
             let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
+            let adapter = job.request.adapter.clone();
             match self.begin(job) {
                 Ok((prefill, answers)) => {
                     self.prefilling = Some(Prefilling {
                         prefill,
                         answers,
+                        adapter,
                         reserved,
                         arrived,
                     });
                 }
                 Err(error) => {
                     // Ignore a failed send: the client has disconnected.
-                    let _ = events.send(Event::Failed(error.into()));
+                    let _ = events.send(Event::Failed(error));
                     self.count_outcome("failed", 1);
                 }
             }
         }
     }
 
-    fn begin(&mut self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), Gemma4Error> {
+    fn begin(&mut self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), RequestError> {
         let request = job.request;
         let options = Arc::new(request.options);
         let answers = (0..request.choices).map(|choice| {
@@ -245,6 +266,9 @@ impl<'a> Scheduler<'a> {
             true => self.gemma.prefill(request.prompt, self.options.cache)?,
             false => Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?,
         };
+        if let Some(adapter) = &request.adapter {
+            prefill = prefill.with_adapter(self.adapters.get(adapter)?)?;
+        }
         self.prefixes.resume(&mut prefill);
         Ok((prefill, answers))
     }
@@ -254,6 +278,7 @@ impl<'a> Scheduler<'a> {
         let Prefilling {
             prefill,
             mut answers,
+            adapter,
             reserved,
             arrived,
         } = prefilling;
@@ -270,6 +295,7 @@ impl<'a> Scheduler<'a> {
                 self.batch.join(&prefill)?;
                 self.running.push(Running {
                     answer,
+                    _adapter: adapter.clone(),
                     reserved,
                     arrived,
                 });

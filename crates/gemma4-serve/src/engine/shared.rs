@@ -1,5 +1,6 @@
 //! The state that the handles and the engine's thread share, and the messages between them.
 
+use super::adapters::Load;
 use super::metrics::Metrics;
 use super::request::{Event, Request};
 use burn_gemma4::Batch;
@@ -15,6 +16,7 @@ pub(crate) struct Limits {
     pub max_running: usize,
     pub max_queue: usize,
     pub vocabulary: usize,
+    pub max_adapters: usize,
 }
 
 /// A request on its way to the engine's thread.
@@ -39,6 +41,7 @@ pub(super) fn reserved(request: &Request) -> usize {
 /// A message to the engine's thread.
 pub(super) enum Message {
     Submit(Box<Job>),
+    Load(Box<Load>),
     Wake,
 }
 

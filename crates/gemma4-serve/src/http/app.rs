@@ -2,10 +2,12 @@
 
 use super::events::Events;
 use super::request_log::RequestLog;
-use crate::engine::{Constraint, Engine, Grammar, Grammars, Request};
+use crate::engine::{Constraint, Engine, Grammar, Grammars, Request, ServedAdapter};
 use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
-use std::sync::{Arc, OnceLock};
+use burn_gemma4::AdapterTargets;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The options of the server.
@@ -29,6 +31,8 @@ pub struct ServerOptions {
     /// The time that running requests get after a shutdown has begun. After this time, the server cancels the requests
     /// that are still running.
     pub drain_timeout: Duration,
+    /// The folder from whose subfolders clients can load adapters. `None` refuses to load and unload adapters over HTTP.
+    pub adapter_root: Option<PathBuf>,
 }
 
 impl Default for ServerOptions {
@@ -42,6 +46,7 @@ impl Default for ServerOptions {
             body_timeout: Duration::from_secs(30),
             heartbeat: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
+            adapter_root: None,
         }
     }
 }
@@ -53,33 +58,82 @@ pub(crate) struct App {
     pub text: TextModel,
     pub options: ServerOptions,
     pub started: u64,
+    targets: AdapterTargets,
+    /// Held while an adapter is read, so that the host holds the weights of one adapter only.
+    reading: Mutex<()>,
     grammars: OnceLock<Result<Grammars, RequestError>>,
 }
 
 impl App {
-    pub fn new(engine: Engine, text: TextModel, options: ServerOptions) -> Self {
+    pub fn new(
+        engine: Engine,
+        text: TextModel,
+        targets: AdapterTargets,
+        options: ServerOptions,
+    ) -> Self {
         Self {
             engine,
             text,
+            targets,
+            reading: Mutex::new(()),
             options,
             started: now().as_secs(),
             grammars: OnceLock::new(),
         }
     }
 
-    /// Refuses a request that names another model.
-    pub fn check_model(&self, name: &str) -> Result<(), RequestError> {
-        match name == self.options.model {
-            true => Ok(()),
-            false => Err(RequestError {
-                kind: ErrorKind::NotFound,
-                message: format!(
-                    "model: {name:?} does not exist; expected {:?}",
-                    self.options.model
-                ),
-                field: Some("model".into()),
-            }),
+    /// Returns the adapter that the model name of a request selects: `None` for the model alone, or the adapter `NAME`
+    /// for `MODEL:NAME`.
+    ///
+    /// # Errors
+    /// Returns [`ErrorKind::NotFound`] for any other name.
+    pub fn select_adapter(&self, name: &str) -> Result<Option<ServedAdapter>, RequestError> {
+        let model = &self.options.model;
+        if name == model {
+            return Ok(None);
         }
+        let adapter = name.strip_prefix(model.as_str());
+        let adapter = adapter.and_then(|rest| rest.strip_prefix(':'));
+        if let Some(adapter) = adapter.and_then(|adapter| self.engine.adapter(adapter)) {
+            return Ok(Some(adapter));
+        }
+        let names = self.model_names();
+        let expected = match names.as_slice() {
+            [model] => format!("{model:?}"),
+            names => format!("one of {names:?}"),
+        };
+        Err(RequestError {
+            kind: ErrorKind::NotFound,
+            message: format!("model: {name:?} does not exist; expected {expected}"),
+            field: Some("model".into()),
+        })
+    }
+
+    /// The names that requests can give as their model: the model, then the model with each adapter.
+    pub fn model_names(&self) -> Vec<String> {
+        let model = &self.options.model;
+        let adapters = self.engine.adapter_names().into_iter();
+        let adapted = adapters.map(|adapter| format!("{model}:{adapter}"));
+        std::iter::once(model.clone()).chain(adapted).collect()
+    }
+
+    /// Reads the adapter in `folder`, and loads it under `name`. The call blocks until requests can select the adapter.
+    ///
+    /// # Errors
+    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`].
+    pub fn load_adapter(&self, name: &str, folder: &Path) -> Result<(), RequestError> {
+        // Ignore a poisoned lock, because it guards no data.
+        let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        let weights = self
+            .targets
+            .read(folder)
+            .map_err(|error| RequestError::field("lora_path", error))?;
+        for warning in weights.warnings() {
+            log::warn!("adapter {name}: {warning}");
+        }
+        self.engine.load_adapter(name, weights)?;
+        drop(reading);
+        Ok(())
     }
 
     /// Compiles a grammar. The first call also builds the grammar compiler's vocabulary.
@@ -108,6 +162,9 @@ impl App {
         let prepared = tokio::task::spawn_blocking(move || {
             let (request, context) = prepare(&app)?;
             let (prompt_tokens, choices) = (request.prompt.len(), request.choices);
+            if let Some(adapter) = &request.adapter {
+                log.selected(&format!("{}:{}", app.options.model, adapter.name()));
+            }
             let events = app.engine.submit(request)?;
             log.submitted(prompt_tokens, choices);
             let events = Events::new(events, app.engine.clone(), log);

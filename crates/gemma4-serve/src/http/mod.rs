@@ -1,5 +1,6 @@
 //! The HTTP server: the endpoints of each API, and the code that the APIs share.
 
+mod adapters;
 mod answers;
 mod anthropic;
 mod app;

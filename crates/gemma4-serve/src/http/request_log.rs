@@ -38,6 +38,8 @@ struct Progress {
     /// The HTTP status of the response, or `None` until the response begins.
     status: Option<u16>,
     error: Option<String>,
+    /// The name of the model with the adapter that the request selects, or `None` without an adapter.
+    adapted: Option<String>,
     prompt_tokens: usize,
     /// The number of prompt tokens whose keys and values came from an earlier prompt.
     cached_tokens: usize,
@@ -62,6 +64,11 @@ impl RequestLog {
     /// Returns the id of the request, with a prefix such as `chatcmpl-`.
     pub fn id(&self, prefix: &str) -> String {
         format!("{prefix}{}", self.0.id)
+    }
+
+    /// Records the name of the model with the selected adapter.
+    pub fn selected(&self, model: &str) {
+        self.change(|state| state.adapted = Some(model.to_owned()));
     }
 
     /// Records that a prompt was submitted to the engine. `prompt_tokens` is the length of the prompt. `answers` is the
@@ -118,7 +125,7 @@ impl Entry {
         let seconds = |duration: Duration| (duration.as_secs_f64() * 1e6).round() / 1e6;
         json!({
             "time": self.time, "level": "info", "message": "request", "id": self.id, "api": self.api,
-            "model": self.model, "status": state.status, "prompt_tokens": state.prompt_tokens,
+            "model": state.adapted.as_ref().unwrap_or(&self.model), "status": state.status, "prompt_tokens": state.prompt_tokens,
             "cached_tokens": state.cached_tokens, "output_tokens": state.output_tokens, "time_to_first_token": state.first_token.map(seconds),
             "duration": seconds(self.started.elapsed()), "outcome": state.outcome(), "error": state.error,
         })

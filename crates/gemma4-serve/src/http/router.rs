@@ -3,7 +3,7 @@
 use super::app::App;
 use super::form::Form;
 use super::request_log::log_request;
-use super::{anthropic, openai, page};
+use super::{adapters, anthropic, openai, page};
 use crate::error::{ErrorKind, RequestError};
 use axum::{
     Json, Router,
@@ -31,6 +31,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
             "/v1/messages/count_tokens",
             post(anthropic::messages::count),
         )
+        .route("/v1/load_lora_adapter", post(adapters::load))
+        .route("/v1/unload_lora_adapter", post(adapters::unload))
         .route("/metrics", get(metrics))
         .layer(from_fn_with_state(app.clone(), check_key))
         .route("/health", get(health))

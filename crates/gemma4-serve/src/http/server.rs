@@ -5,10 +5,12 @@ use super::connections::Connections;
 use super::listener::LimitedListener;
 use super::router::router;
 use crate::engine::{Engine, EngineOptions};
+use crate::error::RequestError;
 use crate::text::TextModel;
 use axum::Router;
-use burn_gemma4::{ChatTemplate, Gemma4, Gemma4Error};
+use burn_gemma4::{AdapterTargets, ChatTemplate, Gemma4, Gemma4Error};
 use std::future::Future;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -58,6 +60,7 @@ impl Server {
         options: ServerOptions,
         template: Option<ChatTemplate>,
     ) -> Result<Self, Gemma4Error> {
+        let targets = AdapterTargets::of(gemma.model());
         let mut text = TextModel::new(&gemma);
         if let Some(template) = template {
             text = text.with_template(template);
@@ -65,7 +68,7 @@ impl Server {
         let (engine, outcome) = Engine::start(gemma, engine)?;
         let text = text.with_context(engine.context());
         Ok(Self {
-            app: Arc::new(App::new(engine, text, options)),
+            app: Arc::new(App::new(engine, text, targets, options)),
             outcome,
         })
     }
@@ -73,6 +76,15 @@ impl Server {
     /// Returns the router of the server's paths. Tests call the router without a socket, and programs can add further paths.
     pub fn router(&self) -> Router {
         router(self.app.clone())
+    }
+
+    /// Loads the LoRA adapter in `folder`, in PEFT's format. Requests select it by the model name `MODEL:NAME`. The call
+    /// blocks until the adapter is loaded, so it must not run in an asynchronous task.
+    ///
+    /// # Errors
+    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`].
+    pub fn load_adapter(&self, name: &str, folder: impl AsRef<Path>) -> Result<(), RequestError> {
+        self.app.load_adapter(name, folder.as_ref())
     }
 
     /// Returns the handle to the engine.
@@ -161,10 +173,12 @@ mod tests {
     #[tokio::test]
     async fn panic_of_the_engine_ends_all_requests_and_the_server_with_its_reason() {
         const REASON: &str = "kernel 3 failed";
-        let text = TextModel::new(&gemma());
+        let gemma = gemma();
+        let targets = AdapterTargets::of(gemma.model());
+        let text = TextModel::new(&gemma);
         let (engine, outcome) = Engine::that_panics(4, REASON);
         let server = Server {
-            app: Arc::new(App::new(engine, text, ServerOptions::default())),
+            app: Arc::new(App::new(engine, text, targets, ServerOptions::default())),
             outcome,
         };
         let router = server.router();

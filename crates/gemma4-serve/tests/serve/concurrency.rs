@@ -99,6 +99,7 @@ async fn random_requests_equal_the_same_requests_alone() {
             },
             options,
             constraint: None,
+            adapter: None,
         };
         let choices = request.choices;
         let mut events = engine.submit(request).expect("the queue is not full");

@@ -79,6 +79,7 @@ impl Answer {
 }
 
 impl Harness {
+    /// Creates a server with the given options and the chat template of the checkpoint.
     pub fn new(engine: EngineOptions, options: ServerOptions) -> Self {
         Self::with_template(engine, options, None)
     }

@@ -3,6 +3,7 @@
 mod harness;
 mod socket;
 
+mod adapters;
 mod anthropic;
 mod concurrency;
 mod files;

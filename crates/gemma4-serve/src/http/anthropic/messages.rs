@@ -56,15 +56,15 @@ async fn answer(
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
     let request: MessagesRequest = read_json(request, &app.options).await?;
-    let (events, prompt_tokens, stream) = app.submit(&log, |app| request.prepare(app)).await?;
+    let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
     let id = log.id("msg_");
-    if stream {
-        let writer = MessageWriter::new(id, app.options.model.clone(), prompt_tokens);
+    if context.stream {
+        let writer = MessageWriter::new(id, context.model, prompt_tokens);
         return Ok(respond(app.options.heartbeat, events, writer));
     }
     let mut answers = collect(events, 1, CALL_PREFIX).await?;
     let answer = answers.pop().unwrap_or_default();
-    Ok(Json(complete(&app, id, &answer, prompt_tokens)).into_response())
+    Ok(Json(complete(id, context.model, &answer, prompt_tokens)).into_response())
 }
 
 /// Returns Anthropic's name for the reason why an answer ended, and the stop string or null.
@@ -77,7 +77,7 @@ pub(super) fn stop_reason(reason: &EndReason, has_calls: bool) -> (&'static str,
     }
 }
 
-fn complete(app: &App, id: String, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
+fn complete(id: String, model: String, answer: &CompleteAnswer, prompt_tokens: usize) -> Value {
     let content = answer.parts.iter().map(|part| match part {
         Part::Text(text) => json!({"type": "text", "text": text}),
         Part::Thought(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
@@ -89,7 +89,7 @@ fn complete(app: &App, id: String, answer: &CompleteAnswer, prompt_tokens: usize
     let end = answer.end.as_ref().unwrap_or(&EndReason::Stop);
     let (reason, string) = stop_reason(end, answer.calls().next().is_some());
     json!({
-        "id": id, "type": "message", "role": "assistant", "model": app.options.model,
+        "id": id, "type": "message", "role": "assistant", "model": model,
         "content": content.collect::<Value>(), "stop_reason": reason, "stop_sequence": string,
         "usage": usage_json(prompt_tokens, answer.usage),
     })

@@ -5,7 +5,7 @@ use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
 use super::super::openai::tools::{SelectedTools, answer_grammar};
 use super::super::overrides::Overrides;
 use super::blocks::{Blocks, MessageField, conversation};
-use crate::engine::Request;
+use crate::engine::{Request, ServedAdapter};
 use crate::error::RequestError;
 use crate::text::{ChatMessage, Tool, ToolChoice};
 use serde::Deserialize;
@@ -93,17 +93,25 @@ enum OutputFormat {
     JsonSchema { schema: Value },
 }
 
-/// The parts of a request's conversation: the prompt's tokens, the tools, and the largest number of tokens of a
-/// thought.
+/// The settings that determine the form of the response.
+pub(crate) struct MessagesContext {
+    /// The name of the model that answers, with its adapter.
+    pub model: String,
+    pub stream: bool,
+}
+
+/// The parts of a request's conversation: the selected adapter, the prompt's tokens, the tools, and the largest number
+/// of tokens of a thought.
 struct Prepared {
+    adapter: Option<ServedAdapter>,
     tokens: Vec<u32>,
     tools: SelectedTools,
     thinking: Option<usize>,
 }
 
 impl MessagesRequest {
-    /// Converts the request to a request of the engine. Also returns true if the client requests a stream.
-    pub fn prepare(mut self, app: &App) -> Result<(Request, bool), RequestError> {
+    /// Converts the request to a request of the engine.
+    pub fn prepare(mut self, app: &App) -> Result<(Request, MessagesContext), RequestError> {
         let max_tokens = self
             .max_tokens
             .ok_or_else(|| RequestError::field("max_tokens", "is missing"))?;
@@ -141,8 +149,13 @@ impl MessagesRequest {
             choices: 1,
             options,
             constraint,
+            adapter: prepared.adapter,
         };
-        Ok((request, self.stream.unwrap_or(false)))
+        let context = MessagesContext {
+            model: self.model,
+            stream: self.stream.unwrap_or(false),
+        };
+        Ok((request, context))
     }
 
     /// Returns the number of tokens of the prompt.
@@ -151,7 +164,7 @@ impl MessagesRequest {
     }
 
     fn prompt(&mut self, app: &App) -> Result<Prepared, RequestError> {
-        app.check_model(&self.model)?;
+        let adapter = app.select_adapter(&self.model)?;
         for (field, value) in [
             ("container", &self.container),
             ("mcp_servers", &self.mcp_servers),
@@ -173,6 +186,7 @@ impl MessagesRequest {
             .text
             .chat_prompt(&messages, &tools.tools, thinking.is_some())?;
         Ok(Prepared {
+            adapter,
             tokens,
             tools,
             thinking,

@@ -92,7 +92,7 @@ impl ChatWriter {
 
     fn object(&self, kind: &str, choices: Value) -> Value {
         json!({
-            "id": self.id, "object": kind, "created": self.created, "model": self.app.options.model,
+            "id": self.id, "object": kind, "created": self.created, "model": self.context.model,
             "choices": choices,
         })
     }

@@ -75,6 +75,8 @@ struct TemplateVariables {
 /// The request's settings that determine the form of the response.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatContext {
+    /// The name of the model that answers, with its adapter.
+    pub model: String,
     pub choices: usize,
     pub stream: bool,
     pub include_usage: bool,
@@ -85,7 +87,7 @@ pub(crate) struct ChatContext {
 impl ChatRequest {
     /// Converts the request to a request of the engine.
     pub fn prepare(self, app: &App) -> Result<(Request, ChatContext), RequestError> {
-        app.check_model(&self.model)?;
+        let adapter = app.select_adapter(&self.model)?;
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let context = self.context()?;
@@ -131,6 +133,7 @@ impl ChatRequest {
             choices: context.choices,
             options,
             constraint,
+            adapter,
         };
         Ok((request, context))
     }
@@ -201,6 +204,7 @@ impl ChatRequest {
         }
         let options = self.stream_options.as_ref();
         Ok(ChatContext {
+            model: self.model.clone(),
             choices: usize::try_from(self.n.unwrap_or(1)).unwrap_or(usize::MAX),
             stream,
             include_usage: options.is_some_and(StreamOptions::includes_usage),

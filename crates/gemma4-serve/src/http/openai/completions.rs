@@ -91,7 +91,7 @@ impl CompletionWriter {
     fn object(&self, choices: Value) -> Value {
         json!({
             "id": self.id, "object": "text_completion", "created": self.created,
-            "model": self.app.options.model, "choices": choices,
+            "model": self.context.model(), "choices": choices,
         })
     }
 

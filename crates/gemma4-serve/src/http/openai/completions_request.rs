@@ -141,10 +141,15 @@ impl CompletionRequest {
 }
 
 impl CompletionContext {
+    /// The name of the model that answers, with its adapter.
+    pub fn model(&self) -> &str {
+        &self.fields.model
+    }
+
     /// Returns the engine's request for one of the prompts.
     pub fn request(&self, prompt: Prompt, app: &App) -> Result<Request, RequestError> {
         let fields = &self.fields;
-        app.check_model(&fields.model)?;
+        let adapter = app.select_adapter(&fields.model)?;
         let prompt = match prompt {
             Prompt::Text(text) => app.text.text_prompt(&text)?,
             Prompt::Tokens(tokens) => tokens,
@@ -181,6 +186,7 @@ impl CompletionContext {
             choices: self.choices,
             options,
             constraint,
+            adapter,
         })
     }
 }

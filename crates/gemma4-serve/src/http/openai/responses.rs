@@ -38,12 +38,7 @@ async fn answer(
     let request: ResponsesRequest = read_json(request, &app.options).await?;
     let (mut events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
     let stream = context.stream;
-    let mut writer = ResponseWriter::new(
-        log.id("resp_"),
-        app.options.model.clone(),
-        context,
-        prompt_tokens,
-    );
+    let mut writer = ResponseWriter::new(log.id("resp_"), context, prompt_tokens);
     if stream {
         return Ok(respond(app.options.heartbeat, events, writer));
     }

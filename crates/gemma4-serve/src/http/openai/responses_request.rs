@@ -117,6 +117,8 @@ struct Reasoning {
 /// The request's settings that determine the form of the response.
 #[derive(Clone, Debug)]
 pub(crate) struct ResponsesContext {
+    /// The name of the model that answers, with its adapter.
+    pub model: String,
     pub stream: bool,
     /// The fields of the request that the response repeats.
     pub fields: Value,
@@ -125,7 +127,7 @@ pub(crate) struct ResponsesContext {
 impl ResponsesRequest {
     /// Converts the request to a request of the engine.
     pub fn prepare(self, app: &App) -> Result<(Request, ResponsesContext), RequestError> {
-        app.check_model(&self.model)?;
+        let adapter = app.select_adapter(&self.model)?;
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let mut messages: Vec<ChatMessage> = Vec::new();
@@ -158,6 +160,7 @@ impl ResponsesRequest {
         let constraint = answer_grammar(app, &tools, format, thinking)?;
         let tool_fields: Vec<Value> = tools.tools.iter().map(tool_json).collect();
         let context = ResponsesContext {
+            model: self.model,
             stream: self.stream.unwrap_or(false),
             fields: json!({
                 "instructions": self.instructions, "max_output_tokens": self.max_output_tokens,
@@ -171,6 +174,7 @@ impl ResponsesRequest {
             choices: 1,
             options,
             constraint,
+            adapter,
         };
         Ok((request, context))
     }

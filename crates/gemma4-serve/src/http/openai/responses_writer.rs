@@ -56,7 +56,6 @@ impl OpenItem {
 pub(super) struct ResponseWriter {
     id: String,
     created: u64,
-    model: String,
     context: ResponsesContext,
     prompt_tokens: usize,
     output: Vec<Value>,
@@ -67,11 +66,10 @@ pub(super) struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    pub fn new(id: String, model: String, context: ResponsesContext, prompt_tokens: usize) -> Self {
+    pub fn new(id: String, context: ResponsesContext, prompt_tokens: usize) -> Self {
         Self {
             id,
             created: now().as_secs(),
-            model,
             context,
             prompt_tokens,
             output: Vec::new(),
@@ -101,7 +99,7 @@ impl ResponseWriter {
         });
         let mut response = json!({
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
-            "background": false, "error": self.failure, "incomplete_details": details, "model": self.model,
+            "background": false, "error": self.failure, "incomplete_details": details, "model": self.context.model,
             "output": self.output, "previous_response_id": null, "store": false, "tool_choice": "auto",
             "truncation": "disabled", "usage": usage,
         });
