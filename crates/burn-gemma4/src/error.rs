@@ -133,7 +133,8 @@ pub enum TensorProblem {
         /// The name of the LoRA matrix in the file.
         name: String,
     },
-    /// The LoRA matrix changes an embedding, the head, a router or an expert, for which requests cannot select adapters.
+    /// The LoRA matrix changes an embedding, the head, a router or an expert, for which requests cannot select
+    /// adapters.
     #[error(
         "{} changes a module for which requests cannot select adapters; merge the adapter into the model",
         Escaped::line(name)

@@ -90,8 +90,8 @@ pub struct Serve {
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Adapters")]
 struct AdapterArguments {
-    /// LoRA adapter in the folder DIR, which requests select by the model name MODEL:NAME. The argument may be repeated.
-    /// DIR without a name adds its adapter to the model of all requests.
+    /// LoRA adapter in the folder DIR, which requests select by the model name MODEL:NAME. The argument may be
+    /// repeated. DIR without a name adds its adapter to the model of all requests.
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter)]
     adapter: Vec<Adapter>,
     /// Folder from which clients can load adapters at run time, by /v1/load_lora_adapter [default: clients cannot].

@@ -31,7 +31,8 @@ pub struct ServerOptions {
     /// The time that running requests get after a shutdown has begun. After this time, the server cancels the requests
     /// that are still running.
     pub drain_timeout: Duration,
-    /// The folder from whose subfolders clients can load adapters. `None` refuses to load and unload adapters over HTTP.
+    /// The folder from whose subfolders clients can load adapters. `None` refuses to load and unload adapters over
+    /// HTTP.
     pub adapter_root: Option<PathBuf>,
 }
 

@@ -125,7 +125,8 @@ impl Entry {
         let seconds = |duration: Duration| (duration.as_secs_f64() * 1e6).round() / 1e6;
         json!({
             "time": self.time, "level": "info", "message": "request", "id": self.id, "api": self.api,
-            "model": state.adapted.as_ref().unwrap_or(&self.model), "status": state.status, "prompt_tokens": state.prompt_tokens,
+            "model": state.adapted.as_ref().unwrap_or(&self.model), "status": state.status,
+            "prompt_tokens": state.prompt_tokens,
             "cached_tokens": state.cached_tokens, "output_tokens": state.output_tokens, "time_to_first_token": state.first_token.map(seconds),
             "duration": seconds(self.started.elapsed()), "outcome": state.outcome(), "error": state.error,
         })

@@ -78,8 +78,8 @@ impl Server {
         router(self.app.clone())
     }
 
-    /// Loads the LoRA adapter in `folder`, in PEFT's format. Requests select it by the model name `MODEL:NAME`. The call
-    /// blocks until the adapter is loaded, so it must not run in an asynchronous task.
+    /// Loads the LoRA adapter in `folder`, in PEFT's format. Requests select it by the model name `MODEL:NAME`. The
+    /// call blocks until the adapter is loaded, so it must not run in an asynchronous task.
     ///
     /// # Errors
     /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`].

@@ -13,7 +13,8 @@ use std::path::Path;
 impl Gemma4Model {
     /// Adds the LoRA adapter in `folder` to the weights.
     ///
-    /// The folder holds `adapter_config.json` and `adapter_model.safetensors`, as [`Adapter::save`](super::Adapter::save) and PEFT write them.
+    /// The folder holds `adapter_config.json` and `adapter_model.safetensors`, as
+    /// [`Adapter::save`](super::Adapter::save) and PEFT write them.
     /// Quantized weights are dequantized if the adapter changes them.
     ///
     /// # Errors

@@ -12,8 +12,9 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The modules of a model to which an adapter per request cannot apply: embeddings, the head, routers and experts.
+/// The modules outside the layers for which requests cannot select adapters.
 const UNSERVED: [&str; 3] = ["embed_tokens", "embed_tokens_per_layer", "lm_head"];
+/// The parts of the paths of such modules inside the layers.
 const UNSERVED_OF_LAYERS: [&str; 2] = [".router", ".experts"];
 
 /// The linear projections of one model to which adapters apply. The description holds no device tensors, so any thread
@@ -132,9 +133,9 @@ impl AdapterTargets {
         })
     }
 
-    /// Returns `A` and `B · scale` in the model's dtype, or `None` if an element is not finite in this dtype. A NaN or
-    /// an infinite value of one adapter would reach the rows of other adapters, because decode steps multiply all rows
-    /// by the factors of all adapters.
+    /// Returns `A` and `B · scale` in the model's dtype, or `None` if an element is not finite in this dtype. In a
+    /// decode step, zeros multiply the `B` of other adapters. An element that is not finite would turn the zeros into
+    /// NaN.
     fn scaled(&self, found: &MatrixFactors) -> Option<[TensorData; 2]> {
         let scale = found.scale as f32;
         let numbers: Vec<f32> = found.writes.iter::<f32>().map(|x| x * scale).collect();

@@ -41,8 +41,8 @@ const LEAST_SHARE: usize = 4;
 /// row has slots, or if more sequences join than the buffers have rows. The buffers shrink if at most a quarter of the
 /// rows hold a sequence. See [`Decoder`](super::Decoder).
 ///
-/// Sequences with different adapters are decoded in the same step. The first sequence with an adapter needs a new graph,
-/// and so does each adapter that joins for the first time.
+/// Sequences with different adapters are decoded in the same step. The first sequence with an adapter needs a new
+/// graph, and so does each adapter that joins for the first time.
 pub struct Batch {
     model: Gemma4Model,
     cache: Cache,

@@ -57,8 +57,9 @@ impl PassAdapters {
     /// Returns the tensor that the adapters add to the projection of `input`, or `None` if no adapter changes the
     /// projection. `product` multiplies rows by the transpose of a matrix.
     ///
-    /// All rows are multiplied by the factors of all stacked adapters. The mask then replaces the inner values of other
-    /// adapters by zeros. A multiplication by zeros would not do: an overflow in another adapter's values would give NaN.
+    /// All rows are multiplied by the factors of all stacked adapters. The mask then replaces the inner values of
+    /// other adapters by zeros. A multiplication by zeros would not do: an overflow in another adapter's values would
+    /// give NaN.
     ///
     /// # Shapes
     /// - `input`: `[rows, columns in]`.
