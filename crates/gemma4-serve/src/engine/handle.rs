@@ -127,6 +127,8 @@ impl Engine {
             .name("engine".into())
             .spawn(move || {
                 let outcome = supervise(|| work(of_thread.clone(), &messages));
+                // Close the inbox before the end is reported, so that later requests are refused.
+                drop(messages);
                 of_thread.end(outcome.clone());
                 // Ignore a failed send: the receiver is gone if the server has ended first.
                 let _ = ended.send(outcome);
