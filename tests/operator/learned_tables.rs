@@ -13,8 +13,8 @@ use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Adds `table[head] · ln(1 + distance)` to each score. For later keys, which a causal mask hides, the logarithm is NaN or
-/// infinite.
+/// Adds `table[head] · ln(1 + distance)` to each score. For later keys, which a causal mask hides, the logarithm is NaN
+/// or infinite.
 struct LogDistance;
 
 #[cfg_attr(feature = "cube", cube)]

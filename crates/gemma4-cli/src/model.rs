@@ -52,7 +52,8 @@ pub struct AdaptedModelArguments {
     /// The arguments that choose the model and its device.
     #[command(flatten)]
     pub model: ModelArguments,
-    /// Folder of a LoRA adapter. The adapter is merged into unquantized weights, and is applied separately to quantized layers.
+    /// Folder of a LoRA adapter. The adapter is merged into unquantized weights, and is applied separately to quantized
+    /// layers.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     pub adapter: Option<PathBuf>,
 }

@@ -11,6 +11,7 @@ use burn_gemma4::{CacheKind, ChatTemplate};
 use clap::Parser;
 use gemma4_serve::engine::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
 use gemma4_serve::{Server, ServerOptions};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -91,7 +92,7 @@ pub struct Serve {
 #[command(next_help_heading = "Adapters")]
 struct AdapterArguments {
     /// LoRA adapter in the folder DIR, which requests select by the model name MODEL:NAME. The argument may be
-    /// repeated. DIR without a name adds its adapter to the model of all requests.
+    /// repeated. DIR without a name adds its adapter to the model of all requests; write ./DIR if it contains `=`.
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter)]
     adapter: Vec<Adapter>,
     /// Folder from which clients can load adapters at run time, by /v1/load_lora_adapter [default: clients cannot].
@@ -126,6 +127,28 @@ fn adapter(value: &str) -> Result<Adapter, String> {
 }
 
 impl AdapterArguments {
+    /// Checks the names and the number of the adapters that requests select.
+    fn check(&self) -> Result<(), WrongArgument> {
+        let mut names = BTreeSet::new();
+        for adapter in &self.adapter {
+            if let Adapter::Named(name, _) = adapter
+                && !names.insert(name)
+            {
+                return Err(WrongArgument(format!(
+                    "--adapter: two adapters have the name {name}"
+                )));
+            }
+        }
+        if names.len() > self.max_adapters {
+            return Err(WrongArgument(format!(
+                "--adapter: {} adapters exceed --max-adapters {}",
+                names.len(),
+                self.max_adapters
+            )));
+        }
+        Ok(())
+    }
+
     /// Returns the folder of the adapter of all requests.
     fn of_model(&self) -> Result<Option<&Path>, WrongArgument> {
         let mut folders = self.adapter.iter().filter_map(|adapter| match adapter {
@@ -258,6 +281,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
             ))
         })?;
     let local = listener.local_addr()?;
+    cli.adapters.check()?;
     let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
     let loaded = cli.model.load(of_model)?;
     let name = cli.name.clone();

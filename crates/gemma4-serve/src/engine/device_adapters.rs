@@ -31,7 +31,11 @@ impl DeviceAdapters {
                 });
                 Ok(())
             }
-            Err(error) => Err(error.into()),
+            Err(error) => {
+                // Free the place first, so that the client can load another adapter at once.
+                drop(load.place);
+                Err(error.into())
+            }
         };
         // Ignore a failed send: the thread that waited for the adapter has ended.
         let _ = load.outcome.send(outcome);

@@ -103,7 +103,11 @@ fn root(app: &App) -> Result<PathBuf, RequestError> {
 fn folder_in(root: &Path, path: &str) -> Result<PathBuf, RequestError> {
     let refuse = |reason: String| RequestError::field("lora_path", format!("{path:?} {reason}"));
     let relative = Path::new(path);
-    let relative = relative.strip_prefix(root).unwrap_or(relative);
+    // A relative path is always relative to the root, also if it begins like a relative root.
+    let relative = match relative.is_absolute() {
+        true => relative.strip_prefix(root).unwrap_or(relative),
+        false => relative,
+    };
     let root = root.canonicalize().map_err(|error| {
         refuse(format!(
             "cannot be found in the folder of adapters: {error}"

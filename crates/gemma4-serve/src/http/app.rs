@@ -7,7 +7,7 @@ use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
 use burn_gemma4::AdapterTargets;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The options of the server.
@@ -121,10 +121,18 @@ impl App {
     /// Reads the adapter in `folder`, and loads it under `name`. The call blocks until requests can select the adapter.
     ///
     /// # Errors
-    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`].
+    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`]. Returns
+    /// [`ErrorKind::Busy`] while another adapter is being loaded, so that waiting calls do not occupy all threads.
     pub fn load_adapter(&self, name: &str, folder: &Path) -> Result<(), RequestError> {
-        // Ignore a poisoned lock, because it guards no data.
-        let reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        let reading = match self.reading.try_lock() {
+            Ok(reading) => reading,
+            // The lock guards no data, so its state is right even if a thread panicked.
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let message = "another adapter is being loaded; try again later";
+                return Err(RequestError::new(ErrorKind::Busy, message));
+            }
+        };
         let weights = self
             .targets
             .read(folder)

@@ -29,8 +29,8 @@ pub(crate) fn table_gradient(
     let tiles = plan.tiles;
     let elements = table.meta.shape().num_elements();
     let parts = plan.parts_for(elements);
-    // The tensor has one dimension, because CubeCL may pad the rows of tensors with several dimensions, and then fills only
-    // the rows with zeros.
+    // The tensor has one dimension, because CubeCL may pad the rows of tensors with several dimensions, and then fills
+    // only the rows with zeros.
     let partial = CubeBackend::float_zeros(
         Shape::new([parts * elements]),
         &pass.rows.device,

@@ -65,8 +65,8 @@ impl Adapter {
 
     /// Freezes the model and attaches Burn's LoRA adapters, which do not change the outputs until they are trained.
     ///
-    /// The matrices `A` and `B` are stored in f32, whatever the model's dtype is. Quantized matrices stay quantized (QLoRA,
-    /// Dettmers et al. 2023, arXiv:2305.14314).
+    /// The matrices `A` and `B` are stored in f32, whatever the model's dtype is. Quantized matrices stay quantized
+    /// (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] in these cases:
@@ -177,8 +177,8 @@ impl Adapter {
         let json = serde_json::to_string_pretty(&file)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
         create(folder)?;
-        // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights are `[out_features, in_features]`, so Burn's `a`
-        // is PEFT's `B`, and Burn's `b` is PEFT's `A`.
+        // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights are `[out_features, in_features]`, so
+        // Burn's `a` is PEFT's `B`, and Burn's `b` is PEFT's `A`.
         let [reads, writes] = FACTORS;
         let factors =
             stored(&model.valid(), DType::F32)

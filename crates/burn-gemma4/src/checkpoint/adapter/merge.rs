@@ -91,8 +91,8 @@ struct Merger<'a> {
 }
 
 impl Merger<'_> {
-    /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32. Returns `None` if
-    /// the adapter does not change the matrix.
+    /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32. Returns `None`
+    /// if the adapter does not change the matrix.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
         let ([writes, reads], scale) = self.factors(path, shape, device)?;
         Some(product(writes, reads) * scale)

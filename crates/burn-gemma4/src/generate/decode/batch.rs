@@ -190,7 +190,10 @@ impl Batch {
         self.adapters.leave(index);
         self.count -= 1;
         #[cfg(feature = "cube")]
-        if self.graph.is_some() && self.count * LEAST_SHARE > self.capacity {
+        if self.graph.is_some()
+            && !self.has_unused_adapters()
+            && self.count * LEAST_SHARE > self.capacity
+        {
             if index < self.count {
                 self.cache.overwrite_row_by(self.count, index);
             }
@@ -202,6 +205,7 @@ impl Batch {
             self.cache.move_row(self.count, index);
         }
         if self.count == 0 {
+            self.adapters = BatchAdapters::default();
             self.cache = Cache::ragged(self.model.config(), self.kind);
             self.capacity = 0;
         } else if self.count * 2 <= self.capacity {
@@ -335,6 +339,14 @@ impl Batch {
             let serves = |id: AdapterId| in_graph.is_some_and(|stack| stack.slot(id).is_some());
             prefill.adapter().is_none_or(|adapter| serves(adapter.id()))
         })
+    }
+
+    /// True if the batch's graph multiplies by adapters, and no sequence has an adapter anymore. Such a graph would
+    /// slow all further steps.
+    #[cfg(feature = "cube")]
+    fn has_unused_adapters(&self) -> bool {
+        let graph = self.graph.as_ref();
+        graph.is_some_and(|graph| graph.adapters().is_some()) && self.adapters.stack().is_none()
     }
 
     /// Sets the lengths of the sequences, but keeps the buffers and the captured graph. Discards a queued step.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 /// The adapter of each sequence of a batch, and the stack with which one decode step serves all of them.
 ///
-/// The stack keeps the adapters of sequences that have left, because a new stack needs a new CUDA graph. The stack
-/// grows when a sequence with another adapter joins.
+/// The stack keeps the adapters of sequences that have left, until the batch is empty or the adapter is unloaded. A new
+/// stack needs a new CUDA graph. The stack grows when a sequence with another adapter joins.
 #[derive(Debug, Default)]
 pub(super) struct BatchAdapters {
     /// The adapter of each sequence, in the order of the sequences' indices.

@@ -44,8 +44,8 @@ impl LoadedAdapter {
         self.id
     }
 
-    /// The size of the adapter's matrices on the device in bytes. While sequences with adapters are decoded together,
-    /// the batch holds a second copy.
+    /// The size of the adapter's matrices on the device in bytes. A batch in which a sequence had the adapter holds a
+    /// second copy, until the batch is empty or the adapter is unloaded.
     pub fn bytes(&self) -> usize {
         self.factors.values().map(Factors::bytes).sum()
     }

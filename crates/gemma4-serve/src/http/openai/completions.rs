@@ -40,10 +40,11 @@ async fn answer(
 ) -> Result<Response, RequestError> {
     let request: CompletionRequest = read_json(request, &app.options).await?;
     let (context, prompts) = request.split()?;
+    let adapter = app.select_adapter(context.model())?;
     let mut submitted = Vec::new();
     for prompt in prompts {
-        let context = context.clone();
-        let prepare = move |app: &App| Ok((context.request(prompt, app)?, ()));
+        let (context, adapter) = (context.clone(), adapter.clone());
+        let prepare = move |app: &App| Ok((context.request(prompt, adapter, app)?, ()));
         let (events, prompt_tokens, ()) = app.submit(&log, prepare).await?;
         submitted.push((events, prompt_tokens));
     }

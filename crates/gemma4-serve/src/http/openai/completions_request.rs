@@ -4,7 +4,7 @@ use super::super::app::App;
 use super::super::overrides::{MAX_TOP_LOGPROBS, Overrides};
 use super::fields::{ResponseFormat, Stop, StreamOptions, refuse_fields};
 use super::tools::{SelectedTools, answer_grammar};
-use crate::engine::Request;
+use crate::engine::{Request, ServedAdapter};
 use crate::error::RequestError;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -146,10 +146,14 @@ impl CompletionContext {
         &self.fields.model
     }
 
-    /// Returns the engine's request for one of the prompts.
-    pub fn request(&self, prompt: Prompt, app: &App) -> Result<Request, RequestError> {
+    /// Returns the engine's request for one of the prompts. All prompts have the same `adapter`.
+    pub fn request(
+        &self,
+        prompt: Prompt,
+        adapter: Option<ServedAdapter>,
+        app: &App,
+    ) -> Result<Request, RequestError> {
         let fields = &self.fields;
-        let adapter = app.select_adapter(&fields.model)?;
         let prompt = match prompt {
             Prompt::Text(text) => app.text.text_prompt(&text)?,
             Prompt::Tokens(tokens) => tokens,
