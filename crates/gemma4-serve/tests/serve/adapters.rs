@@ -10,6 +10,7 @@ use gemma4_serve::engine::EngineOptions;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -36,9 +37,11 @@ fn adapters<const N: usize>(names: [(&str, usize, u64); N]) -> TempDir {
         let mut rng = StdRng::seed_from_u64(seed);
         let tensors = SafeTensors::deserialize(&bytes).expect("the file is safetensors");
         let mut drawn: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-        for (name, view) in tensors.iter() {
+        // The order of `iter` is random, but each tensor must get the same numbers in every run.
+        let in_order: BTreeMap<_, _> = tensors.iter().collect();
+        for (name, view) in in_order {
             let count = view.shape().iter().product::<usize>();
-            let numbers = (0..count).flat_map(|_| rng.random_range(-0.1..0.1_f32).to_le_bytes());
+            let numbers = (0..count).flat_map(|_| rng.random_range(-0.2..0.2_f32).to_le_bytes());
             drawn.push((name.to_owned(), view.shape().to_vec(), numbers.collect()));
         }
         write(&path, &drawn);
