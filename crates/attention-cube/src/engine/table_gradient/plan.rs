@@ -23,7 +23,7 @@ pub struct TableGradientPlan {
     /// The number of partial sums that fills the device.
     pub parts: usize,
     /// The most score tiles that a cube computes in one launch, or `None` without a limit. Software drivers limit the
-    /// iterations of a launch, see [`SOFTWARE_ITERATIONS`].
+    /// iterations of a launch.
     pub tiles_per_cube: Option<usize>,
 }
 
