@@ -81,6 +81,16 @@ impl Case {
         }
         unused
     }
+
+    /// Replaces the keys that no query sees, and their values, by NaN. The results must not change. The rows of keys and
+    /// values must not be shared between sequences or heads.
+    pub fn poison_unused_keys(&self, inputs: &mut Inputs) {
+        let unused = self.unused(inputs);
+        for (row, _) in (unused.keys.iter().enumerate()).filter(|(_, unused)| **unused) {
+            inputs.key.values[row * self.head_dim..][..self.head_dim].fill(f64::NAN);
+            inputs.value.values[row * self.value_dim..][..self.value_dim].fill(f64::NAN);
+        }
+    }
 }
 
 /// Returns the length of sequence `b`, clamped to `0..=most`. If `lengths` is `None`, returns `most`.

@@ -31,11 +31,7 @@ fn check(case: &Case) {
         });
     }
     let equivalent = given.with_mask_of_scores();
-    let unused = case.unused(&given);
-    for (row, _) in (unused.keys.iter().enumerate()).filter(|(_, unused)| **unused) {
-        given.key.values[row * case.head_dim..][..case.head_dim].fill(f64::NAN);
-        given.value.values[row * case.value_dim..][..case.value_dim].fill(f64::NAN);
-    }
+    case.poison_unused_keys(&mut given);
     case.check_inputs(&given, &equivalent);
 }
 

@@ -31,11 +31,7 @@ fn check(case: Case) {
         ..given.clone()
     };
     let mut poisoned = given;
-    let unused = case.unused(&poisoned);
-    for (row, _) in (unused.keys.iter().enumerate()).filter(|(_, unused)| **unused) {
-        poisoned.key.values[row * case.head_dim..][..case.head_dim].fill(f64::NAN);
-        poisoned.value.values[row * case.value_dim..][..case.value_dim].fill(f64::NAN);
-    }
+    case.poison_unused_keys(&mut poisoned);
     case.check_inputs(&poisoned, &equivalent);
 }
 
