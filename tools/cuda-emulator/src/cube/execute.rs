@@ -67,9 +67,10 @@ impl Cube<'_> {
             Operation::SetHalves {
                 comparison,
                 number,
+                truth,
                 to,
                 from,
-            } => warp.set_halves(*comparison, *number, *to, *from, mask),
+            } => warp.set_halves(*comparison, *number, *truth, *to, *from, mask),
             Operation::Select {
                 to,
                 from,

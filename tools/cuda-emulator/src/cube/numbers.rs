@@ -364,6 +364,7 @@ impl Warp {
         &mut self,
         comparison: Comparison,
         number: Type,
+        truth: u32,
         to: u32,
         from: [Register; 2],
         mask: u32,
@@ -372,7 +373,7 @@ impl Warp {
         for lane in lanes(mask) {
             let holds = |shift: u32| {
                 let holds = compare(comparison, number, a[lane] >> shift, b[lane] >> shift);
-                (u32::from(holds) * 0xFFFF) << shift
+                (u32::from(holds) * truth) << shift
             };
             self.words[to as usize][lane] = holds(0) | holds(16);
         }

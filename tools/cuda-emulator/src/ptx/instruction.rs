@@ -396,11 +396,11 @@ pub enum Operation {
         to: u32,
     },
     /// Compares the two halves of one word with the two halves of another word, as 16-bit floats of type `number`.
-    /// Each comparison writes one half of the result. The instruction sets all bits of this half if the comparison is
-    /// true, and clears them otherwise.
+    /// Each comparison writes one half of the result: the 16 bits `truth` if the comparison is true, else 0.
     SetHalves {
         comparison: Comparison,
         number: Type,
+        truth: u32,
         to: u32,
         from: [Register; 2],
     },

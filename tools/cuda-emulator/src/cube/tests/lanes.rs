@@ -79,6 +79,20 @@ fn set_of_f16_pairs_compares_each_half() {
     assert_eq!(masks, expected);
 }
 
+/// Compares the halves of a word as f16. The comparison includes NaN, and writes the f16 number 1 for true.
+#[test]
+fn set_of_f16_pairs_writes_numbers() {
+    let numbers = output(
+        ".reg .b32 %x, %y;
+        mov.u32 %x, 0x3c007e00;
+        mov.u32 %y, 0x38003800;
+        set.leu.f16x2.f16x2 %x, %x, %y;
+        st.global.u32 [%own], %x;",
+        1,
+    );
+    assert_eq!(numbers, [0x3C00]);
+}
+
 #[test]
 fn shuffle_reads_within_its_segment() {
     let shuffled = |mode: &str, by: u32, segment: u32| {

@@ -334,12 +334,20 @@ impl Decoder<'_> {
     fn set(&mut self) -> Result<Operation> {
         let comparison = self.comparison()?;
         let result = self.take_type()?;
-        if result == Type::U32
+        let truth = match result {
+            Type::U32 => Some(0xFFFF),
+            // The bits of the number 1.
+            Type::F16x2 => Some(0x3C00),
+            Type::BF16x2 => Some(0x3F80),
+            _ => None,
+        };
+        if let Some(truth) = truth
             && let Some(number) = self.take_first(halves)
         {
             return Ok(Operation::SetHalves {
                 comparison,
                 number,
+                truth,
                 to: self.word_target(0)?,
                 from: [self.source(1, Type::B32)?, self.source(2, Type::B32)?],
             });
