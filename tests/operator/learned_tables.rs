@@ -51,8 +51,13 @@ struct Operands([Tensor<4>; 4]);
 
 impl Operands {
     fn random() -> Self {
+        Self::of([Q_LEN, KV_LEN, WIDTH])
+    }
+
+    /// Creates random operands with the given numbers of queries, keys and columns.
+    fn of([q_len, kv_len, width]: [usize; 3]) -> Self {
         let random = |heads, length| {
-            let shape = [BATCH, heads, length, WIDTH];
+            let shape = [BATCH, heads, length, width];
             Tensor::<4>::random(
                 shape,
                 Distribution::Normal(0.0, 1.0),
@@ -60,10 +65,10 @@ impl Operands {
             )
         };
         Self([
-            random(Q_HEADS, Q_LEN),
-            random(KV_HEADS, KV_LEN),
-            random(KV_HEADS, KV_LEN),
-            random(Q_HEADS, Q_LEN),
+            random(Q_HEADS, q_len),
+            random(KV_HEADS, kv_len),
+            random(KV_HEADS, kv_len),
+            random(Q_HEADS, q_len),
         ])
     }
 
@@ -113,11 +118,22 @@ fn check_close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
 
 /// Checks the table's gradient on each device against the reference in f64.
 fn check(what: &str, table: &[f32], options: &dyn Fn(Tensor<1>, &Device) -> AttentionOptions) {
-    let operands = Operands::random();
+    let dtypes = [(DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)];
+    check_of(&Operands::random(), &dtypes, what, table, options);
+}
+
+/// Checks as [`check`] does, with other operands, and with the given dtypes and tolerances.
+fn check_of(
+    operands: &Operands,
+    dtypes: &[(DType, f64)],
+    what: &str,
+    table: &[f32],
+    options: &dyn Fn(Tensor<1>, &Device) -> AttentionOptions,
+) {
     let expected = operands.table_gradient(&Device::flex(), DType::F64, table, options, true);
     assert!(expected.iter().any(|gradient| *gradient != 0.0), "{what}");
     for target in devices() {
-        for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)] {
+        for &(dtype, tolerance) in dtypes {
             if !target.supports(dtype) {
                 continue;
             }
@@ -155,6 +171,56 @@ fn table_gradient_of_each_score_mod_matches_reference() {
     check("short table", &[0.5, 1.0], &|table, _| {
         new().learned_score_mod::<Bent>(table)
     });
+}
+
+/// Checks tables whose gradient tensor cores sum along diagonals of tiles. The lengths are no multiples of a tile, and
+/// some tiles have queries only or keys only.
+#[test]
+fn table_gradient_of_many_tiles_matches_reference() {
+    let new = AttentionOptions::new;
+    let dtypes = [(DType::BF16, 4e-2)];
+    for (sizes, name) in [
+        ([200, 330, 64], "more keys"),
+        ([330, 70, 40], "more queries"),
+        ([150, 150, 128], "equal lengths"),
+    ] {
+        let operands = Operands::of(sizes);
+        let what = |options: &str| format!("{name}, {options}");
+        check_of(
+            &operands,
+            &dtypes,
+            &what("causal"),
+            &distances(),
+            &|table, _| new().causal().learned_score_mod::<DistanceBias>(table),
+        );
+        check_of(
+            &operands,
+            &dtypes,
+            &what("lengths"),
+            &[0.5, 0.25, 0.1, 0.05],
+            &|table, device| {
+                let lengths = |lengths: [i32; 2]| Tensor::<1, Int>::from_ints(lengths, device);
+                let [q_len, kv_len, _] = sizes.map(|size| size as i32);
+                new()
+                    .causal()
+                    .kv_lengths(lengths([kv_len / 3, kv_len]))
+                    .query_lengths(lengths([q_len, q_len / 2]))
+                    .learned_score_mod::<Alibi>(table)
+            },
+        );
+        check_of(
+            &operands,
+            &dtypes,
+            &what("window, dropout"),
+            &distances(),
+            &|table, _| {
+                new()
+                    .window(Some(40), Some(25))
+                    .dropout(0.2, 5)
+                    .learned_score_mod::<DistanceBias>(table)
+            },
+        );
+    }
 }
 
 #[test]

@@ -64,9 +64,13 @@
 //! - An index past the end of a table reads the table's last element. In the code, the elements are f32, whatever the
 //!   table's dtype is.
 //! - Scores should stay finite. Use a [`MaskMod`] to hide keys.
+//! - Set [`ADDS_BIAS`](ScoreMod::ADDS_BIAS) if the code adds a number to the score. Multiply the distance by
+//!   [`distance_times`](ScorePlace::distance_times). Both spare an instruction per score.
 //! - A table has a gradient if its type also implements [`LearnedScoreMod`], and if the table is passed to
 //!   [`learned_score_mod`](crate::AttentionOptions::learned_score_mod). All other tables have none:
 //!   [`fused_attention`](crate::fused_attention) panics if autodiff tracks them.
+//! - Set [`OF_DISTANCE`](LearnedScoreMod::OF_DISTANCE) if the learned elements depend on head and distance only. On an
+//!   H200, the backward then takes about 2 times as long as with a table that has no gradient, instead of 100 times.
 //! - The code computes in f32, also for f64 inputs.
 //! - [`varlen`](crate::varlen) does not support score mods and mask mods. In a call on one of the
 //!   [`shards`](crate::shards), key positions count from the shard's first key.

@@ -56,7 +56,11 @@ impl RestPlans {
             keys: plan.tiles.columns(),
             stationary_side: Side::Queries,
         });
-        let table = self.table.map(|plan| Blocks::of_queries(&plan.tiles));
+        let table = self.table.map(|plan| Blocks {
+            queries: plan.tiles.rows(),
+            keys: plan.tiles.columns(),
+            stationary_side: Side::Queries,
+        });
         bias.into_iter().chain(table)
     }
 }

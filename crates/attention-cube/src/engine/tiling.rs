@@ -225,7 +225,7 @@ impl<T: BackwardTiles> BackwardPlan<T> {
             splits: GradientSplits::new(problem, device, &query, &key, value.as_ref()),
             vector,
             bias: BiasGradientPlan::on_matrix_units(problem, device, vector)?,
-            table: TableGradientPlan::new(problem, device, vector)?,
+            table: TableGradientPlan::on_matrix_units(problem, device, vector)?,
             copies: layouts.tma.others(Pass::Backward),
         })
     }

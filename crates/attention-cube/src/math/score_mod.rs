@@ -35,12 +35,47 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0, as a key index.
     pub(crate) offset: i32,
-    /// The distance from the key to the query's own position, as a number of keys in f32. A kernel sets this field only
-    /// if the kernel can compute the distance without an integer conversion per score. Otherwise the field is 0.
-    float_distance: f32,
-    /// True if `float_distance` holds the distance.
+    /// The distance from the key to the query's own position, if the kernel knows it in f32.
     #[cfg_attr(feature = "cube", cube(comptime))]
-    has_float_distance: bool,
+    float_form: FloatForm,
+    /// The part of the distance that many scores share, see [`FloatForm::Known`]. Otherwise 0.
+    float_base: f32,
+    /// 1 if no distance of the block is negative, or −1 if no distance of the block is positive. The field has a meaning
+    /// only with [`FloatForm::OneSided`].
+    direction: f32,
+}
+
+/// The form in which a kernel knows the distance of a score as f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum FloatForm {
+    /// The kernel knows the distance as an integer only.
+    Unknown,
+    /// The distance is `float_base` plus this number. The number is a compile-time constant, so the kernel converts one
+    /// integer to f32 for many scores.
+    Known(i32),
+    /// As [`Known`](Self::Known), and all distances of the block have the same sign. The sign is `direction`.
+    OneSided(i32),
+}
+
+impl FloatForm {
+    /// True if the kernel knows the distance as f32.
+    const fn is_known(self) -> bool {
+        !matches!(self, Self::Unknown)
+    }
+
+    /// Returns the number to add to `float_base`.
+    const fn step(self) -> f32 {
+        match self {
+            Self::Unknown => 0.0,
+            Self::Known(step) | Self::OneSided(step) => step as f32,
+        }
+    }
+}
+
+/// Replaces CubeCL's `fma` in a build without CubeCL.
+#[cfg(not(feature = "cube"))]
+fn fma(a: f32, b: f32, c: f32) -> f32 {
+    a.mul_add(b, c)
 }
 
 #[cfg_attr(feature = "cube", cube)]
@@ -52,23 +87,9 @@ impl ScorePlace {
             query,
             key,
             offset,
-            float_distance: 0.0f32,
-            has_float_distance: false,
-        }
-    }
-
-    /// Returns a copy of `self` that holds `float_distance`, the distance from the key to the query's own position. The
-    /// calling kernel has computed this distance.
-    #[allow(dead_code, reason = "kernels call only the expansion")]
-    pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
-        ScorePlace {
-            batch: self.batch,
-            head: self.head,
-            query: self.query,
-            key: self.key,
-            offset: self.offset,
-            float_distance,
-            has_float_distance: true,
+            float_form: comptime!(FloatForm::Unknown),
+            float_base: 0.0f32,
+            direction: 1.0f32,
         }
     }
 
@@ -85,10 +106,57 @@ impl ScorePlace {
     /// f32. From a distance of 2²⁴ on, different kernels may round the same distance to different numbers. A mask must
     /// therefore not depend on such distances.
     pub fn distance_f32(&self) -> f32 {
-        if comptime!(self.has_float_distance) {
-            self.float_distance
+        if comptime!(self.float_form.is_known()) {
+            self.float_base + comptime!(self.float_form.step())
         } else {
             self.distance() as f32
+        }
+    }
+
+    /// Returns `factor` times the distance. On tensor cores this is cheaper than a product with
+    /// [`distance_f32`](Self::distance_f32).
+    ///
+    /// `factor` should be equal for all keys of a query, such as a number per head. Kernels then compute a part of the
+    /// product once for many scores. The result may differ from the product in its last bits.
+    pub fn distance_times(&self, factor: f32) -> f32 {
+        if comptime!(self.float_form.is_known()) {
+            let step = comptime!(self.float_form.step());
+            fma(factor, step, factor * self.float_base)
+        } else {
+            factor * self.distance_f32()
+        }
+    }
+
+    /// Returns `factor` times the magnitude of the distance. See [`distance_times`](Self::distance_times).
+    pub fn abs_distance_times(&self, factor: f32) -> f32 {
+        if comptime!(matches!(self.float_form, FloatForm::OneSided(_))) {
+            self.distance_times(factor * self.direction)
+        } else {
+            factor * self.distance_f32().abs()
+        }
+    }
+}
+
+#[cfg(feature = "cube")]
+#[cube]
+impl ScorePlace {
+    /// Returns a copy of `self` with the distance as f32. The fields of [`ScorePlace`] explain the arguments.
+    #[allow(dead_code, reason = "kernels call only the expansion")]
+    pub(crate) fn with_float_distance(
+        &self,
+        float_base: f32,
+        direction: f32,
+        #[comptime] float_form: FloatForm,
+    ) -> ScorePlace {
+        ScorePlace {
+            batch: self.batch,
+            head: self.head,
+            query: self.query,
+            key: self.key,
+            offset: self.offset,
+            float_form,
+            float_base,
+            direction,
         }
     }
 }
@@ -122,6 +190,10 @@ impl ScoreTable {
 #[cfg_attr(feature = "cube", cube)]
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait ScoreMod: Send + Sync + 'static {
+    /// True if [`score`](Self::score) ends with the addition or subtraction of a bias, as in `score + bias`. Kernels can
+    /// then multiply by the scale and add the bias in one instruction. Set it only if the bias does not depend on `score`.
+    const ADDS_BIAS: bool = false;
+
     /// Returns the changed score. `score` is `q·k` times the scale, after the softcap.
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
 
@@ -137,6 +209,10 @@ pub trait ScoreMod: Send + Sync + 'static {
 #[cfg_attr(feature = "cube", cube)]
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait LearnedScoreMod: Send + Sync + 'static {
+    /// True if [`element`](Self::element) and [`element_derivative`](Self::element_derivative) depend only on the head
+    /// and on the distance. Tensor cores then compute the gradient, which is many times faster.
+    const OF_DISTANCE: bool = false;
+
     /// Returns the index of the table's element on which [`ScoreMod::score`] depends at `place`. An index past the end
     /// stands for the last element.
     fn element(place: ScorePlace, table: &ScoreTable) -> u32;
@@ -167,6 +243,9 @@ pub struct ScoreCode {
     pub(crate) expand_score: kernel::ExpandScore,
     #[cfg(feature = "cube")]
     pub(crate) expand_derivative: kernel::ExpandScore,
+    /// [`ScoreMod::ADDS_BIAS`].
+    #[cfg(feature = "cube")]
+    pub(crate) adds_bias: bool,
     /// The functions for the gradient of the table, or `None` if the table has no gradient.
     pub(crate) learned: Option<LearnedCode>,
 }
@@ -178,6 +257,8 @@ pub(crate) struct LearnedCode {
     pub element: fn(ScorePlace, &ScoreTable) -> u32,
     /// [`LearnedScoreMod::element_derivative`] on the CPU.
     pub derivative: fn(f32, ScorePlace, &ScoreTable) -> f32,
+    /// [`LearnedScoreMod::OF_DISTANCE`].
+    pub of_distance: bool,
     #[cfg(feature = "cube")]
     pub expand_element: kernel::ExpandElement,
     #[cfg(feature = "cube")]
@@ -196,6 +277,8 @@ impl ScoreCode {
             expand_score: M::__expand_score,
             #[cfg(feature = "cube")]
             expand_derivative: M::__expand_derivative,
+            #[cfg(feature = "cube")]
+            adds_bias: M::ADDS_BIAS,
             learned: None,
         }
     }
@@ -206,6 +289,7 @@ impl ScoreCode {
             learned: Some(LearnedCode {
                 element: M::element,
                 derivative: M::element_derivative,
+                of_distance: M::OF_DISTANCE,
                 #[cfg(feature = "cube")]
                 expand_element: M::__expand_element,
                 #[cfg(feature = "cube")]

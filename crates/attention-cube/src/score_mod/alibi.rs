@@ -21,8 +21,10 @@ pub struct Alibi;
 
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for Alibi {
+    const ADDS_BIAS: bool = true;
+
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
-        score - table.at(place.head) * place.distance_f32().abs()
+        score - place.abs_distance_times(table.at(place.head))
     }
 
     fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
@@ -32,6 +34,8 @@ impl ScoreMod for Alibi {
 
 #[cfg_attr(feature = "cube", cube)]
 impl LearnedScoreMod for Alibi {
+    const OF_DISTANCE: bool = true;
+
     fn element(place: ScorePlace, _table: &ScoreTable) -> u32 {
         place.head
     }

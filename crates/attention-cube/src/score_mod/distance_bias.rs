@@ -14,6 +14,8 @@ pub struct DistanceBias;
 
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for DistanceBias {
+    const ADDS_BIAS: bool = true;
+
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
         score + table.at(element(place, table))
     }
@@ -25,6 +27,8 @@ impl ScoreMod for DistanceBias {
 
 #[cfg_attr(feature = "cube", cube)]
 impl LearnedScoreMod for DistanceBias {
+    const OF_DISTANCE: bool = true;
+
     fn element(place: ScorePlace, table: &ScoreTable) -> u32 {
         element(place, table)
     }

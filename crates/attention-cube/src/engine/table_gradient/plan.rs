@@ -1,5 +1,6 @@
 //! The plan of the gradient of a score mod's table: the size of the score tiles, and the number of partial sums.
 
+use crate::engine::tensor_core::mma::plan::{BiasGradientTiles, bias_gradient_tiles};
 use crate::problem::AttentionProblem;
 use crate::tile_ops::table::{SINGLE, choose};
 use crate::tile_ops::tiles::UnitTiles;
@@ -18,8 +19,8 @@ const MOST_TILES: usize = 1 << 31;
 /// The plan of the gradient of a score mod's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TableGradientPlan {
-    /// The sizes of the score tiles, which scalar units compute in f32.
-    pub tiles: UnitTiles,
+    /// The sizes of the score tiles, and the hardware that computes them.
+    pub tiles: TableTiles,
     /// The number of partial sums that fills the device.
     pub parts: usize,
     /// The most score tiles that a cube computes in one launch, or `None` without a limit. Software drivers limit the
@@ -27,8 +28,76 @@ pub struct TableGradientPlan {
     pub tiles_per_cube: Option<usize>,
 }
 
+/// The tiles that divide the scores. The variants differ in the hardware that computes the GEMMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TableTiles {
+    /// Scalar units compute the GEMMs in f32, for any score mod.
+    Units(UnitTiles),
+    /// The tensor cores compute the GEMMs in half precision, for score mods that depend on the distance only. A kernel
+    /// of the mma engine sums dS along diagonals.
+    MatrixUnits {
+        /// The tiles of the kernel.
+        tiles: BiasGradientTiles,
+        /// The number of cubes that share a diagonal of tiles.
+        splits: usize,
+    },
+}
+
+impl TableTiles {
+    /// The number of queries in a tile.
+    #[cfg(feature = "cube")]
+    pub(crate) fn rows(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.rows,
+            Self::MatrixUnits { tiles, .. } => tiles.rows(),
+        }
+    }
+
+    /// The number of keys in a tile.
+    #[cfg(feature = "cube")]
+    pub(crate) fn columns(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.columns(),
+            Self::MatrixUnits { tiles, .. } => tiles.columns,
+        }
+    }
+}
+
 impl TableGradientPlan {
-    /// Plans the gradient, with loads of `vector` elements. Returns `None` if no table has a gradient.
+    /// Plans the gradient for an engine that reads operand rows in multiples of 16 bytes. The launch first copies
+    /// operands whose rows have other sizes. The plan uses tensor cores if the device has them, and if the score mod
+    /// depends on the distance only.
+    pub(crate) fn on_matrix_units(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        vector: usize,
+    ) -> Result<Option<Self>, Refusal> {
+        let of_distance = problem.learned_code().is_some_and(|code| code.of_distance);
+        let tiles = match bias_gradient_tiles(problem, device) {
+            Ok(tiles) if of_distance && tiles.rows() == tiles.columns => tiles,
+            _ => return Self::new(problem, device, vector),
+        };
+        let diagonals = tile_diagonals(problem, tiles.columns);
+        let planes = problem.batch * problem.q_heads;
+        let pieces = planes * diagonals * 2 * tiles.columns;
+        if pieces > MOST_TILES {
+            return Err(Refusal::ScoreTiles {
+                tiles: pieces,
+                limit: MOST_TILES,
+            });
+        }
+        let longest = problem.q_len.min(problem.kv_len).div_ceil(tiles.columns);
+        let wanted = multiprocessors(device) * CUBES_PER_MULTIPROCESSOR;
+        // A cube copies the next tile while it multiplies the current tile, so each cube should have two tiles.
+        let splits = (wanted / (planes * diagonals).max(1)).clamp(1, (longest / 2).max(1));
+        Ok(Some(Self {
+            tiles: TableTiles::MatrixUnits { tiles, splits },
+            parts: wanted.clamp(1, pieces.max(1)),
+            tiles_per_cube: None,
+        }))
+    }
+
+    /// Plans the gradient on scalar units, with loads of `vector` elements. Returns `None` if no table has a gradient.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -59,10 +128,9 @@ impl TableGradientPlan {
                 + tiles.rows * tiles.columns();
             (SOFTWARE_ITERATIONS / of_tile).max(1)
         });
-        let wanted =
-            device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
+        let wanted = multiprocessors(device) * CUBES_PER_MULTIPROCESSOR;
         Ok(Some(Self {
-            tiles,
+            tiles: TableTiles::Units(tiles),
             parts: wanted.clamp(1, count),
             tiles_per_cube,
         }))
@@ -75,7 +143,18 @@ impl TableGradientPlan {
     }
 }
 
-/// Returns the bytes of shared memory of the kernel: the operands, and the exchanged shares with their elements.
+fn multiprocessors(device: &DeviceProfile) -> usize {
+    device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+}
+
+/// Returns the number of tile diagonals: the differences between query tile and key tile, between −n and n for the
+/// larger number n of tiles. A tile has `size` queries and keys.
+pub(crate) fn tile_diagonals(problem: &AttentionProblem, size: usize) -> usize {
+    let tiles = problem.q_len.max(problem.kv_len).div_ceil(size);
+    2 * tiles.max(1) - 1
+}
+
+/// Returns the bytes of shared memory of the kernel on scalar units: the operands, and the exchanged shares with their elements.
 fn shared_memory(tiles: &UnitTiles) -> usize {
     16 * tiles.stage_vectors() + 8 * tiles.units * tiles.columns_per_unit()
 }

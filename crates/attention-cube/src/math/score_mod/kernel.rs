@@ -72,10 +72,19 @@ pub(crate) fn changed_score(
         // If the user's code ends in a product, the `fma` rounds this product. Without the `fma`, the compiler could
         // fuse the product with the later subtraction of the row maximum. The row maximum is a rounded score, so the
         // probability would then contain the rounding error.
-        fma(changed, 1.0f32, 0.0f32)
+        if comptime!(adds_bias(code)) {
+            changed
+        } else {
+            fma(changed, 1.0f32, 0.0f32)
+        }
     } else {
         score
     }
+}
+
+/// True if the code ends with the addition of a bias, see [`ScoreMod::ADDS_BIAS`](super::ScoreMod::ADDS_BIAS).
+pub(crate) fn adds_bias(code: Option<ScoreCode>) -> bool {
+    code.is_some_and(|code| code.adds_bias)
 }
 
 /// Returns the derivative of [`changed_score`] with respect to `score`, which is the score before the change.

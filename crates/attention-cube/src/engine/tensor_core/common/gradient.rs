@@ -573,7 +573,16 @@ fn scored<F: Float, NB: Size, NS: Size>(
             );
         }
         Scored {
-            values: final_scores::<F, NB>(capped, scoring, known, first_column, at, pair, kind),
+            values: final_scores::<F, NB>(
+                capped,
+                scoring,
+                known,
+                first_column,
+                at,
+                pair,
+                false,
+                kind,
+            ),
             slopes,
         }
     }

@@ -3,7 +3,7 @@
 use super::bias::{BiasWords, add_words};
 use super::block_mask::BlockMask;
 use super::mask::{PAIRS_PER_WORD, bits_of_word};
-use super::score_mod::final_scores;
+use super::score_mod::{final_scores, is_one_sided};
 use super::scoring::Scoring;
 use super::softcap::{capped, capped_together};
 use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
@@ -25,10 +25,16 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
-        // With a score mod or mask mod, the scores are computed in two code paths: one for fully visible blocks, and
-        // one for partly visible blocks. If one computation served both paths, ptxas would copy every score to another
-        // register before the branch.
-        if block_mask.whole {
+        // With a score mod or mask mod, the scores are computed in two code paths. The first path is for fully visible
+        // blocks in which all distances have the same sign. If one computation served both paths, ptxas would copy
+        // every score to another register before the branch.
+        let one_sided = comptime!(kind.score.score_mod.is_some());
+        let simple = if comptime!(one_sided) {
+            block_mask.whole && is_one_sided::<F, NB>(rows, scoring, first_column, columns, kind)
+        } else {
+            block_mask.whole
+        };
+        if simple {
             s = scored::<F, NB, NS>(
                 s,
                 first_column,
@@ -37,6 +43,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                 bias_words,
                 scoring,
                 columns,
+                one_sided,
                 kind,
             );
         } else {
@@ -48,9 +55,12 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                 bias_words,
                 scoring,
                 columns,
+                false,
                 kind,
             );
-            s = masked::<F, NB, NS>(s, first_column, block_mask, rows, scoring, columns, kind);
+            if !block_mask.whole {
+                s = masked::<F, NB, NS>(s, first_column, block_mask, rows, scoring, columns, kind);
+            }
         }
     } else {
         s = scored::<F, NB, NS>(
@@ -61,6 +71,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
             bias_words,
             scoring,
             columns,
+            false,
             kind,
         );
         if !block_mask.whole {
@@ -117,7 +128,8 @@ fn masked<F: Float, NB: Size, NS: Size>(
 }
 
 /// Turns the dot products `s` into scores, without the mask. A `raw` kernel keeps unscaled dot products. For a `raw`
-/// kernel, the function therefore returns `s` unchanged.
+/// kernel, the function therefore returns `s` unchanged. If `one_sided` is true, the fragment must satisfy
+/// [`is_one_sided`].
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -127,6 +139,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
     bias_words: BiasWords,
     scoring: &Scoring<F, NB>,
     #[comptime] columns: usize,
+    #[comptime] one_sided: bool,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
     let arguments = &scoring.arguments;
@@ -170,6 +183,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
                     first_column,
                     existing,
                     pair,
+                    one_sided,
                     kind,
                 );
                 s.insert(comptime!(2 * pair), values.first);

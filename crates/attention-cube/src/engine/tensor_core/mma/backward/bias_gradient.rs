@@ -28,12 +28,13 @@
 
 mod biases;
 mod block_range;
+pub(crate) mod diagonals;
 mod gradients;
 mod load;
 mod output;
 
 use self::biases::biases_of_warp;
-use self::block_range::{Visits, next_visit, tile_of};
+use self::block_range::{Visits, key_tile_of, next_visit, tile_of};
 use self::gradients::{probabilities, with_gradients};
 use self::load::{Operands, copy_chunk, operands};
 use self::output::{sum_of_queries, write_row_of_keys};
@@ -133,6 +134,7 @@ pub(crate) fn bias_gradient_split_m<
             group: bias_grid.group,
             count,
             step: bias_grid.grid.splits,
+            along_diagonal: false,
         };
         let operands = operands::<E>(
             &inputs.query,
@@ -192,7 +194,8 @@ pub(crate) fn bias_gradient_split_m<
 }
 
 /// If the bias is broadcast, several query tiles use the CTA's bias tile. The work on each of these query tiles is one
-/// *visit*. The function sums dS over all visits of the CTA, starting with visit number `first`.
+/// *visit*. The function sums dS over all visits of the CTA, starting with visit number `first`. The visits may also
+/// follow a diagonal of tiles (see [`diagonals`]).
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -224,12 +227,13 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
-        copy_chunk::<E>(operands, &tile, visits.key_tile, start, 0usize, tiles);
+        let key_tile = key_tile_of(visits, visit);
+        copy_chunk::<E>(operands, &tile, key_tile, start, 0usize, tiles);
         commit_copies();
         copy_chunk::<E>(
             operands,
             &tile,
-            visits.key_tile,
+            key_tile,
             start + stage_bytes,
             1usize,
             tiles,
@@ -248,6 +252,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let biases = biases_of_warp::<F, NB>(&any, row, visits.key_tile, scoring, tiles, kind.fragment);
     while visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
+        let key_tile = key_tile_of(visits, visit);
         let following = next_visit(visits, visit + visits.step, masking, tiles, kind);
         let follows = following < visits.count;
         let row_lse_delta = lse_delta_of_warp(
@@ -258,8 +263,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             part,
             kind.fragment,
         );
-        let seen =
-            seen_by_warp::<F, NB>(&tile, row, 0u32, visits.key_tile, 0u32, scoring, part, kind);
+        let seen = seen_by_warp::<F, NB>(&tile, row, 0u32, key_tile, 0u32, scoring, part, kind);
         let mut s = Vector::<f32, AS>::zeroed();
         let mut w = Vector::<f32, AS>::zeroed();
         #[unroll]
@@ -273,7 +277,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                 copy_chunk::<E>(
                     operands,
                     &tile,
-                    visits.key_tile,
+                    key_tile,
                     before,
                     comptime!(chunk + 2),
                     tiles,
@@ -285,7 +289,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                 copy_chunk::<E>(
                     operands,
                     &next,
-                    visits.key_tile,
+                    key_tile_of(visits, following),
                     before,
                     comptime!(chunk + 2 - tiles.chunks()),
                     tiles,
@@ -298,7 +302,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                     &biases,
                     &seen,
                     &row_lse_delta,
-                    visits.key_tile,
+                    key_tile,
                     scoring,
                     tiles,
                     kind,
@@ -318,8 +322,9 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             s,
             &seen,
             &row_lse_delta,
-            visits.key_tile,
+            key_tile,
             scoring,
+            visits.along_diagonal,
             tiles,
             kind,
         );

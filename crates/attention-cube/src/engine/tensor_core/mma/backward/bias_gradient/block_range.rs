@@ -33,6 +33,20 @@ pub(super) struct Visits {
     /// The difference between the number of a CTA's visit and the number of the CTA's next visit. A visit is one query
     /// tile of one head and sequence.
     pub step: u32,
+    /// True if each visit has the key tile after that of the visit before. The visits then follow a diagonal of tiles,
+    /// and `key_tile` is the key tile of visit 0. False if all visits have the key tile `key_tile`.
+    #[cube(comptime)]
+    pub along_diagonal: bool,
+}
+
+/// Returns the key tile of visit number `visit`.
+#[cube]
+pub(super) fn key_tile_of(visits: &Visits, visit: u32) -> i32 {
+    if comptime!(visits.along_diagonal) {
+        visits.key_tile + visit as i32
+    } else {
+        visits.key_tile
+    }
 }
 
 /// Returns the query tile of visit number `visit`. A visit is one query tile of one head and sequence. In the returned
@@ -62,7 +76,7 @@ pub(super) fn tile_of(
 }
 
 /// Returns the first of the CTA's visits `visit`, `visit + step`, `visit + 2 · step`, … in which a query may see a key
-/// of the CTA's key tile. A visit is one query tile of one head and sequence. If no visit is left, the result is at
+/// of the visit's key tile. A visit is one query tile of one head and sequence. If no visit is left, the result is at
 /// least `visits.count`.
 #[cube]
 pub(super) fn next_visit(
@@ -76,10 +90,11 @@ pub(super) fn next_visit(
     let mut searching = visit < visits.count;
     while searching {
         let tile = tile_of(visits, visit, masking, tiles, kind);
-        let mut found = visits.key_tile >= tile.first_block && visits.key_tile < tile.end_block;
+        let key_tile = key_tile_of(visits, visit);
+        let mut found = key_tile >= tile.first_block && key_tile < tile.end_block;
         if found {
             let position = position_of(&tile, 0u32, kind.fragment.side);
-            found = may_intersect(&position, visits.key_tile, masking, kind);
+            found = may_intersect(&position, key_tile, masking, kind);
         }
         if found {
             searching = false;

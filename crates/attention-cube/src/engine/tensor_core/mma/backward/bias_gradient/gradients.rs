@@ -1,6 +1,7 @@
 //! Computes P and dS of a warp's scores.
 
 use super::biases::WarpBiases;
+use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::add_words;
 use crate::engine::tensor_core::common::dropout::{gradient_minus_delta, keep_bits, times_kept};
 use crate::engine::tensor_core::common::gradient::{LseDelta, weights};
@@ -88,6 +89,9 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
 
 /// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the factor by which dropout
 /// multiplies kept probabilities. If P is 0, the function adds nothing, because dP may be NaN or infinite.
+///
+/// If `skips_missing`, the function also adds nothing for rows past the last query. In a fully visible block, P of such a
+/// row is not 0. Without `skips_missing`, the caller must not use the sums of these rows.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,
@@ -97,6 +101,7 @@ pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     lse_delta: &WarpLseDelta<'_>,
     key_tile: i32,
     scoring: &Scoring<F, NB>,
+    #[comptime] skips_missing: bool,
     #[comptime] tiles: BiasGradientTiles,
     #[comptime] kind: TileKind,
 ) -> Vector<f32, AS> {
@@ -134,13 +139,28 @@ pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
                 kind.fragment.score.dropout,
             );
             let ds = times_kept(own * difference, &scoring.dropout);
+            let adds_nothing = if comptime!(skips_missing) {
+                own == 0.0f32 || is_missing(&own_seen.rows, scoring.masking.seq_lens.q_len, i)
+            } else {
+                own == 0.0f32
+            };
             sums.insert(
                 register,
-                sums.extract(register) + select(own == 0.0f32, 0.0f32, ds),
+                sums.extract(register) + select(adds_nothing, 0.0f32, ds),
             );
         }
     }
     sums
+}
+
+/// True if the row that holds the fragment's `register`-th element lies past the last query.
+#[cube]
+fn is_missing(rows: &RowPair, q_len: i32, #[comptime] register: usize) -> bool {
+    if comptime!(register / 2 % 2 == 1) {
+        rows.position_1 >= q_len
+    } else {
+        rows.position_0 >= q_len
+    }
 }
 
 /// Returns delta of the row that holds the fragment's `register`-th element.
