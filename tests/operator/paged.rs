@@ -228,6 +228,52 @@ fn paged_prompt_has_the_bits_of_contiguous_keys() {
     );
 }
 
+/// Checks prompts in bf16, for which a Hopper GPU copies pages by TMA. The head sizes select all tiles of the kernels,
+/// and the pages are smaller than, as large as and larger than a block of keys.
+#[test]
+fn paged_prompts_in_bf16_have_the_bits_of_contiguous_keys() {
+    for width in [40, 64, 128, 192, 256, 320, 512] {
+        let case = Case {
+            dtype: DType::BF16,
+            ..plain(130, 384, width)
+        };
+        check(case, &[64, 16, 48, 96, 128, 8]);
+    }
+    let ids = |length: usize| (0..3 * length).map(move |token| (token % length / 50) as i64);
+    for width in [128, 256, 512] {
+        let case = Case {
+            dtype: DType::BF16,
+            ..plain(70, 384, width)
+        };
+        for case in [
+            Case {
+                window: (Some(60), Some(0)),
+                dropout: Some((0.2, 7)),
+                ..case.clone()
+            },
+            Case {
+                causal: None,
+                kv_lengths: None,
+                mask: Some(FULL),
+                ..case.clone()
+            },
+            Case {
+                segments: Some((ids(70).collect(), ids(384).collect())),
+                ..case.clone()
+            },
+            // Few rows over many keys, so that the keys are split.
+            Case {
+                kv_len: 3072,
+                kv_lengths: Some(vec![3000, 900, 40]),
+                q_len: 20,
+                ..case.clone()
+            },
+        ] {
+            check(case, &[64, 16]);
+        }
+    }
+}
+
 #[test]
 fn paged_options_have_the_bits_of_contiguous_keys() {
     let ids = |length: usize| (0..3 * length).map(move |token| (token % length / 50) as i64);
@@ -649,10 +695,13 @@ fn paged_selection_tells_which_problems_copy() {
             assert!(!copies([1, width], page_len), "{width} {page_len}");
         }
         assert!(copies([1, width], 10), "{width}");
-        assert!(copies([512, width], 64), "{width}");
+        for page_len in [16, 48, 64, 128] {
+            assert!(!copies([512, width], page_len), "{width} {page_len}");
+        }
+        assert!(copies([512, width], 20), "{width}");
     }
-    // Four queries of eight heads have 32 rows. The decode kernel has tiles of 32 rows only for head sizes up to 256, so the
-    // head size 512 needs a copy.
+    // Four queries of eight heads have 32 rows. The decode kernel has tiles of 32 rows only for head sizes up to 256. For the
+    // head size 512, the kernel of prompts reads the pages.
     assert!(!copies([4, 256], 16));
-    assert!(copies([4, 512], 16));
+    assert!(!copies([4, 512], 16));
 }

@@ -99,10 +99,10 @@ pub(crate) fn dropout_arguments(problem: &AttentionProblem) -> Option<DropoutArg
             dropout.seed as u32,
             (dropout.seed >> 32) as u32,
             threshold.bits << 16 | threshold.bits,
-            if threshold.keeps_hits { 0 } else { u32::MAX },
             threshold.kept_scale() as f32,
             (-1.0 / threshold.kept_scale()) as f32,
             problem.q_heads as u32,
+            threshold.keeps_hits,
         )
     })
 }

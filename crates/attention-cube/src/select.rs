@@ -78,13 +78,25 @@ pub(crate) fn select_forward(
     device: Option<&DeviceProfile>,
     layouts: Layouts,
 ) -> Selection<ForwardKernel> {
-    let (kernel, refusals) = first_plan(problem, device, Pass::Forward, |engine, device| {
-        engine.plan_forward(problem, device, layouts)
-    });
-    let kernel = kernel.unwrap_or(ForwardKernel::Blocks);
-    let copies_pages = problem
-        .page_len
-        .is_some_and(|page_len| !kernel.reads_pages(page_len));
+    let plan =
+        |engine: Engine, device: &DeviceProfile| engine.plan_forward(problem, device, layouts);
+    let (kernel, refusals) = first_plan(problem, device, Pass::Forward, plan);
+    let mut kernel = kernel.unwrap_or(ForwardKernel::Blocks);
+    let copies = |kernel: &ForwardKernel| {
+        let page_len = problem.page_len;
+        page_len.is_some_and(|page_len| !kernel.reads_pages(page_len))
+    };
+    // For few query rows, the mma engine goes before the wgmma engine. But a copy of all pages would take longer than
+    // the faster kernel saves.
+    if kernel.engine() == Engine::Mma
+        && copies(&kernel)
+        && let Some(device) = device
+        && let Ok(other) = answer(problem, device, Pass::Forward, Engine::Wgmma, plan)
+        && !copies(&other)
+    {
+        kernel = other;
+    }
+    let copies_pages = copies(&kernel);
     Selection {
         kernel,
         refusals,
@@ -136,17 +148,27 @@ fn first_plan<K>(
     };
     let mut refusals = Vec::new();
     for engine in engines(problem, pass) {
-        let answer = match device.disabled_engines.contains(&engine) {
-            true => Err(Refusal::LeftOut),
-            false => check_quantized(engine, problem, pass)
-                .and_then(|()| if_built(engine, device, plan(engine, device))),
-        };
-        match answer {
+        match answer(problem, device, pass, engine, &plan) {
             Ok(kernel) => return (Some(kernel), refusals),
             Err(refusal) => refusals.push((engine, refusal)),
         }
     }
     (None, refusals)
+}
+
+/// Returns the plan of an engine, or the reason why the engine refuses the problem.
+fn answer<K>(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    pass: Pass,
+    engine: Engine,
+    plan: impl Fn(Engine, &DeviceProfile) -> Result<K, Refusal>,
+) -> Result<K, Refusal> {
+    if device.disabled_engines.contains(&engine) {
+        return Err(Refusal::LeftOut);
+    }
+    check_quantized(engine, problem, pass)?;
+    if_built(engine, device, plan(engine, device))
 }
 
 /// Replaces a plan by a refusal if the plan's kernels are not compiled into this build.

@@ -12,10 +12,13 @@ pub(crate) mod amd;
 #[cfg(feature = "cuda")]
 pub(crate) mod nvidia;
 
+use crate::math::dropout::kernel::{DropoutArguments, DropoutArgumentsCompilationArg};
 use crate::math::schedule::GridCompilationArg;
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
+use crate::math::score_mod::ScoreCode;
 use crate::math::score_mod::kernel::{KernelTableCompilationArg, KernelTablesCompilationArg};
 use crate::math::visibility::{SeqLensCompilationArg, Structure};
+use crate::score_mod::Alibi;
 use cubecl::{ir::settings::*, ir::*, prelude::*};
 use std::{env, fs, path::Path};
 
@@ -41,15 +44,15 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The compile-time argument for the tables of score mod and mask mod, with both tables absent. Kernels without these
-/// mods get this argument.
-pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
-    score: KernelTableCompilationArg {
-        elements: ComptimeOptionCompilationArg::None,
-    },
-    mask: KernelTableCompilationArg {
-        elements: ComptimeOptionCompilationArg::None,
-    },
+/// The compile-time argument for dropout.
+const DROPOUT: DropoutArgumentsCompilationArg = DropoutArgumentsCompilationArg {
+    seed_low: (),
+    seed_high: (),
+    thresholds: (),
+    kept: (),
+    minus_inverse_kept: (),
+    q_heads: (),
+    keeps_hits: false,
 };
 
 /// The compile-time settings of a kernel to write, parsed from the kernel's name.
@@ -61,6 +64,8 @@ pub(crate) struct Wanted {
     pub score: ScoreKind,
     pub bias_of_head: bool,
     pub sinks: bool,
+    /// The number of keys per page, or 0 without pages.
+    pub page_len: usize,
 }
 
 impl Wanted {
@@ -83,6 +88,9 @@ impl Wanted {
             "interval",
             "intervals",
             "sinks",
+            "dropout",
+            "alibi",
+            "pages",
         ];
         for option in parts.iter().skip(3) {
             assert!(
@@ -108,12 +116,33 @@ impl Wanted {
                 softcap: has("softcap") || has("wide"),
                 wide_softcap: has("wide"),
                 bias: has("bias") || has("headbias"),
-                dropout: false,
-                score_mod: None,
+                dropout: has("dropout"),
+                score_mod: has("alibi").then(ScoreCode::of::<Alibi>),
                 mask_mod: None,
             },
             bias_of_head: has("headbias"),
             sinks: has("sinks"),
+            page_len: if has("pages") { 64 } else { 0 },
+        }
+    }
+
+    /// Returns the compile-time argument for dropout.
+    pub(crate) fn dropout(&self) -> ComptimeOptionCompilationArg<DropoutArguments> {
+        match self.score.dropout {
+            true => ComptimeOptionCompilationArg::Some(DROPOUT),
+            false => ComptimeOptionCompilationArg::None,
+        }
+    }
+
+    /// Returns the compile-time argument for the tables of score mod and mask mod.
+    pub(crate) fn tables(&self) -> KernelTablesCompilationArg {
+        KernelTablesCompilationArg {
+            score: KernelTableCompilationArg {
+                elements: optional!(self.score.score_mod.is_some()),
+            },
+            mask: KernelTableCompilationArg {
+                elements: ComptimeOptionCompilationArg::None,
+            },
         }
     }
 
@@ -123,7 +152,7 @@ impl Wanted {
     }
 }
 
-pub(crate) fn tensor() -> TensorCompilationArg {
+pub(crate) const fn tensor() -> TensorCompilationArg {
     TensorCompilationArg {
         meta: TensorMetaCompilationArg { len: (), rank: () },
         buffer: BufferCompilationArg { inplace: None },

@@ -7,9 +7,10 @@
 //! below 8, and `j` is even. In an `mma` or `wgmma` fragment whose rows are queries, each thread holds whole cells.
 //!
 //! One draw has 64 bits, which is one byte for each score of the cell. Each score gets 16 *random bits*. Their high
-//! byte is the score's own byte. Their low byte is the exclusive or of two other bytes of the cell. The chance of a
-//! drop is therefore a multiple of 2⁻¹⁶. The chance that two scores of a cell are both dropped differs by less than
-//! 2⁻¹⁵ from the chance for independent scores.
+//! byte is the score's own byte, and their low byte is the byte of another score of the cell. The chance of a drop is
+//! therefore a multiple of 2⁻¹⁶. The chance that two scores of a cell are both dropped differs by less than 2⁻¹⁰ from
+//! the chance for independent scores. An exclusive or of two bytes would be closer, but integer instructions limit the
+//! speed of dropout: Hopper runs half as many of them in a clock as additions of floats.
 //!
 //! [`Threshold`] decides which probabilities are dropped. Kernels compare the bits of two scores with the threshold in one
 //! instruction, as if the bits were f16 numbers.
@@ -132,16 +133,15 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let drawn = philox(query_cell, key_cell, head_key);
     // The generator draws two words for a cell of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8`
     // and `j + 9`. The first word is for query `i`, and the second for query `i + 8`. The low half of a word is for
-    // keys `j` and `j + 8`. The high half is for keys `j + 1` and `j + 9`. In each half, the high byte is for the
-    // smaller of the two keys.
-    let half = |word: u32| word >> (key % 2 * 16);
+    // keys `j` and `j + 8`. The high half is for keys `j + 1` and `j + 9`. A half has the bits of the smaller key. Those
+    // of the larger key are the low byte of this half, and the high byte of the same half of the other word.
+    let half = |word: u32| word >> (key % 2 * 16) & 0xFFFF;
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);
-    let (high, low) = match key / 8 % 2 {
-        0 => (own >> 8 & 0xFF, own & 0xFF),
-        _ => (own & 0xFF, own >> 8 & 0xFF),
-    };
-    high << 8 | (low ^ other & 0xFF)
+    match key / 8 % 2 {
+        0 => own,
+        _ => (own & 0xFF) << 8 | other >> 8,
+    }
 }
 
 #[cfg(test)]

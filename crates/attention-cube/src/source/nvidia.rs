@@ -31,8 +31,8 @@ impl Wanted {
                 side,
                 structure: self.structure,
                 score: self.score,
-                raw: !self.score.softcap && !self.score.bias,
-                has_slope: self.score.softcap,
+                raw: !self.score.has_slope() && !self.score.bias,
+                has_slope: self.score.has_slope(),
                 bias_reads: match (self.bias_of_head, self.score.bias, side) {
                     (true, _, _) => BiasReads::OnceAHead,
                     (false, true, Side::Queries) => BiasReads::Ahead(Half::Bf16),
@@ -41,7 +41,7 @@ impl Wanted {
             },
             heads: 1,
             split: false,
-            page_len: 0,
+            page_len: self.page_len,
         }
     }
 }
@@ -74,8 +74,8 @@ pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilation
         },
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
-        dropout: ComptimeOptionCompilationArg::None,
-        tables: crate::source::NO_TABLES,
+        dropout: wanted.dropout(),
+        tables: wanted.tables(),
     }
 }
 

@@ -93,19 +93,59 @@ pub fn computed_here(x: u32) -> u32 {
     y
 }
 
-/// Compares the two f16 halves of `x` and `y`. In each half of the result, all bits are 1 if `x` is greater than `y`,
-/// and 0 otherwise. Comparisons with NaN are false.
+/// Compares the two f16 halves of `x` and `y`. If `above`, the comparison is true where `x` is greater than `y`. Otherwise
+/// it is true where `x` is not greater than `y`, or is NaN. In each half of the result, all bits are 1 if the comparison
+/// is true, and 0 otherwise.
 #[cube]
-pub fn above_as_f16(x: u32, y: u32) -> u32 {
-    let above: u32;
+pub fn mask_of_f16(x: u32, y: u32, #[comptime] above: bool) -> u32 {
+    let mask: u32;
+    let comparison = comptime!(comparison(above));
     gpu_asm!(
-        "set.gt.u32.f16x2 {above}, {x}, {y};",
-        above = out(_) above,
+        "set.{comparison}.u32.f16x2 {mask}, {x}, {y};",
+        mask = out(_) mask,
         x = in(_) value_of::<u32>(x),
         y = in(_) value_of::<u32>(y),
         options(pure, nomem)
     );
-    above
+    mask
+}
+
+/// Compares the two halves of `x` and `y` as [`mask_of_f16`] does. Each half of the result is the f16 number 1 if the
+/// comparison is true, and 0 otherwise.
+#[cube]
+pub fn ones_of_f16(x: u32, y: u32, #[comptime] above: bool) -> u32 {
+    let ones: u32;
+    let comparison = comptime!(comparison(above));
+    gpu_asm!(
+        "set.{comparison}.f16x2.f16x2 {ones}, {x}, {y};",
+        ones = out(_) ones,
+        x = in(_) value_of::<u32>(x),
+        y = in(_) value_of::<u32>(y),
+        options(pure, nomem)
+    );
+    ones
+}
+
+/// Returns the PTX name of the comparison of [`mask_of_f16`].
+fn comparison(above: bool) -> &'static str {
+    if above { "gt" } else { "leu" }
+}
+
+/// Multiplies the two halves of `x` and `y`.
+#[cube]
+pub fn half_products(x: u32, y: u32, #[comptime] half: Half) -> u32 {
+    let products: u32;
+    // `mul.bf16x2` needs Hopper. The sum with −0 keeps the sign of a product of 0.
+    let name = comptime!(half.ptx());
+    gpu_asm!(
+        "fma.rn.{name}x2 {products}, {x}, {y}, {zeros};",
+        products = out(_) products,
+        x = in(_) value_of::<u32>(x),
+        y = in(_) value_of::<u32>(y),
+        zeros = in(_) value_of::<u32>(0x8000_8000u32),
+        options(pure, nomem)
+    );
+    products
 }
 
 /// Returns a word of four selected bytes of `low` (indices 0 to 3) and `high` (indices 4 to 7). Hexadecimal digit `i`

@@ -11,9 +11,6 @@ pub(crate) struct DropoutArguments {
     pub seed_high: u32,
     /// A word that holds the 16 bits of the [`Threshold`](super::Threshold) twice, once in each half.
     pub thresholds: u32,
-    /// A word that tells how dropout treats hits (scores whose random bits are above the threshold). If dropout drops
-    /// the probabilities of hits, all bits of the word are 1. If dropout keeps them, all bits are 0.
-    pub drops_hits: u32,
     /// The factor by which kernels multiply kept probabilities.
     pub kept: f32,
     /// The factor `-1 / kept`. Some kernels multiply the gradients by `kept` only at the end. Such a kernel multiplies
@@ -25,6 +22,10 @@ pub(crate) struct DropoutArguments {
     pub minus_inverse_kept: f32,
     /// The number of query heads per sequence.
     pub q_heads: u32,
+    /// True if dropout keeps the probabilities of hits (scores whose random bits are above the threshold) and drops all
+    /// others.
+    #[cube(comptime)]
+    pub keeps_hits: bool,
 }
 
 /// The two random 32-bit words that one call of the generator returns.
@@ -38,18 +39,43 @@ pub(crate) struct Drawn {
 /// Runs the generator for a counter of two words, and returns two random words.
 #[cube]
 fn philox(first: u32, second: u32, key: u32) -> Drawn {
-    let mut first = first;
-    let mut second = second;
+    let mut words = Vector::<u32, Const<2>>::zeroed();
+    words.insert(0usize, first);
+    words.insert(1usize, second);
+    let words = draw_together::<Const<2>>(words, key, 1usize, 2usize);
+    Drawn {
+        first: words.extract(0usize),
+        second: words.extract(1usize),
+    }
+}
+
+/// Runs the generator for `count` counters of two words, and returns two random words for each. Counter `i` lies in the
+/// elements `i · step` and `i · step + 1` of `words`, and the random words take its place.
+///
+/// The multiplications of one counter depend on each other. The kernel therefore runs each round for all counters, so
+/// that a multiplication does not wait for the one before.
+#[cube]
+pub(crate) fn draw_together<W: Size>(
+    words: Vector<u32, W>,
+    key: u32,
+    #[comptime] count: usize,
+    #[comptime] step: usize,
+) -> Vector<u32, W> {
+    let mut words = words;
     let mut key = key;
     #[unroll]
     for _round in 0..ROUNDS {
-        let high = first.mul_hi(MULTIPLIER.runtime());
-        let low = first * comptime!(MULTIPLIER);
-        first = high ^ key ^ second;
-        second = low;
+        #[unroll]
+        for counter in 0..count {
+            let first = words.extract(comptime!(counter * step));
+            let second = words.extract(comptime!(counter * step + 1));
+            let high = first.mul_hi(MULTIPLIER.runtime());
+            words.insert(comptime!(counter * step), high ^ key ^ second);
+            words.insert(comptime!(counter * step + 1), first * comptime!(MULTIPLIER));
+        }
         key += comptime!(WEYL);
     }
-    Drawn { first, second }
+    words
 }
 
 /// Returns the generator key of a query head.
@@ -61,30 +87,31 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
 
 /// Draws the 64 random bits of the cell (eight scores of two queries and four keys) that contains the score of `query`
 /// and `key`. The first word is for the first query, and the second word for the second query. The low half of each
-/// word is for the two even keys, and the high half for the two odd keys. In each half, the high byte is for the
-/// smaller of the two keys.
+/// word is for the two even keys, and the high half for the two odd keys. A half holds the random bits of the score
+/// with the smaller key. [`bits_of_later_keys`] returns those of the larger key.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
+    let counter = counter(query, key);
+    philox(counter.0, counter.1, head_key)
+}
+
+/// Returns the counter of the cell that contains the score of `query` and `key`. See [`cell`].
+#[cube]
+pub(crate) fn counter(query: u32, key: u32) -> (u32, u32) {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;
     let key_cell = key / 16u32 * 4u32 + key % 8u32 / 2u32;
-    philox(query_cell, key_cell, head_key)
+    (query_cell, key_cell)
 }
 
 /// The mask that selects the high byte of each half of a word.
-const OWN_BYTES: u32 = 0xFF00_FF00;
+const HIGH_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the random bits of two scores. Each half of the result holds the 16 random bits of one score. The high byte
-/// of a half comes from `own`. The low byte is the exclusive or of the low bytes that `own` and `other` have in this
-/// half.
+/// Returns the random bits of the two scores of a cell whose keys are 8 positions after those of `own`. `own` is the
+/// word of their query, and `other` the second word of the cell. In each half of the result, the high byte is the low
+/// byte of `own`, and the low byte is the high byte of `other`.
 #[cube]
-pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
-    own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)
-}
-
-/// Exchanges the two bytes within each 16-bit half of a word.
-#[cube]
-pub(crate) fn exchanged_bytes(word: u32) -> u32 {
-    (word & comptime!(OWN_BYTES)) >> 8u32 | (word & comptime!(!OWN_BYTES)) << 8u32
+fn bits_of_later_keys(own: u32, other: u32) -> u32 {
+    (own & comptime!(!HIGH_BYTES)) << 8u32 | (other & comptime!(HIGH_BYTES)) >> 8u32
 }
 
 /// True if `bits` (the 16 random bits of a score) is above `threshold`. Both are read as f16 numbers.
@@ -128,15 +155,16 @@ pub(crate) fn keep_factor(
             let mut own = select(is_second, drawn.second, drawn.first);
             let other = select(is_second, drawn.first, drawn.second);
             if key / 8u32 % 2u32 == 1u32 {
-                own = exchanged_bytes(own);
+                own = bits_of_later_keys(own, other);
             }
-            let bits = random_bits_of_pair(own, other) >> (key % 2u32 * 16u32) & 0xFFFFu32;
+            let bits = own >> (key % 2u32 * 16u32) & 0xFFFFu32;
             let is_hit = is_hit(bits, dropout.thresholds & 0xFFFFu32);
-            select(
-                is_hit && dropout.drops_hits != 0u32 || !is_hit && dropout.drops_hits == 0u32,
-                0.0f32,
-                dropout.kept,
-            )
+            let is_kept = if comptime!(dropout.keeps_hits) {
+                is_hit
+            } else {
+                !is_hit
+            };
+            select(is_kept, dropout.kept, 0.0f32)
         }
         ComptimeOption::None => f32::new(1.0),
     }

@@ -166,8 +166,8 @@ fn scoring<M: Numeric, F: Float>(wanted: &Wanted) -> ScoringCompilationArg<M, F>
         mask: optional!(wanted.structure.mask),
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
-        dropout: ComptimeOptionCompilationArg::None,
-        tables: crate::source::NO_TABLES,
+        dropout: wanted.dropout(),
+        tables: wanted.tables(),
     }
 }
 

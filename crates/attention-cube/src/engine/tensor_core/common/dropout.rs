@@ -2,10 +2,14 @@
 
 use super::RowPair;
 use super::scoring::Scoring;
-use crate::math::dropout::kernel::{Drawn, DropoutArguments, cell, head_key, random_bits_of_pair};
+use crate::math::dropout::kernel::{
+    Drawn, DropoutArguments, cell, counter, draw_together, head_key,
+};
 use crate::math::side::Side;
 use cube_kit::nvidia::Half;
-use cube_kit::nvidia::ptx::{above_as_f16, computed_here, pack, permuted_bytes};
+use cube_kit::nvidia::ptx::{
+    computed_here, half_products, mask_of_f16, ones_of_f16, pack, permuted_bytes,
+};
 use cubecl::prelude::*;
 
 /// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the
@@ -22,21 +26,17 @@ pub(crate) struct KeepBits {
 }
 
 /// Selectors for [`permuted_bytes`]. `LOW_HALVES` joins the low halves of two words, and `HIGH_HALVES` joins the high
-/// halves of two words. `EXCHANGED` exchanges the two bytes in each half of the first word.
+/// halves of two words. `LATER_KEYS` makes the high bytes of the two halves from the low bytes of the first word, and
+/// the low bytes from the high bytes of the second word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
-const EXCHANGED: u32 = 0x2301;
+const LATER_KEYS: u32 = 0x2705;
 
-/// Returns the keep masks of two scores in one word, with 16 bits per score. All 16 bits are 1 if dropout keeps the
-/// score's probability. See [`random_bits_of_pair`] for the arguments.
+/// Returns the random bits of two scores of a cell whose keys are 8 positions after those of `own`. `own` is the word of
+/// their query, and `other` the second word of the cell.
 #[cube]
-fn keep_mask(own: u32, other: u32, dropout: &DropoutArguments) -> u32 {
-    above_as_f16(random_bits_of_pair(own, other), dropout.thresholds) ^ dropout.drops_hits
-}
-
-#[cube]
-fn exchanged(word: u32) -> u32 {
-    permuted_bytes(word, word, EXCHANGED.runtime())
+fn bits_of_later_keys(own: u32, other: u32) -> u32 {
+    permuted_bytes(own, other, LATER_KEYS.runtime())
 }
 
 /// Draws the random words for the eight scores that the thread holds in 16 columns. `column` is the first of these
@@ -80,14 +80,55 @@ pub(crate) fn draw_step<F: Float, NB: Size>(
     }
 }
 
-/// Converts the random words of [`draw_step`] to the keep masks of the thread's eight registers for 16 columns. Each
-/// mask word covers two registers. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3
-/// the same columns of the second row. Registers 4 to 7 hold the columns that lie eight columns further, in the same
-/// order.
+/// Draws the random words of [`draw_step`] for `steps` times 16 columns, from `first_column` on. The rows are queries, and
+/// share cells. The result has four words for each 16 columns, and only the first two of them have a meaning.
 #[cube]
-fn keep_masks(
+pub(crate) fn draw_steps<F: Float, NB: Size, W: Size>(
+    scoring: &Scoring<F, NB>,
+    rows: &RowPair,
+    first_column: i32,
+    #[comptime] steps: usize,
+) -> Vector<u32, W> {
+    let mut words = Vector::<u32, W>::zeroed();
+    #[comptime]
+    match &scoring.dropout {
+        ComptimeOption::Some(dropout) => {
+            let query = rows.position_0 as u32;
+            #[unroll]
+            for step in 0..steps {
+                let column = own_column_pair(first_column + comptime!(16 * step as i32));
+                let counter = counter(query, column);
+                words.insert(comptime!(4 * step), counter.0);
+                words.insert(comptime!(4 * step + 1), counter.1);
+            }
+            let key = head_key(dropout, rows.batch, rows.head_0);
+            draw_together::<W>(words, key, steps, 4usize)
+        }
+        ComptimeOption::None => words,
+    }
+}
+
+/// Returns the four words of a step from the result of [`draw_steps`].
+#[cube]
+pub(crate) fn words_of_step<W: Size>(
+    words: Vector<u32, W>,
+    #[comptime] step: usize,
+) -> Vector<u32, Const<4>> {
+    let mut own = Vector::<u32, Const<4>>::zeroed();
+    #[unroll]
+    for i in 0..4usize {
+        own.insert(i, words.extract(comptime!(4 * step + i)));
+    }
+    own
+}
+
+/// Converts the random words of [`draw_step`] to the random bits of the thread's eight registers for 16 columns. Each
+/// word holds the bits of two registers. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2
+/// and 3 the same columns of the second row. Registers 4 to 7 hold the columns that lie eight columns further, in the
+/// same order.
+#[cube]
+fn random_bits(
     words: Vector<u32, Const<4>>,
-    dropout: &DropoutArguments,
     #[comptime] shares_cells: bool,
 ) -> Vector<u32, Const<4>> {
     // `before` is the word of the thread's first row, and `before_other` is the second word of the same cell. `after` and
@@ -96,41 +137,65 @@ fn keep_masks(
     let before_other = words.extract(1usize);
     let after = words.extract(comptime!(if shares_cells { 1usize } else { 2 }));
     let after_other = words.extract(comptime!(if shares_cells { 0usize } else { 3 }));
-    let mut masks = Vector::<u32, Const<4>>::zeroed();
-    masks.insert(0usize, keep_mask(before, before_other, dropout));
-    masks.insert(1usize, keep_mask(after, after_other, dropout));
-    masks.insert(2usize, keep_mask(exchanged(before), before_other, dropout));
-    masks.insert(3usize, keep_mask(exchanged(after), after_other, dropout));
-    masks
+    let mut bits = Vector::<u32, Const<4>>::zeroed();
+    bits.insert(0usize, before);
+    bits.insert(1usize, after);
+    bits.insert(2usize, bits_of_later_keys(before, before_other));
+    bits.insert(3usize, bits_of_later_keys(after, after_other));
+    bits
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns, in the order of [`keep_masks`]. The rows must
-/// be keys, and the columns queries. The registers hold scores of two *cells*. A cell is eight scores that share one
-/// draw of random bits.
+/// Draws the random words for `steps` times 16 columns, from `first_column` on. The rows must be keys, and the columns
+/// queries. The words 0 and 1 of each step are for the thread's two columns of 8, and for their neighbors 8 columns
+/// further.
+///
+/// The thread's scores of a step belong to two cells of two queries. The cells have a second key, whose row another lane
+/// of the warp has. Each of the two lanes draws one cell, and sends the other lane the half that it needs.
 #[cube]
-fn keep_masks_of_keys(
+fn draw_steps_of_keys<W: Size>(
     dropout: &DropoutArguments,
     rows: &RowPair,
-    column: i32,
-) -> Vector<u32, Const<4>> {
-    let column = own_column_pair(column);
+    first_column: i32,
+    #[comptime] steps: usize,
+) -> Vector<u32, W> {
     let first = rows.position_0 as u32;
+    let is_odd = first % 2u32 == 1u32;
+    let mut words = Vector::<u32, W>::zeroed();
+    #[unroll]
+    for step in 0..steps {
+        let column = own_column_pair(first_column + comptime!(16 * step as i32)) + first % 2u32;
+        let counter = counter(column, first);
+        words.insert(comptime!(2 * step), counter.0);
+        words.insert(comptime!(2 * step + 1), counter.1);
+    }
     let key = head_key(dropout, rows.batch, rows.head_0);
-    let drawn = cell(key, column, first);
-    let next = cell(key, column + 1u32, first);
-    let halves = select(
-        first % 2u32 == 1u32,
-        HIGH_HALVES.runtime(),
-        LOW_HALVES.runtime(),
-    );
-    let before = permuted_bytes(drawn.first, next.first, halves);
-    let after = permuted_bytes(drawn.second, next.second, halves);
-    let mut masks = Vector::<u32, Const<4>>::zeroed();
-    masks.insert(0usize, keep_mask(before, after, dropout));
-    masks.insert(1usize, keep_mask(exchanged(before), after, dropout));
-    masks.insert(2usize, keep_mask(after, before, dropout));
-    masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
-    masks
+    let mut words = draw_together::<W>(words, key, steps, 2usize);
+    let own_halves = select(is_odd, HIGH_HALVES.runtime(), LOW_HALVES.runtime());
+    let other_halves = select(is_odd, LOW_HALVES.runtime(), HIGH_HALVES.runtime());
+    let low = select(is_odd, 0x1054u32, LOW_HALVES.runtime());
+    let high = select(is_odd, 0x3276u32, HIGH_HALVES.runtime());
+    #[unroll]
+    for step in 0..steps {
+        let first = words.extract(comptime!(2 * step));
+        let second = words.extract(comptime!(2 * step + 1));
+        let received = plane_shuffle_xor(permuted_bytes(first, second, other_halves), 4u32);
+        let own = permuted_bytes(first, second, own_halves);
+        words.insert(comptime!(2 * step), permuted_bytes(own, received, low));
+        words.insert(comptime!(2 * step + 1), permuted_bytes(own, received, high));
+    }
+    words
+}
+
+/// Converts the words of a step from [`draw_steps_of_keys`] to the random bits of the thread's eight registers for 16
+/// columns, in the order of [`random_bits`].
+#[cube]
+fn random_bits_of_keys(before: u32, after: u32) -> Vector<u32, Const<4>> {
+    let mut bits = Vector::<u32, Const<4>>::zeroed();
+    bits.insert(0usize, before);
+    bits.insert(1usize, bits_of_later_keys(before, after));
+    bits.insert(2usize, after);
+    bits.insert(3usize, bits_of_later_keys(after, before));
+    bits
 }
 
 /// The eight columns that start at `column` are four pairs of adjacent columns, one pair per thread of a quad. Returns
@@ -169,18 +234,31 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
             ));
             let mut low = 0u32;
             let mut high = 0u32;
+            let steps = comptime!(columns / 16);
+            let of_keys = if comptime!(side == Side::Keys) {
+                draw_steps_of_keys::<Const<16>>(dropout, rows, first_column, steps)
+            } else {
+                Vector::<u32, Const<16>>::zeroed()
+            };
+            let of_queries = if comptime!(side == Side::Queries) {
+                draw_steps::<F, NB, Const<32>>(scoring, rows, first_column, steps)
+            } else {
+                Vector::<u32, Const<32>>::zeroed()
+            };
             #[unroll]
-            for step in 0..comptime!(columns / 16) {
-                let column = first_column + comptime!(16 * step as i32);
-                let masks = if comptime!(side == Side::Keys) {
-                    keep_masks_of_keys(dropout, rows, column)
+            for step in 0..steps {
+                let bits = if comptime!(side == Side::Keys) {
+                    random_bits_of_keys(
+                        of_keys.extract(comptime!(2 * step)),
+                        of_keys.extract(comptime!(2 * step + 1)),
+                    )
                 } else {
-                    let words = draw_step::<F, NB>(scoring, rows, column, true);
-                    keep_masks(words, dropout, true)
+                    random_bits(words_of_step::<Const<32>>(of_queries, step), true)
                 };
                 #[unroll]
                 for i in 0..4usize {
-                    let bits = masks.extract(i) & comptime!(0x1_0001u32 << (4 * (step % 4) + i));
+                    let mask = mask_of_f16(bits.extract(i), dropout.thresholds, dropout.keeps_hits);
+                    let bits = mask & comptime!(0x1_0001u32 << (4 * (step % 4) + i));
                     if comptime!(step < 4) {
                         low |= bits;
                     } else {
@@ -313,8 +391,8 @@ pub(crate) fn dropped_pair(
 }
 
 /// Packs the eight probabilities that the thread holds in 16 columns as the left operand of the GEMM `P V`. `words` are
-/// the random words of [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The kernel later
-/// multiplies the output by `kept_scale`.
+/// the random words of [`draw_step`]. If the kernel has dropout, dropped probabilities are 0, and kept probabilities
+/// have a factor that [`output_factor`] undoes.
 #[cube]
 pub(crate) fn packed_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,
@@ -332,7 +410,34 @@ pub(crate) fn packed_step<F: Float, NB: Size>(
     }
     #[comptime]
     match &scoring.dropout {
-        ComptimeOption::Some(dropout) => packed & keep_masks(words, dropout, shares_cells),
+        ComptimeOption::Some(dropout) => {
+            let bits = random_bits(words, shares_cells);
+            #[unroll]
+            for i in 0..4usize {
+                let keep = ones_of_f16(bits.extract(i), dropout.thresholds, dropout.keeps_hits);
+                packed.insert(i, half_products(packed.extract(i), keep, half));
+            }
+            packed
+        }
         ComptimeOption::None => packed,
+    }
+}
+
+/// Returns the factor by which the forward multiplies the output. Without dropout, it is 1. With dropout, it is 1 /
+/// (1 − drop probability), times the inverse of the factor of [`packed_step`].
+///
+/// The random bits are compared as f16 numbers, and the comparison gives the f16 number 1. Read as bf16, its bits are
+/// the number 2⁻⁷.
+#[cube]
+pub(crate) fn output_factor(
+    dropout: &ComptimeOption<DropoutArguments>,
+    #[comptime] half: Half,
+) -> f32 {
+    #[comptime]
+    match dropout {
+        ComptimeOption::Some(dropout) => {
+            dropout.kept * f32::new(comptime!(if half == Half::Bf16 { 128.0 } else { 1.0 }))
+        }
+        ComptimeOption::None => f32::new(1.0),
     }
 }

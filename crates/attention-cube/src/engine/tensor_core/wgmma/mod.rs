@@ -72,6 +72,11 @@ impl AttentionEngine for Wgmma {
         plan.splits
     }
 
+    fn reads_pages(plan: &WgmmaForwardPlan, page_len: usize) -> bool {
+        let is_copied = plan.copies.key || plan.copies.value;
+        plan.tiles.reads_pages(page_len) && !is_copied
+    }
+
     fn warnings(problem: &AttentionProblem, _plan: &WgmmaBackwardPlan) -> Vec<Warning> {
         let in_f16 = problem.dtype == DType::F16;
         Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16))

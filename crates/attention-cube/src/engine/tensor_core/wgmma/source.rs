@@ -4,6 +4,7 @@ use super::backward::load::GradientMapsCompilationArg;
 use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::load::ForwardMapsCompilationArg;
+use super::forward::pages::PageTableCompilationArg;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
 use crate::engine::tensor_core::common::bias::BiasReads;
@@ -11,7 +12,7 @@ use crate::engine::tensor_core::common::launch::joined_sizes;
 use crate::engine::tensor_core::wgmma::backward::load::GradientStepsCompilationArg;
 use crate::engine::tensor_core::wgmma::forward::load::StepsCompilationArg;
 use crate::engine::tensor_core::wgmma::plan::{
-    WgmmaForwardTiles, WgmmaGradientTiles, forward_tiles, gradient_tiles,
+    ForwardChoice, WgmmaForwardTiles, WgmmaGradientTiles, forward_tiles, gradient_tiles,
 };
 use crate::engine::tiling::BackwardTiles;
 use crate::math::side::Side;
@@ -37,14 +38,14 @@ fn write() {
 impl Wanted {
     fn forward(&self, folder: &Path, name: &str) {
         let masked = self.structure.mask || self.score.bias;
-        let tiles = forward_tiles(
-            self.head_dim,
-            self.value_dim,
-            Half::Bf16,
-            self.causal,
+        let choice = ForwardChoice {
+            causal: self.causal,
             masked,
-            self.score.bias && !self.bias_of_head,
-        );
+            dropout: self.score.dropout,
+            mask_block: None,
+            loads_bias_by_tma: self.score.bias && !self.bias_of_head,
+        };
+        let tiles = forward_tiles([self.head_dim, self.value_dim], Half::Bf16, choice);
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
         let kind = self.kind(Side::Queries);
         let settings = settings(tiles.units());
@@ -61,6 +62,10 @@ impl Wanted {
                         bias: (),
                         output: (),
                         steps: STEPS,
+                        page_table: match self.page_len {
+                            0 => ComptimeOptionCompilationArg::None,
+                            _ => ComptimeOptionCompilationArg::Some(PAGE_TABLE),
+                        },
                     },
                     scoring(self),
                     optional!(self.sinks),
@@ -156,6 +161,11 @@ const STEPS: StepsCompilationArg = StepsCompilationArg {
     value_head: (),
     bias_batch: (),
     bias_head: (),
+};
+
+const PAGE_TABLE: PageTableCompilationArg = PageTableCompilationArg {
+    entries: tensor(),
+    last_page: (),
 };
 
 const GRADIENT_STEPS: GradientStepsCompilationArg = GradientStepsCompilationArg {

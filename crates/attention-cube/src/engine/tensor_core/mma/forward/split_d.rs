@@ -46,6 +46,7 @@ use self::mainloop::{MainloopOutput, run_mainloop};
 use self::shared_offsets::{SharedOffsets, offsets};
 use self::warp_roles::{Roles, assign_roles};
 use super::load::{HeadRows, copy_queries, head_source};
+use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::output::{
     Finished, STEP_REGISTERS, normalised, output_rows, step_of, write_rows,
 };
@@ -58,7 +59,6 @@ use crate::engine::tensor_core::common::tile_scheduler::{
 use crate::engine::tensor_core::mma::fragments::{load_row_pair, store_row_pair};
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use crate::engine::tensor_core::mma::ring::make_ring;
-use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
 use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::mbarrier::barrier_init;
@@ -172,7 +172,7 @@ pub(crate) fn forward_split_d<
                 logsumexp,
                 roles.column_group == 0u32,
                 &scoring.arguments,
-                kept_scale(&scoring.dropout),
+                output_factor(&scoring.dropout, tiles.half),
                 comptime!(16 * tiles.value_steps()),
                 kind.fragment,
             );

@@ -27,6 +27,7 @@ mod mainloop;
 use self::mainloop::run_mainloop;
 use super::load::sources;
 use super::warp::warp_rows;
+use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::output::{Finished, normalised, output_rows, write_rows};
 use crate::engine::tensor_core::common::scoring::ForwardOperands;
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -34,7 +35,6 @@ use crate::engine::tensor_core::common::softmax::quad_sum;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, assigned_tile};
 use crate::engine::tensor_core::mma::fragments::fragment_of;
 use crate::engine::tensor_core::mma::plan::split_m::MmaSplitMTiles;
-use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::{shared_address, uniform};
 use cubecl::prelude::*;
@@ -125,7 +125,7 @@ pub(crate) fn forward_split_m<
                 logsumexp,
                 true,
                 &scoring.arguments,
-                kept_scale(&scoring.dropout),
+                output_factor(&scoring.dropout, tiles.half),
                 comptime!(tiles.warp().columns),
                 kind.fragment,
             );

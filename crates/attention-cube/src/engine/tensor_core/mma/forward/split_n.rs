@@ -55,6 +55,7 @@ use self::scales::scale_sources;
 use self::stages::{Operands, copy_all_queries, warp_roles};
 use super::load::{HeadRows, head_source};
 use super::warp::warp_rows;
+use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::output::{
     STEP_REGISTERS, normalised, output_rows, step_of, write_fours, write_rows,
 };
@@ -62,7 +63,6 @@ use crate::engine::tensor_core::common::scoring::ForwardOperands;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, assigned_tile};
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
-use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::shared_address;
 use cube_kit::pdl::{
@@ -176,7 +176,7 @@ pub(crate) fn forward_split_n_pdl<
                 logsumexp,
                 roles.warp == 0u32,
                 &scoring.arguments,
-                kept_scale(&scoring.dropout),
+                output_factor(&scoring.dropout, tiles.half),
                 comptime!(16 * tiles.part_steps()),
                 kind.fragment,
             );

@@ -1,5 +1,6 @@
 //! The TMA tensor maps of the forward kernels, and a function that writes zeros to the query rows that TMA does not copy.
 
+use super::pages::{PageSources, PageTable};
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::math::visibility::SeqLens;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -32,9 +33,11 @@ pub(crate) struct ForwardMaps<E: Float> {
     /// The tensor map of the output, or a placeholder if the kernel does not store the output by TMA.
     pub output: TensorMap<E, Tiled>,
     pub steps: Steps,
+    /// The page table, if K and V lie in pages. The first dimension of K and V is then the page.
+    pub page_table: ComptimeOption<PageTable>,
 }
 
-/// The addresses of the TMA tensor maps of Q, K and V, and the factors that turn batch and head indices into TMA coordinates.
+/// The addresses of the TMA tensor maps of Q, K and V, the page table, and the factors that turn batch and head indices into TMA coordinates.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Sources {
@@ -43,6 +46,7 @@ pub(crate) struct Sources {
     pub key: u64,
     pub value: u64,
     pub steps: Steps,
+    pub pages: PageSources,
 }
 
 /// Returns how many query rows of a tile TMA copies.

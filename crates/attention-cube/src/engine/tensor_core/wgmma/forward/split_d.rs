@@ -38,6 +38,7 @@ use self::mainloop::run_mainloop;
 use self::producer::{fetch, offsets};
 use self::warpgroups::CONSUMERS;
 use super::scheduler::{init_mailbox, mailbox_at, mailbox_bytes, receive_item};
+use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{
     TileKind, TileScheduler, assigned_tile, row_pair,
@@ -46,9 +47,9 @@ use crate::engine::tensor_core::wgmma::chunked_gemm::Ring;
 use crate::engine::tensor_core::wgmma::forward::load::{
     ForwardMaps, Sources, zero_fill_other_queries,
 };
+use crate::engine::tensor_core::wgmma::forward::pages::page_sources;
 use crate::engine::tensor_core::wgmma::output::{OutputTarget, write_tile};
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
-use crate::math::dropout::kernel::kept_scale;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_init_fence, setmaxnreg_dec, setmaxnreg_inc};
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
 use cube_kit::nvidia::ROW_BYTES;
@@ -130,6 +131,7 @@ pub(crate) fn forward_split_d<
                 key: tensor_map_address(&maps.key),
                 value: tensor_map_address(&maps.value),
                 steps: maps.steps,
+                pages: page_sources(&maps.page_table),
             };
             fetch(
                 &sources, masking, &scheduler, &offsets, mailbox, tiles, kind,
@@ -200,7 +202,7 @@ pub(crate) fn forward_split_d<
                     output,
                     logsumexp,
                     &scoring.arguments,
-                    kept_scale(&scoring.dropout),
+                    output_factor(&scoring.dropout, tiles.half),
                     comptime!(tiles.output_shape(stores_output_by_tma)),
                     kind.fragment,
                 );

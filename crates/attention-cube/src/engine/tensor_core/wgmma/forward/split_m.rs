@@ -12,7 +12,7 @@
 //!   maxima in the first half, logarithms of row_sum in the second.
 //!
 //! Budget. Shared memory ([`WgmmaSplitMTiles::shared_memory`]) holds the queries, a ring of `stages` blocks of K, and a ring
-//! of `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next
+//! of `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 32 for S, 16 for P. Another 16 hold the next
 //! P. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
 //!
 //! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps,
@@ -38,6 +38,7 @@ mod zero_fill;
 use self::mainloop::{BlockCounts, Thread, run_mainloop};
 use self::producer::{fetch, offsets};
 use super::scheduler::{init_mailbox, mailbox_at, mailbox_bytes, receive_item};
+use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{
     TileKind, TileScheduler, assigned_tile, row_pair,
@@ -45,9 +46,9 @@ use crate::engine::tensor_core::common::tile_scheduler::{
 use crate::engine::tensor_core::wgmma::forward::load::{
     ForwardMaps, Sources, zero_fill_other_queries,
 };
+use crate::engine::tensor_core::wgmma::forward::pages::page_sources;
 use crate::engine::tensor_core::wgmma::output::{OutputTarget, write_tile};
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
-use crate::math::dropout::kernel::kept_scale;
 use cube_kit::hopper::barriers::ordering_barrier_arrive;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_init_fence, setmaxnreg_dec, setmaxnreg_inc};
 use cube_kit::hopper::tma::await_stores;
@@ -143,6 +144,7 @@ pub(crate) fn forward_split_m<
                 key: tensor_map_address(&maps.key),
                 value: tensor_map_address(&maps.value),
                 steps: maps.steps,
+                pages: page_sources(&maps.page_table),
             };
             let bias_map = tensor_map_address(&maps.bias);
             fetch(
@@ -222,7 +224,7 @@ pub(crate) fn forward_split_m<
                     output,
                     logsumexp,
                     &scoring.arguments,
-                    kept_scale(&scoring.dropout),
+                    output_factor(&scoring.dropout, tiles.half),
                     comptime!(tiles.output_shape(stores_output_by_tma)),
                     kind.fragment,
                 );

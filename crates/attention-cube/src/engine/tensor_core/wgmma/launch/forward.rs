@@ -4,10 +4,11 @@
 use crate::engine::tensor_core::common::launch::{BiasesAhead, ForwardPass, ForwardTiling};
 use crate::engine::tensor_core::wgmma::forward::load::ForwardMapsLaunch;
 use crate::engine::tensor_core::wgmma::forward::load::StepsLaunch;
+use crate::engine::tensor_core::wgmma::forward::pages::PageTableLaunch;
 use crate::engine::tensor_core::wgmma::forward::split_d::forward_split_d;
 use crate::engine::tensor_core::wgmma::forward::split_m::forward_split_m;
 use crate::engine::tensor_core::wgmma::plan::{
-    Scheduler, WgmmaForwardPlan, WgmmaForwardTiles, WgmmaSplitDTiles,
+    Scheduler, WgmmaForwardPlan, WgmmaForwardTiles, WgmmaSplitDTiles, box_rows,
 };
 use crate::math::schedule::ScheduleLaunch;
 use crate::problem::AttentionProblem;
@@ -95,23 +96,35 @@ pub(crate) fn forward(
         Some(bias) if loads_bias_by_tma => map(bias, [1, tiles.rows()], None),
         _ => no_tma_tiles(),
     };
+    let page_table = inputs.page_table.as_option();
+    let page_table_arg = page_table.map(|page_table| {
+        let last_page = inputs.key.meta.shape()[0] as u32 - 1;
+        PageTableLaunch::new(page_table.clone().into_tensor_arg(), last_page)
+    });
+    // A box lies in one page. A box of several subtiles has the layout of shared memory only if it has all rows.
+    let rows_map = |tensor: &CubeTensor, rows: usize, subtiles: usize| {
+        let of_box = box_rows(rows, pass.kind.page_len);
+        let is_one_box = subtiles == 1 || of_box == rows;
+        map(tensor, [1, of_box], is_one_box.then_some(subtiles))
+    };
     match tiles {
-        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses the output, the LSE, the bias
-        // and the mask only at rows below `q_len` and at columns below `value_dim` or `kv_len`.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel clamps entries of the page table to
+        // existing pages. The kernel accesses the output, the LSE, the bias and the mask only at rows below `q_len` and at columns below `value_dim` or `kv_len`.
         WgmmaForwardTiles::SplitM(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_subtiles());
             forward_split_m::launch_unchecked(
                 &client,
                 count,
                 CubeDim::new_1d(tiles.units() as u32),
-                pass.addresses([]),
+                pass.addresses(page_table),
                 ForwardMapsLaunch::new(
                     map(&inputs.query, query_box, query_subtiles),
-                    map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
-                    map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
+                    rows_map(&inputs.key, tiles.keys, tiles.key_subtiles()),
+                    rows_map(&inputs.value, tiles.keys, tiles.value_subtiles()),
                     tma_bias,
                     output_tma_tiles,
                     steps,
+                    page_table_arg.into(),
                 ),
                 pass.scoring(problem),
                 pass.sinks().into(),
@@ -130,23 +143,24 @@ pub(crate) fn forward(
         // below `q_len` and at columns below `value_dim` or `kv_len`.
         WgmmaForwardTiles::SplitD(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_chunks());
-            let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());
+            let value_rows = WgmmaSplitDTiles::VALUE_KEYS;
+            let of_value_box = box_rows(value_rows, pass.kind.page_len);
             forward_split_d::launch_unchecked(
                 &client,
                 count,
                 CubeDim::new_1d(WgmmaSplitDTiles::UNITS as u32),
-                pass.addresses([]),
+                pass.addresses(page_table),
                 ForwardMapsLaunch::new(
                     map(&inputs.query, query_box, query_subtiles),
-                    map(&inputs.key, [1, WgmmaSplitDTiles::KEYS], Some(1)),
-                    map(
-                        &inputs.value,
-                        [1, WgmmaSplitDTiles::VALUE_KEYS],
-                        value_subtiles,
-                    ),
+                    rows_map(&inputs.key, WgmmaSplitDTiles::KEYS, 1),
+                    match tiles.has_whole_values() {
+                        true => rows_map(&inputs.value, value_rows, tiles.value_subtiles()),
+                        false => map(&inputs.value, [1, of_value_box], None),
+                    },
                     tma_bias,
                     output_tma_tiles,
                     steps,
+                    page_table_arg.into(),
                 ),
                 pass.scoring(problem),
                 pass.sinks().into(),

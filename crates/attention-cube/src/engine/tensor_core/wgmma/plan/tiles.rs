@@ -12,6 +12,19 @@ pub(super) use self::shapes::{SHARED_MEMORY, USED_WORDS};
 pub use self::split_d::WgmmaSplitDTiles;
 pub use self::split_m::WgmmaSplitMTiles;
 
+/// The fewest keys in a TMA box of a page. Smaller boxes would take too many copies.
+const LEAST_BOX: usize = 16;
+
+/// Returns the number of keys in a TMA box. A block of `rows` keys consists of boxes, and each box lies in one page of
+/// `page_len` keys. If `page_len` is 0, the keys do not lie in pages, and one box has all rows.
+pub(crate) const fn box_rows(rows: usize, page_len: usize) -> usize {
+    let (mut divisor, mut rest) = (rows, page_len);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    divisor
+}
+
 /// The division of a forward tile among the warpgroups of a CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WgmmaForwardTiles {
@@ -36,6 +49,15 @@ impl WgmmaForwardTiles {
             Self::SplitM(tiles) => tiles.keys,
             Self::SplitD(_) => WgmmaSplitDTiles::KEYS,
         }
+    }
+
+    /// True if TMA can read K and V from pages of `page_len` keys without a copy.
+    pub(crate) const fn reads_pages(&self, page_len: usize) -> bool {
+        let rows = match self {
+            Self::SplitM(tiles) => tiles.keys,
+            Self::SplitD(_) => WgmmaSplitDTiles::VALUE_KEYS,
+        };
+        box_rows(rows, page_len) >= LEAST_BOX
     }
 
     /// True if the shape of the tiles allows TMA to store the output. The launch uses TMA only if, in addition, each

@@ -18,6 +18,7 @@ use crate::engine::tensor_core::common::tile_scheduler::{AssignedTile, TileKind}
 use crate::engine::tensor_core::wgmma::chunked_gemm::{
     Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
 };
+use crate::engine::tensor_core::wgmma::forward::pages::zeros_from;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -163,7 +164,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             let cleaned = zero_fill_values(
                 offsets,
                 tile,
-                &masking.seq_lens,
+                zeros_from(&masking.seq_lens, kind),
                 block,
                 count,
                 passed,
@@ -259,7 +260,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         zero_fill_values(
             offsets,
             tile,
-            &masking.seq_lens,
+            zeros_from(&masking.seq_lens, kind),
             block,
             count,
             passed,

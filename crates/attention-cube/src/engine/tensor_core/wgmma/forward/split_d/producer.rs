@@ -6,6 +6,7 @@ use crate::engine::tensor_core::common::tile_scheduler::{
     Tile, TileKind, TileScheduler, assigned_tile,
 };
 use crate::engine::tensor_core::wgmma::forward::load::{Sources, Steps, copied_rows};
+use crate::engine::tensor_core::wgmma::forward::pages::{MOST_BOXES, load_rows, pages_of_rows};
 use crate::engine::tensor_core::wgmma::forward::scheduler::take_item;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
 use cube_kit::hopper::PRODUCT_ROWS;
@@ -87,15 +88,16 @@ pub(super) fn fetch(
             let mut is_first = true;
             while block < tile.end_block {
                 if block + 1i32 < tile.end_block {
-                    prefetch(
-                        sources.key,
-                        sources.value,
-                        steps,
-                        &tile,
-                        block + 1i32,
-                        tiles,
-                    );
+                    prefetch(sources, &tile, block + 1i32, tiles, kind);
                 }
+                let first_key = block * comptime!(WgmmaSplitDTiles::KEYS as i32);
+                let pages = pages_of_rows(
+                    &sources.pages,
+                    tile.batch,
+                    first_key,
+                    WgmmaSplitDTiles::KEYS,
+                    kind,
+                );
                 #[unroll]
                 for part in 0..comptime!(tiles.key_chunks()) {
                     fetch_keys(
@@ -103,10 +105,12 @@ pub(super) fn fetch(
                         steps,
                         offsets,
                         &tile,
+                        pages,
                         block,
                         passed + comptime!(part as u32),
                         part,
                         tiles,
+                        kind,
                     );
                     // The consumers may still read the previous tile's queries, so copy the queries late. But copy them
                     // before the ring is full, because the consumers free no stage before the queries arrive. If the
@@ -127,30 +131,14 @@ pub(super) fn fetch(
                 }
                 passed += comptime!(tiles.key_chunks() as u32);
                 if !is_first {
-                    fetch_values(
-                        sources.value,
-                        steps,
-                        offsets,
-                        &tile,
-                        previous,
-                        passed,
-                        tiles,
-                    );
+                    fetch_values(sources, offsets, &tile, previous, passed, tiles, kind);
                     passed += comptime!(tiles.value_chunks() as u32);
                 }
                 is_first = false;
                 previous = block;
                 block = next_block(&tile, block + 1i32, masking, kind);
             }
-            fetch_values(
-                sources.value,
-                steps,
-                offsets,
-                &tile,
-                previous,
-                passed,
-                tiles,
-            );
+            fetch_values(sources, offsets, &tile, previous, passed, tiles, kind);
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
             // A tile without blocks needs no queries. The producer nevertheless waits until the buffer of the queries
@@ -203,63 +191,68 @@ fn fetch_queries(
     );
 }
 
-/// Copies the `part`-th chunk (64 columns) of a block of K. `index` is the number of chunks that the producer has
-/// copied so far.
+/// Copies the `part`-th chunk (64 columns) of a block of K. `pages` holds the pages of the block's keys. `index` is the
+/// number of chunks that the producer has copied so far.
 #[cube]
 fn fetch_keys(
     map: u64,
     steps: &Steps,
     offsets: &SharedOffsets,
     tile: &Tile,
+    pages: Vector<u32, Const<MOST_BOXES>>,
     block: i32,
     index: u32,
     #[comptime] part: usize,
     #[comptime] tiles: WgmmaSplitDTiles,
+    #[comptime] kind: TileKind,
 ) {
     let place = next_stage(offsets, index, tiles);
     barrier_expect(place.full, WgmmaSplitDTiles::STAGE_BYTES);
-    load_subtiles(
+    load_rows(
         place.at,
         map,
         tile.batch * steps.key_batch,
+        pages,
+        steps.key_batch,
         tile.kv_head * steps.key_head,
         block * comptime!(WgmmaSplitDTiles::KEYS as i32),
         place.full,
         comptime!(part * SUBTILE),
         1usize,
-        WgmmaSplitDTiles::STAGE_BYTES,
+        WgmmaSplitDTiles::KEYS,
         comptime!(is_whole(tiles.head_dim)),
+        kind,
     );
 }
 
 /// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. CTAs with neighboring tiles need the same
 /// block at about the same time. Each of these CTAs prefetches different chunks of the block, so one chunk of K and one
-/// chunk of V per CTA suffice. The function does not prefetch a chunk that TMA cannot copy as one box.
+/// chunk of V per CTA suffice. The function does not prefetch a chunk that TMA cannot copy as one box, and no pages.
 #[cube]
 fn prefetch(
-    key_map: u64,
-    value_map: u64,
-    steps: &Steps,
+    sources: &Sources,
     tile: &Tile,
     block: i32,
     #[comptime] tiles: WgmmaSplitDTiles,
+    #[comptime] kind: TileKind,
 ) {
+    let steps = &sources.steps;
     let row = block * comptime!(WgmmaSplitDTiles::KEYS as i32);
     let turn = tile.first_query as u32 / comptime!(WgmmaSplitDTiles::ROWS as u32);
-    if comptime!(is_whole(tiles.head_dim)) {
+    if comptime!(kind.page_len == 0 && is_whole(tiles.head_dim)) {
         tma_prefetch_subtiles(
-            key_map,
+            sources.key,
             tile.batch * steps.key_batch,
             tile.kv_head * steps.key_head,
             row,
             turn % comptime!(tiles.key_chunks() as u32),
         );
     }
-    if comptime!(tiles.has_whole_values()) {
+    if comptime!(kind.page_len == 0 && tiles.has_whole_values()) {
         let part = turn % comptime!(tiles.value_chunks() as u32);
         let warpgroups = comptime!(WgmmaSplitDTiles::WARPGROUPS as u32);
         tma_prefetch_subtiles(
-            value_map,
+            sources.value,
             tile.batch * steps.value_batch,
             tile.kv_head * steps.value_head,
             row + (part / warpgroups * comptime!(WgmmaSplitDTiles::VALUE_KEYS as u32)) as i32,
@@ -295,34 +288,46 @@ fn next_stage(
 /// Copies all chunks of V of a block. `passed` is the number of chunks that the producer has copied so far.
 #[cube]
 fn fetch_values(
-    map: u64,
-    steps: &Steps,
+    sources: &Sources,
     offsets: &SharedOffsets,
     tile: &Tile,
     block: i32,
     passed: u32,
     #[comptime] tiles: WgmmaSplitDTiles,
+    #[comptime] kind: TileKind,
 ) {
+    let steps = &sources.steps;
     let batch = tile.batch * steps.value_batch;
     let head = tile.kv_head * steps.value_head;
     #[unroll]
     for part in 0..comptime!(tiles.value_chunks()) {
-        let place = next_stage(offsets, passed + comptime!(part as u32), tiles);
-        barrier_expect(place.full, comptime!(tiles.value_bytes()));
         let first_column = comptime!(part % WgmmaSplitDTiles::WARPGROUPS * tiles.value_columns());
         let first_row =
             comptime!((part / WgmmaSplitDTiles::WARPGROUPS * WgmmaSplitDTiles::VALUE_KEYS) as i32);
-        load_subtiles(
+        let first_key = block * comptime!(WgmmaSplitDTiles::KEYS as i32) + first_row;
+        let pages = pages_of_rows(
+            &sources.pages,
+            tile.batch,
+            first_key,
+            WgmmaSplitDTiles::VALUE_KEYS,
+            kind,
+        );
+        let place = next_stage(offsets, passed + comptime!(part as u32), tiles);
+        barrier_expect(place.full, comptime!(tiles.value_bytes()));
+        load_rows(
             place.at,
-            map,
+            sources.value,
             batch,
+            pages,
+            steps.value_batch,
             head,
-            block * comptime!(WgmmaSplitDTiles::KEYS as i32) + first_row,
+            first_key,
             place.full,
             first_column,
             comptime!(tiles.value_subtiles()),
-            comptime!(WgmmaSplitDTiles::VALUE_KEYS * ROW_BYTES),
+            WgmmaSplitDTiles::VALUE_KEYS,
             comptime!(tiles.has_whole_values()),
+            kind,
         );
     }
 }

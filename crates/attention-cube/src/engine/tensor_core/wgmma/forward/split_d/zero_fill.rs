@@ -7,7 +7,6 @@ use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::engine::tensor_core::wgmma::chunked_gemm::Ring;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
 use crate::engine::tensor_core::wgmma::zero_fill::{has_unseen, used_words, zero_fill_unseen};
-use crate::math::visibility::SeqLens;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::barriers::warpgroup_barrier;
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -17,7 +16,7 @@ use cubecl::prelude::*;
 
 /// Writes zeros over those rows of V in the `count`-th block that no row of the tile sees. `passed` is the number of
 /// chunks of K and V that pass through the ring before the block's first chunk of V. Call this function before the GEMM
-/// `P V`.
+/// `P V`. Rows of V at or past `zeros_from` are zeros already.
 ///
 /// Returns true if the block has such hidden rows. If the block has hidden rows and a next block exists, the function
 /// also waits for S of the next block. It then frees the next block's last chunk of K.
@@ -25,7 +24,7 @@ use cubecl::prelude::*;
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
     tile: &Tile,
-    seq_lens: &SeqLens,
+    zeros_from: i32,
     block: i32,
     count: u32,
     passed: u32,
@@ -38,7 +37,7 @@ pub(super) fn zero_fill_values(
     let words = used_words(offsets.used, count);
     let dirty = has_unseen(
         &tile.keys,
-        seq_lens.kv_len,
+        zeros_from,
         first_key,
         offsets.used,
         count,

@@ -16,6 +16,7 @@ use crate::engine::tensor_core::common::score::score;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{empty_state, quad_sum, rescale};
 use crate::engine::tensor_core::common::tile_scheduler::{AssignedTile, TileKind};
+use crate::engine::tensor_core::wgmma::forward::pages::zeros_from;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
 use cube_kit::hopper::PRODUCT_ROWS;
 use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
@@ -155,7 +156,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             zero_fill_values(
                 offsets,
                 tile,
-                &masking.seq_lens,
+                zeros_from(&masking.seq_lens, kind),
                 block,
                 slot,
                 may_have_masked,
@@ -284,7 +285,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         zero_fill_values(
             offsets,
             tile,
-            &masking.seq_lens,
+            zeros_from(&masking.seq_lens, kind),
             block,
             slot,
             may_have_masked,

@@ -6,6 +6,7 @@ use crate::engine::tensor_core::common::tile_scheduler::{
     Tile, TileKind, TileScheduler, assigned_tile,
 };
 use crate::engine::tensor_core::wgmma::forward::load::{Sources, Steps, copied_rows};
+use crate::engine::tensor_core::wgmma::forward::pages::{load_rows, pages_of_rows};
 use crate::engine::tensor_core::wgmma::forward::scheduler::take_item;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -102,32 +103,29 @@ pub(super) fn fetch(
             let mut previous = block;
             let first_count = count;
             while block < tile.end_block {
+                let first_key = block * comptime!(tiles.keys as i32);
+                let pages = pages_of_rows(&sources.pages, tile.batch, first_key, tiles.keys, kind);
                 let stage = pipeline_state(count, tiles.stages);
                 let full = offsets.key_full + 8u32 * stage.stage;
                 barrier_wait(offsets.key_empty + 8u32 * stage.stage, stage.parity ^ 1u32);
                 barrier_expect(full, comptime!(tiles.key_bytes()));
-                load_subtiles(
+                load_rows(
                     offsets.keys + stage.stage * comptime!(tiles.key_bytes() as u32),
                     sources.key,
                     key_batch,
+                    pages,
+                    steps.key_batch,
                     key_head,
-                    block * comptime!(tiles.keys as i32),
+                    first_key,
                     full,
                     0usize,
                     comptime!(tiles.key_subtiles()),
-                    comptime!(tiles.keys * ROW_BYTES),
+                    tiles.keys,
                     comptime!(is_whole(tiles.head_dim)),
+                    kind,
                 );
                 if count > first_count {
-                    fetch_values(
-                        sources.value,
-                        steps,
-                        offsets,
-                        &tile,
-                        previous,
-                        count - 1u32,
-                        tiles,
-                    );
+                    fetch_values(sources, offsets, &tile, previous, count - 1u32, tiles, kind);
                 } else {
                     // Copy the first keys before the queries, because the consumers may still read the queries of the
                     // previous tile.
@@ -151,15 +149,7 @@ pub(super) fn fetch(
                 block = next_block(&tile, block + 1i32, masking, kind);
                 count += 1u32;
             }
-            fetch_values(
-                sources.value,
-                steps,
-                offsets,
-                &tile,
-                previous,
-                count - 1u32,
-                tiles,
-            );
+            fetch_values(sources, offsets, &tile, previous, count - 1u32, tiles, kind);
         } else {
             if assigned_tile.exists {
                 // A tile without blocks needs no queries. The producer nevertheless waits until the buffer of the
@@ -217,29 +207,35 @@ fn fetch_queries(
 /// Copies the rows of V of a block. `count` is the block's index among all blocks that the CTA processes.
 #[cube]
 fn fetch_values(
-    map: u64,
-    steps: &Steps,
+    sources: &Sources,
     offsets: &SharedOffsets,
     tile: &Tile,
     block: i32,
     count: u32,
     #[comptime] tiles: WgmmaSplitMTiles,
+    #[comptime] kind: TileKind,
 ) {
+    let steps = &sources.steps;
+    let first_key = block * comptime!(tiles.keys as i32);
+    let pages = pages_of_rows(&sources.pages, tile.batch, first_key, tiles.keys, kind);
     let slot = pipeline_state(count, tiles.stages);
     let full = offsets.value_full + 8u32 * slot.stage;
     barrier_wait(offsets.value_empty + 8u32 * slot.stage, slot.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.value_bytes()));
-    load_subtiles(
+    load_rows(
         offsets.values + slot.stage * comptime!(tiles.value_bytes() as u32),
-        map,
+        sources.value,
         tile.batch * steps.value_batch,
+        pages,
+        steps.value_batch,
         tile.kv_head * steps.value_head,
-        block * comptime!(tiles.keys as i32),
+        first_key,
         full,
         0usize,
         comptime!(tiles.value_subtiles()),
-        comptime!(tiles.keys * ROW_BYTES),
+        tiles.keys,
         comptime!(is_whole(tiles.value_dim)),
+        kind,
     );
 }
 

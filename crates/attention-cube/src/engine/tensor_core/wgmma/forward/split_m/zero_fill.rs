@@ -10,7 +10,6 @@ use crate::engine::tensor_core::wgmma::zero_fill::{
     forget_used, has_masked, has_out_of_range, signal_used_keys, used_columns, used_words,
     zero_fill_unseen,
 };
-use crate::math::visibility::SeqLens;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::pipeline::PipelineState;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
@@ -85,7 +84,7 @@ pub(super) fn signal_used_keys_of<NP: Size>(
 }
 
 /// Writes zeros over those rows of V in a block that no row of the tile sees. Call this function before the GEMM `P V`.
-/// `last` is true for the tile's last block.
+/// `last` is true for the tile's last block. Rows of V at or past `zeros_from` are zeros already.
 ///
 /// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the number of
 /// earlier blocks of the CTA for which `may_have_masked` was true.
@@ -93,7 +92,7 @@ pub(super) fn signal_used_keys_of<NP: Size>(
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
     tile: &Tile,
-    seq_lens: &SeqLens,
+    zeros_from: i32,
     block: i32,
     slot: PipelineState,
     may_have_masked: bool,
@@ -105,7 +104,7 @@ pub(super) fn zero_fill_values(
     let first_key = block * comptime!(tiles.keys as i32);
     // The tile's visible range can end only in the tile's last block. So check the end of the range only there.
     let out_of_range = if comptime!(last) {
-        has_out_of_range(&tile.keys, seq_lens.kv_len, first_key, tiles.keys)
+        has_out_of_range(&tile.keys, zeros_from, first_key, tiles.keys)
     } else {
         first_key < tile.keys.first
     };
