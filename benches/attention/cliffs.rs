@@ -40,6 +40,11 @@ pub struct Attention {
     dropout: bool,
     /// True if a score mod adds ALiBi.
     alibi: bool,
+    /// True if the slopes of ALiBi need a gradient.
+    trained_slopes: bool,
+    /// The shortest and the longest number of valid keys per sequence, or `None` if all keys are valid. The lengths of
+    /// the sequences are spread evenly between the two.
+    kv_lengths: Option<[usize; 2]>,
     /// The shape of the bias, or `None` without a bias.
     bias: Option<[usize; 4]>,
     /// True if the bias needs a gradient.
@@ -140,6 +145,8 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         page_len: None,
         dropout: false,
         alibi: false,
+        trained_slopes: false,
+        kv_lengths: None,
         bias: None,
         trained_bias: true,
         mask: None,
@@ -277,6 +284,48 @@ const fn paged(name: &'static str, width: usize) -> Cliff {
     cliff(name, Forward, case, contiguous, 1.05)
 }
 
+/// Creates a cliff with prompts of 4,096 tokens, whose keys lie in pages of 64 keys. The counterpart has contiguous keys.
+const fn paged_prompt(name: &'static str, heads: usize, width: usize) -> Cliff {
+    let contiguous = Attention {
+        kv_heads: 1,
+        ..attention([8, heads, 4096, width], true)
+    };
+    let case = Attention {
+        page_len: Some(64),
+        ..contiguous
+    };
+    cliff(name, Forward, case, contiguous, 1.1)
+}
+
+/// Creates a cliff that decodes 64 sequences of 512 to 1,536 keys. In the counterpart, each sequence has 1,024 keys.
+const fn ragged_decode(name: &'static str, width: usize) -> Cliff {
+    let equal = Attention {
+        kv_heads: 4,
+        kv_len: 1024,
+        ..attention([64, 16, 1, width], true)
+    };
+    let case = Attention {
+        kv_len: 2048,
+        kv_lengths: Some([512, 1536]),
+        ..equal
+    };
+    cliff(name, Forward, case, equal, 1.25)
+}
+
+/// Creates a cliff that times the backward of ALiBi with slopes that need a gradient. The slopes of the counterpart
+/// need none.
+const fn trained_slopes(name: &'static str, heads: usize, width: usize) -> Cliff {
+    let frozen = Attention {
+        alibi: true,
+        ..attention([4, heads, 4096, width], true)
+    };
+    let case = Attention {
+        trained_slopes: true,
+        ..frozen
+    };
+    cliff(name, Backward, case, frozen, 3.0)
+}
+
 /// Creates a cliff in which each block of 128 queries reads up to 32 of 256 blocks of keys. In the counterpart, every
 /// query sees all of 4,096 keys, so the number of scores is about the same.
 const fn blocks(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
@@ -412,7 +461,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub static CLIFFS: [Cliff; 70] = [
+pub static CLIFFS: [Cliff; 79] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -435,6 +484,13 @@ pub static CLIFFS: [Cliff; 70] = [
     ragged("cliffs-varlen-d128", Backward, Rows::Packed, 8, 128),
     ragged("cliffs-varlen-d256", Forward, Rows::Packed, 4, 256),
     ragged("cliffs-varlen-d256", Backward, Rows::Packed, 4, 256),
+    ragged_decode("cliffs-ragged-decode-d128", 128),
+    ragged_decode("cliffs-ragged-decode-d256", 256),
+    ragged_decode("cliffs-ragged-decode-d512", 512),
+    paged_prompt("cliffs-paged-prompt-d64", 32, 64),
+    paged_prompt("cliffs-paged-prompt-d128", 16, 128),
+    paged_prompt("cliffs-paged-prompt-d256", 8, 256),
+    paged_prompt("cliffs-paged-prompt-d512", 4, 512),
     paged("cliffs-paged-d256", 256),
     paged("cliffs-paged-d512", 512),
     blocks("cliffs-blocks-d128", Forward, 8, 128),
@@ -448,6 +504,8 @@ pub static CLIFFS: [Cliff; 70] = [
     dropped("cliffs-dropout-d256", Backward, 8, 256),
     alibi("cliffs-alibi-d128", Forward, 1.18),
     alibi("cliffs-alibi-d128", Backward, 1.33),
+    trained_slopes("cliffs-trained-slopes-d64", 32, 64),
+    trained_slopes("cliffs-trained-slopes-d128", 16, 128),
     biased("cliffs-bias-1-1-1-1", Forward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-1-1-1", Backward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-h-1-1", Forward, [1, 32, 1, 1]),
@@ -538,6 +596,8 @@ struct Prepared {
     gradient: Tensor<4>,
     options: AttentionOptions,
     bias: Option<Tensor<4>>,
+    /// The slopes of ALiBi, if they need a gradient.
+    slopes: Option<Tensor<1>>,
     /// The page table, or `None` if the keys and values in `operands` are not stored in pages.
     page_table: Option<Tensor<2, Int>>,
     trained: [bool; 3],
@@ -615,7 +675,13 @@ impl Prepared {
                     .expect("the bounds fit the rows");
             }
         }
-        if attention.alibi {
+        if let Some([shortest, longest]) = attention.kv_lengths {
+            let step = |sequence: usize| (longest - shortest) * sequence / (batch - 1);
+            let lengths = (0..batch).map(|sequence| (shortest + step(sequence)) as i32);
+            let lengths = lengths.collect::<Vec<_>>();
+            options = options.kv_lengths(Tensor::<1, Int>::from_ints(lengths.as_slice(), device));
+        }
+        if attention.alibi && !attention.trained_slopes {
             options = options.score_mod::<Alibi>(Some(Alibi::slopes(heads, device)));
         }
         if attention.dropout {
@@ -634,6 +700,9 @@ impl Prepared {
             gradient: random(shape),
             options,
             bias: attention.bias.map(random),
+            slopes: attention
+                .trained_slopes
+                .then(|| Alibi::slopes(heads, device)),
             page_table: pages.map(|[count, _]| {
                 // Each entry of the page table is the previous entry plus 7919, modulo the number of pages, so that
                 // neighboring entries refer to distant pages. 7919 shares no factor with the number of pages, so every
@@ -651,11 +720,15 @@ impl Prepared {
         &self,
         [query, key, value]: [Tensor<4>; 3],
         bias: Option<Tensor<4>>,
+        slopes: Option<Tensor<1>>,
     ) -> Result<Tensor<4>, Error> {
-        let options = match bias {
-            Some(bias) => self.options.clone().bias(bias),
-            None => self.options.clone(),
-        };
+        let mut options = self.options.clone();
+        if let Some(bias) = bias {
+            options = options.bias(bias);
+        }
+        if let Some(slopes) = slopes {
+            options = options.learned_score_mod::<Alibi>(slopes);
+        }
         Ok(match self.page_table.clone() {
             Some(table) => try_paged_attention(query, key, value, table, options)?.0,
             None => try_fused_attention(query, key, value, options)?,
@@ -665,7 +738,10 @@ impl Prepared {
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         // Read one output before the timing. If a launch fails, the error is reported only when the output of the
         // launch is read.
-        let attend = || self.attend(self.operands.clone(), self.bias.clone());
+        let attend = || {
+            let slopes = self.slopes.clone();
+            self.attend(self.operands.clone(), self.bias.clone(), slopes)
+        };
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);
         Ok(timer.singles(effort, || (), run)?.median)
@@ -690,7 +766,11 @@ impl Prepared {
             };
             let operands = [0, 1, 2].map(|i| leaf(&self.operands[i], self.trained[i]));
             let bias = self.bias.as_ref().map(|bias| leaf(bias, self.trained_bias));
-            let output = self.attend(operands, bias)?;
+            let slopes = self
+                .slopes
+                .clone()
+                .map(|slopes| slopes.autodiff().require_grad());
+            let output = self.attend(operands, bias, slopes)?;
             Ok((leaves, output * self.gradient.clone().autodiff()))
         };
         let backward = |step: Result<(Vec<Tensor<4>>, Tensor<4>), Error>| {
