@@ -7,6 +7,7 @@ pub mod accuracy;
 #[cfg(test)]
 mod manifest;
 pub mod random;
+pub mod ring;
 #[cfg(feature = "flex")]
 pub mod testing;
 pub mod timing;

@@ -50,6 +50,7 @@ mod paged;
 mod properties;
 mod quantized;
 mod ragged;
+mod ring;
 mod score_mods;
 mod segments;
 mod settings;
