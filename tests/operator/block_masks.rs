@@ -99,7 +99,7 @@ fn block_mask_in_half_precision_equals_a_mask() {
             causal: Some(BottomRight),
             ..case([150, 230], [64, 64])
         });
-        for (width, block) in [(192, [64, 64]), (256, [1, 33])] {
+        for (width, block) in [(64, [128, 128]), (192, [64, 64]), (256, [1, 33])] {
             check(&Case {
                 batch: 1,
                 q_heads: 2,

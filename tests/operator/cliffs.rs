@@ -112,7 +112,7 @@ fn plan_broadcast_queries_copies_queries_only() {
 
 /// Checks the scheduler that a plan selects. With segments, some tiles take longer than others, so the plan lets each
 /// persistent CTA fetch its next tile dynamically. Problems without segments or with few queries keep a static
-/// schedule.
+/// schedule. With lengths of queries, many tiles are empty, so no CTA should start for one tile.
 #[test]
 fn plan_packed_segments_selects_dynamic_scheduler() {
     let plain = AttentionProblem {
@@ -123,6 +123,10 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
         segments: true,
         ..plain.clone()
     };
+    let ragged = AttentionProblem {
+        query_lengths: true,
+        ..plain.clone()
+    };
     let few = AttentionProblem {
         q_len: 2,
         ..packed.clone()
@@ -130,6 +134,7 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
     for (problem, expected) in [
         (plain, Scheduler::StaticPersistentPairs(132)),
         (packed, Scheduler::DynamicPersistent(132)),
+        (ragged, Scheduler::StaticPersistent(132)),
         (few, Scheduler::SingleTile),
     ] {
         let selection = chosen(&problem, &hopper(), Pass::Forward);

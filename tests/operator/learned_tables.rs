@@ -30,6 +30,8 @@ impl ScoreMod for LogDistance {
 
 #[cfg_attr(feature = "cube", cube)]
 impl LearnedScoreMod for LogDistance {
+    const OF_DISTANCE: bool = true;
+
     fn element(place: ScorePlace, _table: &ScoreTable) -> u32 {
         place.head
     }
@@ -205,6 +207,21 @@ fn table_gradient_of_many_tiles_matches_reference() {
                     .causal()
                     .kv_lengths(lengths([kv_len / 3, kv_len]))
                     .query_lengths(lengths([q_len, q_len / 2]))
+                    .learned_score_mod::<Alibi>(table)
+            },
+        );
+        check_of(
+            &operands,
+            &dtypes,
+            &what("softcap, bias, sinks"),
+            &[0.5, 0.25, 0.1, 0.05],
+            &|table, device| {
+                let bias = |index: usize| (index % 7) as f32 * 0.2 - 0.5;
+                let bias = TensorData::new((0..sizes[1]).map(bias).collect(), [1, 1, 1, sizes[1]]);
+                new()
+                    .softcap(2.0)
+                    .bias(Tensor::<4>::from_data(bias, device))
+                    .sinks(Tensor::<1>::from_floats([0.3, -0.2, 0.0, 1.0], device))
                     .learned_score_mod::<Alibi>(table)
             },
         );

@@ -79,7 +79,8 @@ fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
     // A call of the generator gives two words for eight scores: the first word for query i, and the second word for
     // query i + 8. Each of the four bytes of a word is the high byte of the random number for one key. In the order of
-    // the bytes, the keys are j + 8, j, j + 9 and j + 1, where j is even.
+    // the bytes, the keys are j + 8, j, j + 9 and j + 1, where j is even. The low byte is that of the key 8 positions
+    // further, or for the later key the high byte of the other query's earlier key.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -88,11 +89,11 @@ fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
         words.reverse();
     }
     let [own, other] = words.map(|bytes| [bytes[key % 2 * 2], bytes[key % 2 * 2 + 1]]);
-    let [high, low] = match key % 16 < 8 {
+    let bytes = match key % 16 < 8 {
         true => [own[1], own[0]],
-        false => own,
+        false => [own[0], other[1]],
     };
-    let bits = f16::from_bits(u16::from_be_bytes([high, low ^ other[0]]));
+    let bits = f16::from_bits(u16::from_be_bytes(bytes));
     match (bits > drops.threshold) == drops.keeps_hits {
         true => drops.factor,
         false => 0.0,

@@ -237,7 +237,7 @@ fn paged_prompts_in_bf16_have_the_bits_of_contiguous_keys() {
             dtype: DType::BF16,
             ..plain(130, 384, width)
         };
-        check(case, &[64, 16, 48, 96, 128, 8]);
+        check(case, &[64, 16, 48, 192, 384, 8]);
     }
     let ids = |length: usize| (0..3 * length).map(move |token| (token % length / 50) as i64);
     for width in [128, 256, 512] {
@@ -259,6 +259,11 @@ fn paged_prompts_in_bf16_have_the_bits_of_contiguous_keys() {
             },
             Case {
                 segments: Some((ids(70).collect(), ids(384).collect())),
+                ..case.clone()
+            },
+            Case {
+                query_lengths: Some(vec![70, 1, 20]),
+                kv_lengths: Some(vec![384, 33, 200]),
                 ..case.clone()
             },
             // Few rows over many keys, so that the keys are split.

@@ -71,6 +71,29 @@ fn alibi_of_each_alignment_matches_reference() {
     }
 }
 
+/// Checks ALiBi on tensor cores, with keys before and after each query, so that distances of both signs fill whole blocks.
+#[test]
+fn alibi_of_both_signs_in_half_precision_matches_reference() {
+    for (q_len, kv_len, width, causal) in [
+        (256, 512, 64, None),
+        (512, 256, 128, None),
+        (300, 300, 128, Some(TopLeft)),
+        (130, 400, 256, None),
+        (130, 400, 512, None),
+    ] {
+        Case {
+            dtype: DType::BF16,
+            batch: 1,
+            q_heads: 4,
+            kv_heads: 2,
+            causal,
+            score_mod: Some(Change::Alibi),
+            ..plain(q_len, kv_len, width)
+        }
+        .check();
+    }
+}
+
 #[test]
 fn code_with_each_option_matches_reference() {
     let case = Case {

@@ -276,7 +276,9 @@ impl AttentionOptions {
     /// Changes each score like [`score_mod`](Self::score_mod). The table has a gradient, for example to train the
     /// biases of T5 or the slopes of ALiBi.
     ///
-    /// The gradient costs an extra pass over all scores on scalar units, which runs only if autodiff tracks the table.
+    /// The gradient costs an extra pass over all scores, which runs only if autodiff tracks the table. The pass uses tensor
+    /// cores in half precision on NVIDIA cards, if the code is [`OF_DISTANCE`](LearnedScoreMod::OF_DISTANCE). Otherwise it
+    /// runs on scalar units.
     /// A table without elements counts as absent. Shards return the gradient in
     /// [`ShardGradients`](crate::shards::ShardGradients).
     ///

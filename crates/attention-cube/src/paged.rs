@@ -46,6 +46,7 @@
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to those of a call over contiguous keys, unless the page size leads to another kernel |
 //! | pages whose size is a multiple of the kernel's block of keys | the portable engines and the decode kernel of the mma engine read pages in place. The decode kernel serves up to 32 query rows (`q_len` times the number of query heads per key head) at head sizes up to 256, and up to 16 query rows at larger head sizes. The blocks of the decode kernel have 16 or 32 keys. Most block sizes of the portable engines divide 128 keys |
+//! | prompts on Hopper, in half precision, at head sizes up to 512 | TMA reads pages in place, if the page size is a multiple of 16, and rows consist of whole 16-byte pieces |
 //! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only visible rows are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells whether a forward pass without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied |
 //! | entries of the page table for keys that no query sees | may be any integer |

@@ -80,7 +80,7 @@ pub(crate) fn select_forward(
 ) -> Selection<ForwardKernel> {
     let plan =
         |engine: Engine, device: &DeviceProfile| engine.plan_forward(problem, device, layouts);
-    let (kernel, refusals) = first_plan(problem, device, Pass::Forward, plan);
+    let (kernel, mut refusals) = first_plan(problem, device, Pass::Forward, plan);
     let mut kernel = kernel.unwrap_or(ForwardKernel::Blocks);
     let copies = |kernel: &ForwardKernel| {
         let page_len = problem.page_len;
@@ -95,6 +95,8 @@ pub(crate) fn select_forward(
         && !copies(&other)
     {
         kernel = other;
+        let page_len = problem.page_len.unwrap_or(0);
+        refusals.push((Engine::Mma, Refusal::CopiesPages(page_len)));
     }
     let copies_pages = copies(&kernel);
     Selection {

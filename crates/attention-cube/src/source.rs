@@ -65,6 +65,7 @@ pub(crate) struct Wanted {
     pub bias_of_head: bool,
     pub sinks: bool,
     /// The number of keys per page, or 0 without pages.
+    #[cfg(feature = "cuda")]
     pub page_len: usize,
 }
 
@@ -122,6 +123,7 @@ impl Wanted {
             },
             bias_of_head: has("headbias"),
             sinks: has("sinks"),
+            #[cfg(feature = "cuda")]
             page_len: if has("pages") { 64 } else { 0 },
         }
     }

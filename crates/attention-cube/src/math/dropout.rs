@@ -8,7 +8,7 @@
 //!
 //! One draw has 64 bits, which is one byte for each score of the cell. Each score gets 16 *random bits*. Their high
 //! byte is the score's own byte, and their low byte is the byte of another score of the cell. The chance of a drop is
-//! therefore a multiple of 2⁻¹⁶. The chance that two scores of a cell are both dropped differs by less than 2⁻¹⁰ from
+//! therefore a multiple of 2⁻¹⁶. The chance that two scores of a cell are both dropped differs by less than 2⁻⁹ from
 //! the chance for independent scores. An exclusive or of two bytes would be closer, but integer instructions limit the
 //! speed of dropout: Hopper runs half as many of them in a clock as additions of floats.
 //!

@@ -81,6 +81,16 @@ impl ScoreKind {
     pub(crate) const fn has_slope(&self) -> bool {
         self.softcap || self.score_mod.is_some()
     }
+
+    /// True if a bias is added to the product of `q·k` and the scale. The bias is the problem's bias, or a number that the
+    /// score mod adds.
+    pub(crate) fn adds_to_product(&self) -> bool {
+        let adds_bias = match self.score_mod {
+            Some(code) => code.adds_bias,
+            None => self.bias,
+        };
+        adds_bias && !self.softcap
+    }
 }
 
 /// The inputs that hide keys and turn `q·k` into scores.
@@ -187,7 +197,7 @@ pub(crate) fn block_mask_shows<M: Numeric, F: Float>(
 /// Returns the score without the bias: `softcap(scale · dot)`, where `dot` is `q·k`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    let mut score = if comptime!(kind.bias && !kind.has_slope()) {
+    let mut score = if comptime!(kind.adds_to_product()) {
         // This branch multiplies without `fma`, so that the compiler fuses the multiplication and the later addition of
         // the bias into one FMA. The tensor-core forward kernel also fuses the two operations. A backward kernel must
         // round its scores like the forward kernel.

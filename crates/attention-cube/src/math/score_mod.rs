@@ -35,25 +35,32 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0, as a key index.
     pub(crate) offset: i32,
-    /// The distance from the key to the query's own position, if the kernel knows it in f32.
+    /// The form in which the kernel knows the distance from the key to the query's own position as f32.
     #[cfg_attr(feature = "cube", cube(comptime))]
     float_form: FloatForm,
     /// The part of the distance that many scores share, see [`FloatForm::Known`]. Otherwise 0.
     float_base: f32,
-    /// 1 if no distance of the block is negative, or −1 if no distance of the block is positive. The field has a meaning
+    /// 1 if no distance of the thread's row in the block is negative, or −1 if none is positive. The field has a meaning
     /// only with [`FloatForm::OneSided`].
     direction: f32,
 }
 
 /// The form in which a kernel knows the distance of a score as f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(
+        dead_code,
+        reason = "only kernels for tensor cores know the distance as f32"
+    )
+)]
 pub(crate) enum FloatForm {
     /// The kernel knows the distance as an integer only.
     Unknown,
     /// The distance is `float_base` plus this number. The number is a compile-time constant, so the kernel converts one
     /// integer to f32 for many scores.
     Known(i32),
-    /// As [`Known`](Self::Known), and all distances of the block have the same sign. The sign is `direction`.
+    /// As [`Known`](Self::Known), and all distances of a row in the block have the same sign. The sign is `direction`.
     OneSided(i32),
 }
 
@@ -117,7 +124,8 @@ impl ScorePlace {
     /// [`distance_f32`](Self::distance_f32).
     ///
     /// `factor` should be equal for all keys of a query, such as a number per head. Kernels then compute a part of the
-    /// product once for many scores. The result may differ from the product in its last bits.
+    /// product once for many scores. The error is up to 2⁻²⁴ of `factor` times a distance in the same block of keys. The
+    /// result for the distance 0 may therefore differ from 0, and may be negative.
     pub fn distance_times(&self, factor: f32) -> f32 {
         if comptime!(self.float_form.is_known()) {
             let step = comptime!(self.float_form.step());
@@ -127,7 +135,8 @@ impl ScorePlace {
         }
     }
 
-    /// Returns `factor` times the magnitude of the distance. See [`distance_times`](Self::distance_times).
+    /// Returns `factor` times the magnitude of the distance. See [`distance_times`](Self::distance_times). The result has
+    /// the sign of `factor`.
     pub fn abs_distance_times(&self, factor: f32) -> f32 {
         if comptime!(matches!(self.float_form, FloatForm::OneSided(_))) {
             self.distance_times(factor * self.direction)
@@ -191,7 +200,8 @@ impl ScoreTable {
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait ScoreMod: Send + Sync + 'static {
     /// True if [`score`](Self::score) ends with the addition or subtraction of a bias, as in `score + bias`. Kernels can
-    /// then multiply by the scale and add the bias in one instruction. Set it only if the bias does not depend on `score`.
+    /// then multiply by the scale and add the bias in one instruction. Set it only if every branch of the code ends so, and
+    /// if the bias does not depend on `score`. Otherwise probabilities of large scores have rounding errors.
     const ADDS_BIAS: bool = false;
 
     /// Returns the changed score. `score` is `q·k` times the scale, after the softcap.
@@ -210,7 +220,8 @@ pub trait ScoreMod: Send + Sync + 'static {
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait LearnedScoreMod: Send + Sync + 'static {
     /// True if [`element`](Self::element) and [`element_derivative`](Self::element_derivative) depend only on the head
-    /// and on the distance. Tensor cores then compute the gradient, which is many times faster.
+    /// and on the distance. Tensor cores then compute the gradient, which is many times faster. Kernels pass 0 as the
+    /// score, and any query and key with this distance.
     const OF_DISTANCE: bool = false;
 
     /// Returns the index of the table's element on which [`ScoreMod::score`] depends at `place`. An index past the end

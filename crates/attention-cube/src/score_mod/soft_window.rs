@@ -11,8 +11,6 @@ pub struct SoftWindow;
 
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for SoftWindow {
-    const ADDS_BIAS: bool = true;
-
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
         let beyond = place.distance_f32().abs() - table.at(0u32);
         if beyond > 0.0f32 {

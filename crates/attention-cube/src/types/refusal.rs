@@ -153,6 +153,9 @@ pub enum Refusal {
     /// reason.
     #[error("keys and values are quantized: {0}")]
     Quantized(&'static str),
+    /// The engine could serve the problem, but only over a copy of all pages, and a later engine reads the pages in place.
+    #[error("it would copy pages of {0} keys, which the chosen engine reads in place")]
+    CopiesPages(usize),
     /// The sequences are longer than the engine's position counters allow.
     #[error("sequences of {length} tokens are longer than the limit of {limit}")]
     Length {

@@ -5,13 +5,14 @@
 //! share of the table's gradient. The cube then adds these shares.
 //!
 //! Tensors: `sums [splits · batch, q_heads, tile diagonals, 128]` in f32, and `partial [parts · elements]` in f32,
-//! which must hold zeros. A *tile diagonal* is the square tiles of scores whose query tile and key tile have the same
-//! difference. It covers 127 distances.
+//! which must hold zeros. A *tile diagonal* consists of all square tiles of scores with the same difference between
+//! query tile and key tile. It covers 127 distances.
 //!
 //! Budget: 8 bytes of shared memory per unit. Bound: reads of shared memory, because each unit reads all shares of its
 //! cube. The number of shares is linear in the lengths of the sequences.
 
 use super::add_shares;
+use crate::math::schedule::block_count;
 use crate::math::score::Scoring;
 use crate::math::score_mod::kernel::table_slope;
 use crate::math::score_mod::{ScoreCode, ScorePlace};
@@ -43,12 +44,11 @@ pub(crate) struct DiagonalCounts {
     pub splits: u32,
 }
 
-/// Returns the difference between query tile and key tile on a tile diagonal. The main diagonal comes first, and long
-/// diagonals come before short ones.
+/// Returns the difference between query tile and key tile on a tile diagonal. Under a causal mask, the long diagonals
+/// come before the short ones.
 #[cube]
-pub(crate) fn tile_difference(diagonal: u32) -> i32 {
-    let steps = diagonal.div_ceil(2u32) as i32;
-    select(diagonal % 2u32 == 1u32, steps, -steps)
+pub(crate) fn tile_difference(diagonal: u32, kv_len: i32) -> i32 {
+    diagonal as i32 + 1i32 - block_count(kv_len, comptime!(TILE as i32))
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -96,7 +96,8 @@ pub(crate) fn gradient_of_diagonals<M: Numeric, F: Float>(
                     batch,
                     structure,
                 );
-                let distance = tile_difference(diagonal) * comptime!(TILE as i32)
+                let distance = tile_difference(diagonal, scoring.seq_lens.kv_len)
+                    * comptime!(TILE as i32)
                     + within as i32
                     + comptime!(1 - TILE as i32)
                     + info.offset;

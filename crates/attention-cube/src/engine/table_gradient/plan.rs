@@ -81,10 +81,7 @@ impl TableGradientPlan {
         let planes = problem.batch * problem.q_heads;
         let pieces = planes * diagonals * 2 * tiles.columns;
         if pieces > MOST_TILES {
-            return Err(Refusal::ScoreTiles {
-                tiles: pieces,
-                limit: MOST_TILES,
-            });
+            return Self::new(problem, device, vector);
         }
         let longest = problem.q_len.min(problem.kv_len).div_ceil(tiles.columns);
         let wanted = multiprocessors(device) * CUBES_PER_MULTIPROCESSOR;
@@ -147,11 +144,11 @@ fn multiprocessors(device: &DeviceProfile) -> usize {
     device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
 }
 
-/// Returns the number of tile diagonals: the differences between query tile and key tile, between −n and n for the
-/// larger number n of tiles. A tile has `size` queries and keys.
+/// Returns the number of tile diagonals, which is the number of differences between a query tile and a key tile. A tile
+/// has `size` queries and keys.
 pub(crate) fn tile_diagonals(problem: &AttentionProblem, size: usize) -> usize {
-    let tiles = problem.q_len.max(problem.kv_len).div_ceil(size);
-    2 * tiles.max(1) - 1
+    let tiles = problem.q_len.div_ceil(size) + problem.kv_len.div_ceil(size);
+    tiles.max(2) - 1
 }
 
 /// Returns the bytes of shared memory of the kernel on scalar units: the operands, and the exchanged shares with their elements.
@@ -172,6 +169,8 @@ mod tests {
     use super::*;
     use crate::score_mod::{Alibi, ScoreCode};
     use crate::testing::{card, problem};
+    use crate::types::refusal::Feature;
+    use burn::tensor::DType;
 
     #[test]
     fn table_gradient_has_tiles_for_every_device() {
@@ -181,6 +180,33 @@ mod tests {
                 let plan = TableGradientPlan::new(&problem, &card(shared_memory), 4);
                 assert!(matches!(plan, Ok(Some(_))), "{head_dim}: {plan:?}");
             }
+        }
+    }
+
+    #[test]
+    fn table_gradient_of_distances_is_computed_by_tensor_cores() {
+        let card = DeviceProfile {
+            features: vec![
+                Feature::CopyAsync,
+                Feature::Mma(DType::BF16),
+                Feature::LoadMatrix(DType::BF16),
+            ],
+            multiprocessors: Some(132),
+            ..card(99 << 10)
+        };
+        for (sizes, expected) in [
+            ([4, 16, 16, 4096, 4096, 64], Some(1)),
+            ([1, 2, 1, 4096, 4096, 128], Some(4)),
+            // Too many pieces of diagonals.
+            ([64, 64, 1, 64, 1 << 17, 64], None),
+        ] {
+            let plan = TableGradientPlan::on_matrix_units(&learned(sizes), &card, 4);
+            let plan = plan.expect("the problem is served").expect("a table");
+            let splits = match plan.tiles {
+                TableTiles::MatrixUnits { splits, .. } => Some(splits),
+                TableTiles::Units(_) => None,
+            };
+            assert_eq!(splits, expected, "{sizes:?}");
         }
     }
 

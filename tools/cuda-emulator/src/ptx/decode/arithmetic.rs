@@ -344,6 +344,10 @@ impl Decoder<'_> {
         if let Some(truth) = truth
             && let Some(number) = self.take_first(halves)
         {
+            let is_packed = matches!(result, Type::F16x2 | Type::BF16x2);
+            if is_packed && (result == Type::F16x2) != (number == Type::F16) {
+                return Err(self.unsupported("a result and operands of one type"));
+            }
             return Ok(Operation::SetHalves {
                 comparison,
                 number,

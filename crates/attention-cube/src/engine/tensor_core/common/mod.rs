@@ -61,9 +61,9 @@ pub(crate) struct FragmentKind {
     /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. This is
     /// possible only if the problem has no softcap, no bias and a positive scale.
     pub raw: bool,
-    /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernel that computes the bias
-    /// gradient sets this field to false. The forward adds the bias after softcap and score mod, so the bias gradient
-    /// does not have these derivatives as factors.
+    /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernels of the gradients of the
+    /// bias and of a table set this field to false. These gradients do not have the derivatives as factors, because the
+    /// forward adds the bias and reads the table after the softcap.
     pub has_slope: bool,
     pub bias_reads: BiasReads,
 }

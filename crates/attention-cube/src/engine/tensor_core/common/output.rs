@@ -87,7 +87,7 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalizes each of the thread's two rows. If a row sees no key, the function sets the row's
-/// elements of O to 0. With dropout, the factor includes `kept`, which is 1 / (1 − drop probability). If
+/// elements of O to 0. The factor includes `output_factor` (see [`output_factor`](super::dropout::output_factor)). If
 /// `writes_logsumexp`, the function also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
@@ -97,7 +97,7 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     logsumexp: &mut Tensor<f32>,
     writes_logsumexp: bool,
     arguments: &ScoreArguments,
-    kept: f32,
+    output_factor: f32,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
@@ -136,8 +136,8 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     };
     if comptime!(kind.score.dropout) {
         factors = Pair {
-            first: first.factor * kept,
-            second: second.factor * kept,
+            first: first.factor * output_factor,
+            second: second.factor * output_factor,
         };
     }
     OutputPart::<NO> {

@@ -30,8 +30,8 @@ const fn distance_step(column: usize, side: Side) -> i32 {
     }
 }
 
-/// True if no two distances between keys and queries of the warp's fragment have opposite signs. The fragment has
-/// `columns` columns. All lanes of the warp get the same result.
+/// True only if, in each lane of the warp, no two distances between keys and queries of the fragment have opposite
+/// signs. The fragment has `columns` columns. All lanes get the same result.
 #[cube]
 pub(crate) fn is_one_sided<F: Float, NB: Size>(
     rows: &RowPair,

@@ -1,7 +1,6 @@
 //! Computes scores without the bias: scales the dot products and applies the softcap.
 
 use crate::math::score::{ScoreArguments, ScoreKind, widely_capped};
-use crate::math::score_mod::kernel::adds_bias;
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{exp2, fmin_nan, reciprocal};
 use cubecl::prelude::*;
@@ -29,9 +28,10 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
         } else {
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
-    } else if comptime!(adds_bias(kind.score_mod) || kind.bias && kind.score_mod.is_none()) {
+    } else if comptime!(kind.adds_to_product()) {
         // In the forward and in the backward, the compiler fuses this multiplication by the scale with the addition of the
-        // bias, or of the number that the score mod adds. Both passes therefore round the score in the same way.
+        // bias, or of the number that the score mod adds. Both passes therefore round the sum in the same way. The numbers
+        // that ALiBi adds may differ between the passes by 2⁻²⁴ of their size.
         dot * arguments.scale
     } else {
         fma(dot, arguments.scale, 0.0f32)

@@ -18,8 +18,8 @@ pub(crate) struct TileKind {
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
-    /// The number of keys per page, a multiple of the keys per block. The field is 0 if the keys of a sequence are
-    /// contiguous.
+    /// The number of keys per page. The field is 0 if the keys of a sequence are contiguous. In the mma engine, a page is
+    /// a multiple of the keys per block.
     pub page_len: usize,
 }
 

@@ -43,7 +43,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     arguments: &ScoreArguments,
-    kept: f32,
+    output_factor: f32,
     #[comptime] shape: OutputShape,
     #[comptime] kind: FragmentKind,
 ) {
@@ -55,7 +55,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         logsumexp,
         writes_logsumexp,
         arguments,
-        kept,
+        output_factor,
         shape.columns,
         kind,
     );

@@ -297,9 +297,9 @@ pub(crate) fn forward_tiles(
 ///
 /// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter.
 /// In all other cases, CTAs are persistent only if there are more tiles (counted once per split) than multiprocessors.
-/// Also, all work items must have equal work, or many must have none because of `query_lengths`: a persistent CTA skips
-/// tiles without queries, while a CTA of its own would first have to start. A work item is a tile, or a pair of a tile
-/// and its mirror image in the sequence.
+/// Also, all work items must have equal work, or many must have none because of `query_lengths`. A persistent CTA only
+/// writes zeros for a tile without queries, while a CTA of its own would first have to start. A work item is a tile, or
+/// a pair of a tile and its mirror image in the sequence.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -341,9 +341,10 @@ mod tests {
         let widths =
             (1..=576).flat_map(|head_dim| (1..=512).map(move |value_dim| (head_dim, value_dim)));
         for (head_dim, value_dim) in widths {
-            for biased in [false, true] {
+            for (biased, mask_block) in [(false, None), (true, None), (false, Some(128))] {
                 let choice = ForwardChoice {
-                    masked: biased,
+                    masked: biased || mask_block.is_some(),
+                    mask_block,
                     loads_bias_by_tma: biased,
                     ..ForwardChoice::default()
                 };

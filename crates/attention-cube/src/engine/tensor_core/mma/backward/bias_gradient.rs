@@ -240,7 +240,12 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all query tiles of the CTA have the same biases. A CTA without query tiles loads the
+    comptime!(assert!(
+        !(visits.along_diagonal && kind.fragment.reads_ahead()),
+        "the tiles of a diagonal have different biases"
+    ));
+    // Load the biases once, since all query tiles of the CTA have the same biases. Along a diagonal, the kernel loads
+    // biases later, and this call returns zeros. A CTA without query tiles loads the
     // biases of the last query tile that uses the bias tile, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,

@@ -79,7 +79,7 @@ pub(crate) fn pages_of_rows(
     let mut found = Vector::<u32, Const<MOST_BOXES>>::zeroed();
     if comptime!(kind.page_len > 0) {
         let of_box = comptime!(box_rows(rows, kind.page_len));
-        let own = pages.entries + (batch * pages.stride) as u64 * 4u64;
+        let own = pages.entries + batch as u64 * pages.stride as u64 * 4u64;
         #[unroll]
         for index in 0..comptime!(rows / of_box) {
             let row = first as u32 + comptime!((index * of_box) as u32);

@@ -51,13 +51,15 @@ impl WgmmaForwardTiles {
         }
     }
 
-    /// True if TMA can read K and V from pages of `page_len` keys without a copy.
+    /// True if TMA can read K and V from pages of `page_len` keys without a copy. A box has whole groups of 8 rows, after
+    /// which the swizzle of shared memory repeats.
     pub(crate) const fn reads_pages(&self, page_len: usize) -> bool {
         let rows = match self {
             Self::SplitM(tiles) => tiles.keys,
             Self::SplitD(_) => WgmmaSplitDTiles::VALUE_KEYS,
         };
-        box_rows(rows, page_len) >= LEAST_BOX
+        let of_box = box_rows(rows, page_len);
+        of_box >= LEAST_BOX && of_box.is_multiple_of(8)
     }
 
     /// True if the shape of the tiles allows TMA to store the output. The launch uses TMA only if, in addition, each

@@ -14,6 +14,9 @@ use cubecl::prelude::*;
 
 /// The visits of all CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence
 /// that uses the bias tile. The fields `query_tile`, `key_tile`, `head` and `batch` are the indices of the bias tile.
+///
+/// The visits may also be those of all CTAs that share a diagonal of tiles. A visit is then one tile of the diagonal. The
+/// first tile takes the place of the bias tile, and `query_tiles` is the number of tiles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Visits {

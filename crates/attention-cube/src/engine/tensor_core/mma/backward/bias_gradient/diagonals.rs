@@ -1,12 +1,13 @@
 //! Sums dS along diagonals on tensor cores, for the gradient of a score mod's table.
 //!
-//! Algorithm. A *tile diagonal* is the square tiles whose query tile and key tile have the same difference. A score's
-//! place in such a tile determines its distance. A CTA therefore adds the dS of all tiles of a tile diagonal in the
+//! Algorithm. A *tile diagonal* consists of all square tiles with the same difference between query tile and key tile. A
+//! score's place in such a tile determines its distance. A CTA therefore adds the dS of all tiles of a tile diagonal in the
 //! same registers, as for a bias that is broadcast. At the end, it sums the registers of each distance. The order of
 //! all additions is fixed, so results are bitwise equal in every run.
 //!
 //! Tensors. The operands of the bias gradient, and `sums [splits · batch, q_heads, tile diagonals, 128]` in f32. Element
-//! `i` of the last dimension is for the query `i − 63` positions after the key, within a tile. Element 127 is 0.
+//! `i` of the last dimension sums the scores whose query lies `i − 63` positions after the key, within a tile. Element
+//! 127 is 0.
 //!
 //! Budget and schedule. Those of the bias gradient. The last sums need a tile in shared memory, in f32.
 //!
@@ -15,11 +16,12 @@
 use super::block_range::Visits;
 use super::load::operands;
 use super::{BiasGradientOperands, BiasGrid, sum_visits};
-use crate::auxiliary::table_gradient::diagonals::tile_difference;
+use crate::auxiliary::table_gradient::diagonals::{TILE, tile_difference};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use crate::math::schedule::{block_count, work_tile};
+use crate::math::visibility::seq_info;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::{load_shared, shared_address, store_shared, uniform};
 use cubecl::prelude::*;
@@ -43,13 +45,23 @@ pub(crate) fn diagonal_sums<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS
         let own = work_tile(&bias_grid.grid, index, false);
         let size = comptime!(tiles.columns as i32);
         let seq_lens = &scoring.masking.seq_lens;
-        let difference = tile_difference(own.tile);
+        let difference = tile_difference(own.tile, seq_lens.kv_len);
         let first_query = max(difference, 0i32);
         let first_key = max(-difference, 0i32);
-        let count = min(
+        let tiles_of_diagonal = min(
             block_count(seq_lens.q_len, size) - first_query,
             block_count(seq_lens.kv_len, size) - first_key,
         );
+        // Without this test, the CTA would search all tiles of a diagonal that the window hides.
+        let info = seq_info(
+            seq_lens,
+            &scoring.masking.lengths_and_ids,
+            own.batch,
+            kind.fragment.structure,
+        );
+        let distance = difference * size + info.offset;
+        let hidden = distance - (size - 1i32) > info.left || distance + size - 1i32 < -info.right;
+        let count = select(hidden, 0i32, tiles_of_diagonal);
         let mut found = Vector::<f32, AS>::zeroed();
         if count > 0i32 {
             let visits = Visits {
@@ -100,10 +112,11 @@ fn sum_of_distance<AS: Size>(
     #[comptime] tiles: BiasGradientTiles,
 ) -> f32 {
     let size = comptime!(tiles.columns as i32);
-    // One word more than the columns, so that the words of a diagonal lie in different banks.
+    // One word more than the columns, so that the words that a warp reads together lie in different banks.
     let row_bytes = comptime!(4 * (tiles.columns as u32 + 1));
     comptime!(assert!(
         tiles.rows() == tiles.columns
+            && tiles.columns == TILE
             && tiles.units() == 2 * tiles.columns
             && 4 * tiles.rows() * (tiles.columns + 1) <= tiles.shared_memory(),
         "each unit sums a diagonal of a square tile in shared memory"
