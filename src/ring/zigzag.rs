@@ -136,7 +136,7 @@ mod tests {
             let zigzag = Zigzag::new(ranks, tokens).expect("6 is even");
             let mut visits = vec![0; tokens * tokens];
             let mut pairs = vec![0; ranks];
-            for rank in 0..ranks {
+            for (rank, pairs) in pairs.iter_mut().enumerate() {
                 for step in 0..ranks {
                     let owner = zigzag.owner(rank, step);
                     let call = zigzag.call(rank, owner);
@@ -148,7 +148,7 @@ mod tests {
                             .filter(|key| !call.causal || *key <= query)
                         {
                             visits[queries[query] * tokens + keys[key]] += 1;
-                            pairs[rank] += 1;
+                            *pairs += 1;
                         }
                     }
                 }

@@ -78,6 +78,7 @@ impl ScoreKind {
     }
 
     /// True if the derivative of a score with respect to `q·k` is not a constant, because of a softcap or a score mod.
+    #[cfg(feature = "cuda")]
     pub(crate) const fn has_slope(&self) -> bool {
         self.softcap || self.score_mod.is_some()
     }
