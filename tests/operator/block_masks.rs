@@ -99,7 +99,7 @@ fn block_mask_in_half_precision_equals_a_mask() {
             causal: Some(BottomRight),
             ..case([150, 230], [64, 64])
         });
-        for (width, block) in [(64, [128, 128]), (192, [64, 64]), (256, [1, 33])] {
+        for (width, block) in [(192, [64, 64]), (256, [1, 33])] {
             check(&Case {
                 batch: 1,
                 q_heads: 2,
@@ -111,6 +111,13 @@ fn block_mask_in_half_precision_equals_a_mask() {
             });
         }
     }
+    // On Hopper, the blocks of the plain kernel would cross the bounds of these elements.
+    check(&Case {
+        dtype: DType::BF16,
+        head_dim: 64,
+        value_dim: 64,
+        ..case([300, 520], [128, 128])
+    });
 }
 
 /// Returns a random tensor with 2 sequences, 4 heads and head size 16.
