@@ -198,7 +198,7 @@ mod tests {
             ([4, 16, 16, 4096, 4096, 64], Some(1)),
             ([1, 2, 1, 4096, 4096, 128], Some(4)),
             // Too many pieces of diagonals.
-            ([64, 64, 1, 64, 1 << 17, 64], None),
+            ([64, 128, 1, 128, 1 << 17, 64], None),
         ] {
             let plan = TableGradientPlan::on_matrix_units(&learned(sizes), &card, 4);
             let plan = plan.expect("the problem is served").expect("a table");
