@@ -278,8 +278,7 @@ impl AttentionOptions {
     ///
     /// The gradient costs an extra pass over all scores, which runs only if autodiff tracks the table. The pass uses tensor
     /// cores in half precision on NVIDIA cards, if the code is [`OF_DISTANCE`](LearnedScoreMod::OF_DISTANCE). Otherwise it
-    /// runs on scalar units.
-    /// A table without elements counts as absent. Shards return the gradient in
+    /// runs on scalar units. A table without elements counts as absent. Shards return the gradient in
     /// [`ShardGradients`](crate::shards::ShardGradients).
     ///
     /// ```

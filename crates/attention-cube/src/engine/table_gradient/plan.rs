@@ -151,7 +151,8 @@ pub(crate) fn tile_diagonals(problem: &AttentionProblem, size: usize) -> usize {
     tiles.max(2) - 1
 }
 
-/// Returns the bytes of shared memory of the kernel on scalar units: the operands, and the exchanged shares with their elements.
+/// Returns the bytes of shared memory of the kernel on scalar units: the operands, and the exchanged shares with their
+/// elements.
 fn shared_memory(tiles: &UnitTiles) -> usize {
     16 * tiles.stage_vectors() + 8 * tiles.units * tiles.columns_per_unit()
 }

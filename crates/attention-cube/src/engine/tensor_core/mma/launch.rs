@@ -3,6 +3,7 @@
 pub(super) mod backward;
 mod bias_gradient;
 mod diagonal_sums;
+mod score_gradient;
 
 use super::forward::split_d::forward_split_d;
 use super::forward::split_m::forward_split_m;

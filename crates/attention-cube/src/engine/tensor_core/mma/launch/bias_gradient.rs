@@ -1,26 +1,18 @@
 //! The launch of the bias gradient on tensor cores.
 
 use crate::auxiliary::lengths::BoundsOffsets;
-use crate::auxiliary::mask_bits::launch::pack;
-use crate::auxiliary::mask_bits::plan::MaskTile;
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::bias_gradient::launch::BiasGrid;
 use crate::engine::optional_inputs::bias_vector;
-use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::BiasReads;
-use crate::engine::tensor_core::common::launch::fragment_kind;
 use crate::engine::tensor_core::common::launch::{joined_sizes, scoring};
-use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::backward::bias_gradient::BiasGridLaunch;
 use crate::engine::tensor_core::mma::backward::bias_gradient::bias_gradient_split_m;
-use crate::engine::tensor_core::mma::backward::bias_gradient::{
-    BiasGradientOperandsLaunch, BiasGridLaunch,
-};
 use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use crate::kernel_args::tensor_arg;
-use crate::math::side::Side;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::tensor::CubeTensor;
-use cube_kit::launch::{address_type, cube_count};
+use cube_kit::launch::cube_count;
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {
@@ -34,8 +26,7 @@ impl BackwardPass<'_> {
         parts: usize,
         target: &CubeTensor,
     ) {
-        let (problem, inputs, optional_inputs) =
-            (self.problem, &self.inputs, &self.optional_inputs);
+        let (problem, optional_inputs) = (self.problem, &self.optional_inputs);
         let client = self.rows.client.clone();
         let shape = bias.meta.shape();
         let BiasGrid {
@@ -48,41 +39,14 @@ impl BackwardPass<'_> {
             Some(half) if !problem.has_code() => BiasReads::Ahead(half),
             _ => BiasReads::There,
         };
-        let kind = TileKind {
-            fragment: FragmentKind {
-                has_slope: false,
-                bias_reads,
-                ..fragment_kind(problem, Side::Queries)
-            },
-            heads: 1,
-            split: false,
-            page_len: 0,
-        };
-        let mask = pack(
-            inputs,
-            problem,
-            Side::Queries,
-            MaskTile::Rows(tiles.rows()),
-            tiles.columns,
-        );
+        let kind = self.kind_of_score_gradient(bias_reads);
+        let mask = self.mask_of_score_gradient(tiles);
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let gradient_vector = match shape[3].is_multiple_of(2) && !broadcast.queries {
             true => 2,
             false => 1,
         };
-        let addresses = address_type(
-            [
-                &inputs.query,
-                &inputs.key,
-                &inputs.value,
-                &self.output_gradient,
-                &self.rows,
-                target,
-            ]
-            .into_iter()
-            .chain(&mask.bits)
-            .chain(optional_inputs.beside_mask()),
-        );
+        let addresses = self.addresses_of_score_gradient(&mask, target);
         // SAFETY: the kernel reads the operands only inside their shapes: at rows below `q_len` or `kv_len` and at columns
         // below the head size. The kernel writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has
         // room for `parts` partial gradients.
@@ -92,13 +56,7 @@ impl BackwardPass<'_> {
                 cube_count(&client, cubes),
                 CubeDim::new_1d(tiles.units() as u32),
                 addresses,
-                BiasGradientOperandsLaunch::new(
-                    tensor_arg(&inputs.query),
-                    tensor_arg(&inputs.key),
-                    tensor_arg(&inputs.value),
-                    tensor_arg(&self.output_gradient),
-                    tensor_arg(&self.rows),
-                ),
+                self.operands_of_score_gradient(),
                 scoring(
                     problem,
                     offsets,

@@ -1,27 +1,20 @@
 //! The launch of the sums of dS along diagonals on tensor cores.
 
 use crate::auxiliary::lengths::BoundsOffsets;
-use crate::auxiliary::mask_bits::launch::pack;
-use crate::auxiliary::mask_bits::plan::MaskTile;
 use crate::auxiliary::table_gradient::diagonals::DISTANCES;
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::optional_inputs::bias_vector;
 use crate::engine::table_gradient::plan::tile_diagonals;
-use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::BiasReads;
-use crate::engine::tensor_core::common::launch::{fragment_kind, joined_sizes, scoring};
-use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::common::launch::{joined_sizes, scoring};
+use crate::engine::tensor_core::mma::backward::bias_gradient::BiasGridLaunch;
 use crate::engine::tensor_core::mma::backward::bias_gradient::diagonals::diagonal_sums;
-use crate::engine::tensor_core::mma::backward::bias_gradient::{
-    BiasGradientOperandsLaunch, BiasGridLaunch,
-};
 use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use crate::kernel_args::{grid, tensor_arg};
-use crate::math::side::Side;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
-use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {
@@ -35,8 +28,7 @@ impl BackwardPass<'_> {
         splits: usize,
         offsets: BoundsOffsets,
     ) -> CubeTensor {
-        let (problem, inputs, optional_inputs) =
-            (self.problem, &self.inputs, &self.optional_inputs);
+        let (problem, optional_inputs) = (self.problem, &self.optional_inputs);
         let client = self.rows.client.clone();
         let diagonals = tile_diagonals(problem, tiles.columns);
         let shape = [
@@ -53,36 +45,9 @@ impl BackwardPass<'_> {
             problem.batch,
             usize::MAX,
         );
-        let kind = TileKind {
-            fragment: FragmentKind {
-                has_slope: false,
-                bias_reads: BiasReads::There,
-                ..fragment_kind(problem, Side::Queries)
-            },
-            heads: 1,
-            split: false,
-            page_len: 0,
-        };
-        let mask = pack(
-            inputs,
-            problem,
-            Side::Queries,
-            MaskTile::Rows(tiles.rows()),
-            tiles.columns,
-        );
-        let addresses = address_type(
-            [
-                &inputs.query,
-                &inputs.key,
-                &inputs.value,
-                &self.output_gradient,
-                &self.rows,
-                &sums,
-            ]
-            .into_iter()
-            .chain(&mask.bits)
-            .chain(optional_inputs.beside_mask()),
-        );
+        let kind = self.kind_of_score_gradient(BiasReads::There);
+        let mask = self.mask_of_score_gradient(tiles);
+        let addresses = self.addresses_of_score_gradient(&mask, &sums);
         // SAFETY: the kernel reads the operands only inside their shapes: at rows below `q_len` or `kv_len` and at columns
         // below the head size. Each CTA writes the 128 elements of its tile diagonal to `sums`.
         unsafe {
@@ -91,13 +56,7 @@ impl BackwardPass<'_> {
                 cube_count(&client, cubes),
                 CubeDim::new_1d(tiles.units() as u32),
                 addresses,
-                BiasGradientOperandsLaunch::new(
-                    tensor_arg(&inputs.query),
-                    tensor_arg(&inputs.key),
-                    tensor_arg(&inputs.value),
-                    tensor_arg(&self.output_gradient),
-                    tensor_arg(&self.rows),
-                ),
+                self.operands_of_score_gradient(),
                 scoring(
                     problem,
                     offsets,

@@ -37,7 +37,8 @@ pub(crate) struct ForwardMaps<E: Float> {
     pub page_table: ComptimeOption<PageTable>,
 }
 
-/// The addresses of the TMA tensor maps of Q, K and V, the page table, and the factors that turn batch and head indices into TMA coordinates.
+/// The addresses of the TMA tensor maps of Q, K and V, the page table, and the factors that turn batch and head indices
+/// into TMA coordinates.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Sources {
