@@ -71,6 +71,53 @@ fn prompt_by_graph_matches_separate_launches() {
     });
 }
 
+/// Checks tokens that continue a text. Each graph continues texts of several lengths, so the copy of earlier keys and
+/// values that the graph reads must be refilled. The expected logits come from separate launches.
+#[test]
+fn continued_text_by_graph_matches_separate_launches() {
+    on_every_device(|fixture, gemma, device| {
+        if device.is_cube() && fixture.name != "dense-ple" {
+            return;
+        }
+        let model = gemma.model();
+        let vocabulary = gemma.config().vocab_size as u32;
+        let window = gemma.config().sliding_window;
+        let mut rng = StdRng::seed_from_u64(17);
+        let graphs = PromptGraphs::new(model.clone());
+        for (past, count) in [(40, 9), (window, 30), (3, 5), (70, 32), (55, 1), (90, 20)] {
+            let mut draw = |count: usize| -> Vec<u32> {
+                (0..count)
+                    .map(|_| rng.random_range(0..vocabulary))
+                    .collect()
+            };
+            let (earlier, rest, after) = (draw(past), draw(count), draw(2));
+            let run = |graphs: Option<&PromptGraphs>| {
+                let mut cache = model.cache(vec![0]);
+                let step = |cache: &mut _, text: &[u32]| {
+                    let tokens = tokens(&[text], &gemma.device());
+                    let logits = model.step(tokens, cache, Logits::Last(1));
+                    values(logits.expect("the tokens fit").expect("one position"))
+                };
+                step(&mut cache, &earlier);
+                let mut found = match graphs {
+                    Some(graphs) => {
+                        let next = graphs.read(&rest, &mut cache).expect("the tokens fit");
+                        next.logits().expect("the device works")
+                    }
+                    None => step(&mut cache, &rest),
+                };
+                assert_eq!(cache.len(), past + count);
+                for token in &after {
+                    found.extend(step(&mut cache, &[*token]));
+                }
+                found
+            };
+            let case = format!("{}, {count} tokens after {past}", fixture.name);
+            assert_close(&run(Some(&graphs)), &run(None), &case);
+        }
+    });
+}
+
 /// Checks generations on threads that did not load the weights. One thread uses a stream of its own, and another thread
 /// uses the stream on which the weights were loaded.
 #[test]

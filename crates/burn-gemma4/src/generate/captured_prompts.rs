@@ -1,22 +1,37 @@
-//! CUDA graphs of the model's forward passes over whole prompts, and the rules that decide which prompts get a graph.
+//! CUDA graphs of the model's forward passes over prompts, and the rules that decide which prompts get a graph.
+//!
+//! A prompt may continue from a KV cache with earlier tokens, such as those of a conversation or of a shared prefix. Its
+//! graph reads a copy of their keys and values, which is refilled before each replay.
 
 use crate::config::Gemma4Config;
 use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
+use crate::model::cache::history::History;
 use crate::model::cache::kind::CacheKind;
-use crate::model::cache::precision::KvPrecision;
 use crate::model::prompt_pass::PromptPass;
 use crate::op::graph_capture::CapturedGraph;
 use crate::op::stream::stream_of;
 use burn::backend::fusion::custom::StreamId;
 use burn::tensor::Tensor;
 use std::{
+    collections::HashMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, TryLockError},
 };
 
 /// The prompt lengths for which a graph is captured, in tokens. A prompt is padded to the next of these lengths.
 const LENGTHS: [usize; 10] = [32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048];
+
+/// The smallest number of tokens for which a graph of continued prompts copies the keys and values of full-attention
+/// layers. The number doubles for longer texts.
+const LEAST_CAPACITY: usize = 4096;
+
+/// The largest size of the copied keys and values of a graph of continued prompts, in bytes. Longer texts continue
+/// without a graph: their attention takes the device longer than the launches take the host.
+const MOST_HISTORY_BYTES: usize = 512 << 20;
+
+/// The largest number of graphs. Each graph keeps the memory of its intermediate tensors.
+const MOST_GRAPHS: usize = 16;
 
 /// The number of prompts of each padded length that run without a graph. The next prompt of this length captures a
 /// graph. A capture takes as long as about five prompts, so it does not pay off for a length that occurs only once.
@@ -42,6 +57,34 @@ impl fmt::Debug for CapturedPrompts {
     }
 }
 
+/// The size of a graph.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Size {
+    /// The number of tokens to which prompts are padded.
+    length: usize,
+    /// The number of earlier and new tokens for which the graph has slots, or `None` for whole prompts.
+    capacity: Option<usize>,
+}
+
+impl Size {
+    /// Returns the size of the graph for tokens that are padded to `length` and follow those in `cache`. Returns `None`
+    /// if no graph can continue from `cache`.
+    fn of(model: &Gemma4Model, length: usize, cache: &Cache) -> Option<Self> {
+        if cache.is_empty() {
+            let serves = cache.kind().is_plain() && cache.batch() == 1 && !cache.is_padded();
+            let capacity = None;
+            return serves.then_some(Self { length, capacity });
+        }
+        let end = cache.len() + length;
+        let capacity = end.next_power_of_two().max(LEAST_CAPACITY);
+        let serves = cache.fills_history()
+            && end <= model.config().max_position_embeddings
+            && History::bytes(model, capacity) <= MOST_HISTORY_BYTES;
+        let capacity = Some(capacity);
+        serves.then_some(Self { length, capacity })
+    }
+}
+
 #[derive(Default)]
 struct State {
     /// The stream on which the weights were loaded. The graphs are captured and replayed on this stream.
@@ -49,16 +92,17 @@ struct State {
     /// The number of tokens of the longest prompt that may have a graph, or `None` if this number has not been computed
     /// yet.
     longest: Option<usize>,
-    /// For each length in [`LENGTHS`], the number of prompts so far that were padded to this length.
-    seen: [usize; LENGTHS.len()],
-    /// For each length in [`LENGTHS`], the graph for prompts of this padded length, or `None` if no graph has been
-    /// captured yet.
-    graphs: [Option<CapturedGraph<PromptPass>>; LENGTHS.len()],
+    /// The number of prompts so far of each size.
+    seen: HashMap<Size, usize>,
+    /// The graphs. The least recently used graph comes first.
+    graphs: Vec<(Size, CapturedGraph<PromptPass>)>,
+    /// The copies of earlier keys and values, by their capacity. All graphs of one capacity share a copy.
+    histories: HashMap<usize, History>,
 }
 
 impl CapturedPrompts {
-    /// Finds the smallest length in [`LENGTHS`] to which a prompt of `count` tokens can be padded. Returns the index of
-    /// this length and the locked state of the graphs. Returns `None` if no graph can run the prompt on this stream.
+    /// Returns the length to which `count` tokens are padded, and the locked state of the graphs. Returns `None` if no
+    /// graph can run these tokens on this stream.
     fn state(&self, model: &Gemma4Model, count: usize) -> Option<(usize, MutexGuard<'_, State>)> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -78,62 +122,87 @@ impl CapturedPrompts {
         if count == 0 || count > longest || of_weights != current {
             return None;
         }
-        let index = LENGTHS.iter().position(|length| count <= *length)?;
-        Some((index, state))
+        let length = LENGTHS.into_iter().find(|length| count <= *length)?;
+        Some((length.min(longest), state))
     }
 
-    /// True if a graph may run over a whole prompt of `count` tokens. `kind` is the storage format of the prompt's KV
-    /// cache, which must be empty and have one sequence.
-    pub fn serve(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
-        is_plain(kind) && self.state(model, count).is_some()
+    /// True if a graph may run over a whole prompt of `count` tokens, with an empty KV cache of one sequence. `kind` is
+    /// the storage format of the cache.
+    pub fn serve_whole(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
+        kind.is_plain() && self.state(model, count).is_some()
     }
 
-    /// Runs the model over a whole prompt by replaying a graph, and writes the prompt's keys and values to `cache`.
-    /// Returns the normalized hidden state of the last token, `[1, 1, hidden]`.
+    /// True if a graph may run over `count` tokens that follow those in `cache`.
+    pub fn serve(&self, model: &Gemma4Model, count: usize, cache: &Cache) -> bool {
+        let state = self.state(model, count);
+        state.is_some_and(|(length, _)| Size::of(model, length, cache).is_some())
+    }
+
+    /// Runs the model over tokens that follow those in `cache` by replaying a graph, and appends their keys and values
+    /// to `cache`. Returns the normalized hidden state of the last token, `[1, 1, hidden]`.
     ///
-    /// Returns `None` and leaves `cache` unchanged if no graph can run the prompt. One case is a cache that is not
-    /// empty or has several sequences. Another case is the first prompt of each padded length.
+    /// Returns `None` and leaves `cache` unchanged if no graph can run the tokens. One case is a cache with several
+    /// sequences, or with fewer tokens than the window of sliding layers. Another case is the first prompt of each size.
     pub fn read(
         &self,
         model: &Gemma4Model,
-        prompt: &[u32],
+        tokens: &[u32],
         cache: &mut Cache,
     ) -> Option<Tensor<3>> {
-        if !is_plain(cache.kind()) || !cache.is_empty() || cache.batch() != 1 || cache.is_padded() {
+        let (length, mut state) = self.state(model, tokens.len())?;
+        let size = Size::of(model, length, cache)?;
+        let seen = state.seen.entry(size).or_default();
+        *seen += 1;
+        if *seen <= BEFORE_CAPTURE {
             return None;
         }
-        let (index, mut state) = self.state(model, prompt.len())?;
-        state.seen[index] += 1;
-        if state.seen[index] <= BEFORE_CAPTURE {
-            return None;
-        }
-        let mut graph = state.graphs[index].take().unwrap_or_else(|| {
-            let length = LENGTHS[index].min(state.longest.unwrap_or(LENGTHS[index]));
-            CapturedGraph::new(PromptPass::new(model, length))
-        });
-        graph.computation.overwrite(prompt);
+        let known = state.graphs.iter().position(|(other, _)| *other == size);
+        let mut graph = match known {
+            Some(index) => state.graphs.remove(index).1,
+            None => CapturedGraph::new(state.pass(model, size)),
+        };
+        graph.computation.overwrite(tokens, cache);
         let mut may_capture = true;
         let outputs = graph.run(&mut may_capture);
         match may_capture {
-            true => state.graphs[index] = Some(graph),
+            true => state.keep(size, graph),
             false => state.stop(),
         }
-        Some(outputs.store(model, prompt.len(), cache))
+        Some(outputs.store(tokens.len(), cache))
     }
 }
 
 impl State {
+    /// Creates the pass of a graph.
+    fn pass(&mut self, model: &Gemma4Model, size: Size) -> PromptPass {
+        let Some(capacity) = size.capacity else {
+            return PromptPass::new(model, size.length);
+        };
+        let history = self.histories.entry(capacity);
+        let history = history.or_insert_with(|| History::new(model, capacity));
+        PromptPass::after(model, size.length, history.clone())
+    }
+
+    /// Keeps a graph, and drops the least recently used one if there are too many.
+    fn keep(&mut self, size: Size, graph: CapturedGraph<PromptPass>) {
+        if self.graphs.len() == MOST_GRAPHS {
+            self.graphs.remove(0);
+            let graphs = &self.graphs;
+            let is_used = |capacity| {
+                let mut sizes = graphs.iter().map(|(size, _)| size);
+                sizes.any(|size| size.capacity == Some(capacity)) || size.capacity == Some(capacity)
+            };
+            self.histories.retain(|capacity, _| is_used(*capacity));
+        }
+        self.graphs.push((size, graph));
+    }
+
     /// Drops all graphs, and captures none from now on.
     fn stop(&mut self) {
         self.longest = Some(0);
-        self.graphs = Default::default();
+        self.graphs.clear();
+        self.histories.clear();
     }
-}
-
-/// True if the KV cache stores keys and values exactly as the model computes them. The captured passes support no other
-/// storage format.
-fn is_plain(kind: CacheKind) -> bool {
-    kind.precision == KvPrecision::Model && !kind.compact_keys
 }
 
 /// Returns the number of tokens of the longest prompt that may have a graph.

@@ -15,8 +15,8 @@ const PROCESSORS_CHUNK: usize = 512;
 const ACCELERATORS_CHUNK: usize = 8192;
 
 /// Prefills the prompt tokens that the cache does not hold yet. Returns the hidden state `[batch, 1, hidden]` of each
-/// prompt's last token, or `None` if the generation was cancelled. The pass over a single prompt may replay one of the
-/// `graphs`, which must belong to `model`.
+/// prompt's last token, or `None` if the generation was cancelled. The pass over the tokens of a single prompt may
+/// replay one of the `graphs`, which must belong to `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
     graphs: &CapturedPrompts,
@@ -29,8 +29,9 @@ pub(super) fn prefill(
     if let [prompt] = prompts[..]
         && options.graph_capture
         && !options.is_cancelled()
-        && prompt.len() <= chunk(model, 1, options)
-        && let Some(hidden) = graphs.read(model, prompt, cache)
+        && let Some(tokens) = prompt.get(cache.len()..)
+        && tokens.len() <= chunk(model, 1, options)
+        && let Some(hidden) = graphs.read(model, tokens, cache)
     {
         return Ok(Some(hidden));
     }

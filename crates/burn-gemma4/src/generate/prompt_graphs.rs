@@ -14,10 +14,11 @@ pub(crate) use without_graphs::CapturedPrompts;
 /// A model with CUDA graphs of its forward passes over prompts. A [`Gemma4`](crate::Gemma4) does not need this type,
 /// because it holds such graphs itself.
 ///
-/// Prompts of up to 2,048 tokens may have a graph. In large models this limit is lower. The first prompt of each padded
-/// length runs without a graph. Prompts on a thread that did not load the weights also run without graphs: see
+/// Prompts of up to 2,048 tokens may have a graph, and so may as many tokens that continue a text. In large models this
+/// limit is lower. The first prompt of each padded length runs without a graph. Prompts on a thread that did not load the weights also run without graphs: see
 /// [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights). Each graph keeps the memory of its
-/// intermediate tensors: 0.8 GB for all lengths of E2B. Clones share the graphs.
+/// intermediate tensors: 0.8 GB for all lengths of E2B. The graphs for continued texts also keep copies of keys and
+/// values, at most 512 MiB for each power of two of the text's length. Clones share the graphs.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -47,8 +48,9 @@ impl PromptGraphs {
         }
     }
 
-    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token. If
-    /// the cache is empty, the function may replay a graph.
+    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token. The
+    /// function may replay a graph if the cache is empty, or if it has at least as many tokens as the window of sliding
+    /// layers.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if `tokens` is empty or has a token outside the vocabulary, or if the cache does not
@@ -81,14 +83,18 @@ mod without_graphs {
     pub(crate) struct CapturedPrompts;
 
     impl CapturedPrompts {
-        pub fn serve(&self, _model: &Gemma4Model, _count: usize, _kind: CacheKind) -> bool {
+        pub fn serve_whole(&self, _model: &Gemma4Model, _count: usize, _kind: CacheKind) -> bool {
+            false
+        }
+
+        pub fn serve(&self, _model: &Gemma4Model, _count: usize, _cache: &Cache) -> bool {
             false
         }
 
         pub fn read(
             &self,
             _model: &Gemma4Model,
-            _prompt: &[u32],
+            _tokens: &[u32],
             _cache: &mut Cache,
         ) -> Option<Tensor<3>> {
             None

@@ -2,6 +2,8 @@
 //! kernels do not support the model.
 
 use super::adapters::PassAdapters;
+#[cfg(feature = "cube")]
+use super::cache::history::Continuation;
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
@@ -59,6 +61,9 @@ pub(crate) enum KvDestination<'a> {
     /// the layers. Each tensor is `[batch, kv_heads, positions, head_dim]`.
     #[cfg(feature = "cube")]
     List(&'a mut Vec<[Tensor<4>; 2]>),
+    /// A copy of the keys and values of earlier tokens, after which the new tokens follow.
+    #[cfg(feature = "cube")]
+    History(Continuation<'a>),
 }
 
 /// The cosines and sines of the rotary embedding (RoPE) at a call's positions, for both layer types.
@@ -145,6 +150,10 @@ impl<O: Observer> PrefillOps<'_, O> {
             }
             #[cfg(feature = "cube")]
             KvDestination::List(list) => list.push([key.clone(), value.clone()]),
+            #[cfg(feature = "cube")]
+            KvDestination::History(continuation) => {
+                return continuation.extend(layer, kind, self.window, key, value);
+            }
             KvDestination::Dropped => (),
         }
         let visible = Visible {

@@ -48,7 +48,7 @@ pub struct Prefill {
     tokens: Vec<u32>,
     /// The adapter of the sequence, or `None` if the model runs without an adapter.
     adapter: Option<Arc<LoadedAdapter>>,
-    /// The CUDA graphs that can run a whole prompt, or `None` if the kernels are always launched one by one.
+    /// The CUDA graphs that can run a prompt, or `None` if the kernels are always launched one by one.
     graphs: Option<CapturedPrompts>,
     /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
     reused: usize,
@@ -131,8 +131,7 @@ impl Prefill {
         })
     }
 
-    /// Lets the prefill replay one of `graphs` if it processes the whole prompt at once. The graphs must belong to the
-    /// prefill's model.
+    /// Lets the prefill replay one of `graphs` for each of its chunks. The graphs must belong to the prefill's model.
     pub(crate) fn with_graphs(self, graphs: &CapturedPrompts) -> Self {
         Self {
             graphs: Some(graphs.clone()),
@@ -193,10 +192,13 @@ impl Prefill {
         self.tokens.len() - self.cache.len()
     }
 
-    /// True if one call of [`advance`](Self::advance) over the whole prompt may replay a CUDA graph. Callers should then not
-    /// divide the prompt into smaller chunks.
+    /// True if one call of [`advance`](Self::advance) over all remaining tokens may replay a CUDA graph. Callers should
+    /// then not divide these tokens into smaller chunks.
     pub fn replays(&self) -> bool {
-        self.cache.is_empty() && self.boundary.is_none() && self.has_graph()
+        let boundary = self
+            .boundary
+            .filter(|boundary| self.cache.len() < *boundary);
+        boundary.is_none() && self.has_graph()
     }
 
     /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of
@@ -204,14 +206,16 @@ impl Prefill {
     /// devices except Hopper cards. On slower devices, the computation takes longer than the launches. Reusing the keys
     /// and values of an earlier prompt then saves time.
     pub(super) fn is_fastest_whole(&self) -> bool {
-        crate::op::is_hopper(&self.model.device()) && self.has_graph()
-    }
-
-    /// True if a CUDA graph can run the whole prompt.
-    fn has_graph(&self) -> bool {
         let (count, kind) = (self.tokens.len(), self.cache.kind());
         let graphs = self.graphs.as_ref();
-        graphs.is_some_and(|graphs| graphs.serve(&self.model, count, kind))
+        crate::op::is_hopper(&self.model.device())
+            && graphs.is_some_and(|graphs| graphs.serve_whole(&self.model, count, kind))
+    }
+
+    /// True if a CUDA graph can run all remaining tokens.
+    fn has_graph(&self) -> bool {
+        let graphs = self.graphs.as_ref();
+        graphs.is_some_and(|graphs| graphs.serve(&self.model, self.remaining(), &self.cache))
     }
 
     /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. The chunk is shorter if the
@@ -228,13 +232,10 @@ impl Prefill {
             .saturating_add(chunk.max(1))
             .min(boundary.unwrap_or(self.tokens.len()));
         let is_last = end == self.tokens.len();
-        let is_whole = start == 0 && (is_last || boundary == Some(end));
-        let replayed = match &self.graphs {
-            Some(graphs) if is_whole => {
-                graphs.read(&self.model, &self.tokens[..end], &mut self.cache)
-            }
-            _ => None,
-        };
+        let replayed = self
+            .graphs
+            .as_ref()
+            .and_then(|graphs| graphs.read(&self.model, &self.tokens[start..end], &mut self.cache));
         let hidden = match replayed {
             Some(hidden) => is_last.then_some(hidden),
             None => self.run(start..end)?,

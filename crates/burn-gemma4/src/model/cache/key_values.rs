@@ -110,14 +110,16 @@ impl SharedKeyValues {
         }
     }
 
-    /// Lets the queries of each sequence see only the sequence's first keys. `lengths`, `[batch]`, is the number of
-    /// these keys in each sequence. The queries of a sequence must be at the position of the last of these keys. No
-    /// launch of a captured graph may write `lengths`.
+    /// Lets the queries of each sequence see only the sequence's first keys. `sliding` and `full`, each `[batch]`, are
+    /// the numbers of these keys in layers of the two types. The queries of a sequence must be at the position of the
+    /// last of these keys. No launch of a captured graph may write the numbers.
     #[cfg(feature = "cube")]
-    pub fn limit(&mut self, lengths: &Tensor<1, Int>) {
-        for key_values in [&mut self.sliding, &mut self.full].into_iter().flatten() {
-            key_values.visible.lengths = Some(lengths.clone());
-            key_values.visible.lengths_ahead = true;
+    pub fn limit(&mut self, sliding: &Tensor<1, Int>, full: &Tensor<1, Int>) {
+        for (key_values, lengths) in [(&mut self.sliding, sliding), (&mut self.full, full)] {
+            if let Some(key_values) = key_values {
+                key_values.visible.lengths = Some(lengths.clone());
+                key_values.visible.lengths_ahead = true;
+            }
         }
     }
 

@@ -22,6 +22,8 @@ mod rotated;
 pub(crate) mod checkpoint;
 pub(crate) mod columns;
 pub(crate) mod compact;
+#[cfg(feature = "cube")]
+pub(crate) mod history;
 pub(crate) mod key_values;
 pub(crate) mod kind;
 pub(crate) mod precision;

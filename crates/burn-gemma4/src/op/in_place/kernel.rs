@@ -124,6 +124,64 @@ pub(super) fn copy_row<N: Numeric, S: Size>(
     }
 }
 
+/// The sizes and strides of a copy of slots, in vectors. A slot holds the elements of one token and head.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct SlotCopy {
+    pub heads: u32,
+    /// The number of slots that the kernel copies from each head.
+    pub count: u32,
+    /// The number of vectors in a slot.
+    pub width: u32,
+    /// The number of slots of a head in the source. The copy continues at slot 0 after the last slot.
+    pub source_slots: u32,
+    /// The first slot that the kernel copies.
+    pub source_first: u32,
+    /// The number of vectors between two slots of the source.
+    pub source_slot_stride: u32,
+    /// The number of vectors between two heads of the source.
+    pub source_head_stride: u32,
+    /// The number of slots of a head in the target, which is contiguous.
+    pub target_slots: u32,
+}
+
+/// Copies consecutive slots of each head of the source to consecutive slots of the same head of the target. The first
+/// slot in the target is `first[0]`, or slot 0 without `first`. Drops slots beyond the end of the target.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn copy_slots<N: Numeric, S: Size>(
+    source: &Tensor<Vector<N, S>>,
+    first: ComptimeOption<&Tensor<i32>>,
+    target: &mut Tensor<Vector<N, S>>,
+    copy: SlotCopy,
+    #[define(N)] _number: ElemType,
+    #[define(S)] _vector: usize,
+) {
+    let mut target_first = 0u32;
+    #[comptime]
+    match &first {
+        ComptimeOption::Some(first) => target_first = u32::cast_from(first[0]),
+        ComptimeOption::None => {}
+    }
+    let of_head = copy.count as usize * copy.width as usize;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let mut at = ABSOLUTE_POS;
+    while at < copy.heads as usize * of_head {
+        let head = at / of_head;
+        let of_slot = (at % of_head) as u32;
+        let slot = of_slot / copy.width;
+        let vector = (of_slot % copy.width) as usize;
+        let from = (copy.source_first + slot) % copy.source_slots;
+        let to = target_first + slot;
+        if to < copy.target_slots {
+            let from = head * copy.source_head_stride as usize
+                + from as usize * copy.source_slot_stride as usize;
+            let to = (head * copy.target_slots as usize + to as usize) * copy.width as usize;
+            target[to + vector] = source[from + vector];
+        }
+        at += stride;
+    }
+}
+
 /// Overwrites the tokens with the chosen tokens, and adds one to each position and length. A chosen token of −1 means
 /// that there is no token, and becomes token 0.
 #[cube(launch_unchecked)]

@@ -3,6 +3,7 @@
 
 mod kernel;
 pub(crate) mod rows;
+pub(crate) mod slots;
 
 use crate::op::launch::{rows_of, vector_size};
 use burn::{
