@@ -49,6 +49,8 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
             };
             let mut prefill = prefill.expect("the prompt fits");
             let chunk = rng.random_range(1..40);
+            // Announce too few, too many or no sequences. The number must change only the size of the buffers.
+            batch.expect(rng.random_range(0..=2 * running.len() + 2));
             let first = loop {
                 if let Some(logits) = prefill.advance(chunk).expect("the device works") {
                     break token(&logits.choose(&[RowChoice::Argmax]).expect("one row"));
@@ -93,6 +95,7 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
         }
         assert_eq!(batch.len(), running.len());
     }
+    batch.free_if_empty();
     assert_eq!(batch.bytes(), 0, "an empty batch frees its buffers");
     for (index, sequence) in sequences.iter().enumerate() {
         let expected = &sequence.expected[..sequence.end];

@@ -191,8 +191,6 @@ fn integers(count: usize, device: &Device) -> Tensor<1, Int> {
 }
 
 impl Computation for PromptPass {
-    /// Capture at the first run, because the caller decides when a capture pays off.
-    const BEFORE_CAPTURE: usize = 0;
     type Outputs = PromptOutputs;
 
     fn compute(&self) -> PromptOutputs {

@@ -12,12 +12,15 @@ const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device. Repeating the computation must not change its result.
 pub(crate) trait Computation: 'static {
-    /// The number of calls of [`CapturedGraph::run`] before the call that captures the launches. A capture pays off
-    /// only for computations that repeat often.
-    const BEFORE_CAPTURE: usize;
-
     /// The output tensors.
     type Outputs: Clone;
+
+    /// The number of calls of [`CapturedGraph::run`] before the call that captures the launches. A capture pays off
+    /// only for computations that repeat often. The default is 0, for callers that decide by themselves when a capture
+    /// pays off.
+    fn before_capture(&self) -> usize {
+        0
+    }
 
     /// Launches the computation on the device.
     fn compute(&self) -> Self::Outputs;
@@ -69,7 +72,8 @@ impl<C: Computation> CapturedGraph<C> {
     /// allocated on another stream.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
-        let is_due = *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE;
+        let is_due =
+            *may_capture && self.graph.is_none() && self.runs > self.computation.before_capture();
         if is_due && !self.computation.is_local() {
             log::debug!("CUDA graph: no capture, because tensors were allocated on another thread");
             *may_capture = false;

@@ -10,13 +10,17 @@ use crate::error::RequestError;
 use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
 
 /// The default number of prompt tokens that are prefilled between two decode steps, on a CPU.
 const CPU_CHUNK: usize = 256;
 /// The default number of prompt tokens that are prefilled between two decode steps, on a GPU.
 const GPU_CHUNK: usize = 2048;
+
+/// The time after the last request in which the batch keeps its buffers and its CUDA graph. A new request then needs no
+/// capture of a graph, which takes as long as four decode steps without a graph.
+const BUFFERS_KEPT: Duration = Duration::from_secs(5);
 
 /// A request whose prompt is being prefilled.
 struct Prefilling<'a> {
@@ -85,9 +89,11 @@ impl<'a> Scheduler<'a> {
     pub fn run(&mut self, inbox: &Receiver<Message>) -> Result<(), Gemma4Error> {
         loop {
             if !self.receive(inbox) {
+                self.free_buffers();
                 return Ok(());
             }
             self.remove_abandoned();
+            self.batch.expect(self.expected_answers());
             self.read_prompts()?;
             self.decode()?;
             self.update_gauges();
@@ -103,7 +109,7 @@ impl<'a> Scheduler<'a> {
                 self.queue.is_empty() && self.prefilling.is_none() && self.running.is_empty();
             let is_draining = self.shared.is_draining();
             let message = match is_idle && !is_draining {
-                true => inbox.recv().map_err(|_| TryRecvError::Disconnected),
+                true => self.wait(inbox),
                 false => inbox.try_recv(),
             };
             match message {
@@ -116,6 +122,40 @@ impl<'a> Scheduler<'a> {
                 Err(TryRecvError::Disconnected) => return !is_idle,
             }
         }
+    }
+
+    /// Waits for a message. Frees the buffers of the batch if none comes for some time.
+    fn wait(&mut self, inbox: &Receiver<Message>) -> Result<Message, TryRecvError> {
+        self.update_gauges();
+        match inbox.recv_timeout(BUFFERS_KEPT) {
+            Ok(message) => return Ok(message),
+            Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
+            Err(RecvTimeoutError::Timeout) => self.free_buffers(),
+        }
+        inbox.recv().map_err(|_| TryRecvError::Disconnected)
+    }
+
+    fn free_buffers(&mut self) {
+        self.batch.free_if_empty();
+        self.update_gauges();
+    }
+
+    /// The number of answers that will be in the batch as soon as all prompts are prefilled for which there is room.
+    fn expected_answers(&self) -> usize {
+        let mut answers = self.running.len();
+        let mut longest = self.longest_reserved();
+        if let Some(prefilling) = &self.prefilling {
+            answers += prefilling.answers.len();
+            longest = longest.max(prefilling.reserved);
+        }
+        for job in &self.queue {
+            let (more, longer) = (answers + job.request.choices, longest.max(job.reserved()));
+            if !self.fits(more, longer) {
+                break;
+            }
+            (answers, longest) = (more, longer);
+        }
+        answers
     }
 
     /// Frees the unloaded adapters that no request uses, and the keys and values that were computed with them.
@@ -204,10 +244,19 @@ impl<'a> Scheduler<'a> {
     /// True if the KV cache and the batch have room for the answers of a request.
     fn has_room(&self, job: &Job) -> bool {
         let answers = self.running.len() + job.request.choices;
-        let longest = self.running.iter().map(|running| running.reserved);
-        let longest = longest.max().unwrap_or(0).max(job.reserved());
+        self.fits(answers, self.longest_reserved().max(job.reserved()))
+    }
+
+    /// True if the batch and the KV cache have room for `answers` answers of up to `longest` tokens.
+    fn fits(&self, answers: usize, longest: usize) -> bool {
         answers <= self.options.max_running
             && Shared::slots(answers, longest) <= self.shared.limits.kv_tokens
+    }
+
+    /// The largest number of tokens for which an answer in the batch has reserved space in the KV cache.
+    fn longest_reserved(&self) -> usize {
+        let reserved = self.running.iter().map(|running| running.reserved);
+        reserved.max().unwrap_or(0)
     }
 
     /// Starts the prefill of the first request in the queue, if the KV cache and the batch have room for its answers.

@@ -23,9 +23,9 @@ use std::marker::PhantomData;
 #[cfg(feature = "cube")]
 use std::sync::Arc;
 
-/// The batch shrinks its buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies while
-/// the decode step has a captured graph, because new buffers need a new capture. With a limit of one in two, a new
-/// capture would be needed whenever the number of sequences passes a power of two.
+/// A step shrinks the batch's buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies
+/// while the decode step has a captured graph, because new buffers need a new capture. With a limit of one in two, a
+/// new capture would be needed whenever the number of sequences passes a power of two.
 #[cfg(feature = "cube")]
 const LEAST_SHARE: usize = 4;
 
@@ -38,8 +38,9 @@ const LEAST_SHARE: usize = 4;
 /// On CubeCL devices a batch of up to 8 sequences runs the decode kernels. With NVIDIA's tensor cores in f16 or bf16,
 /// the limit is 64 sequences. The kernels run as CUDA graphs if the device supports them. A captured graph stays valid
 /// until the buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than a buffer
-/// row has slots, or if more sequences join than the buffers have rows. The buffers shrink if at most a quarter of the
-/// rows hold a sequence. See [`Decoder`](super::Decoder).
+/// row has slots, or if more sequences join than the buffers have rows. [`expect`](Self::expect) makes them grow only
+/// once for several sequences. The buffers shrink at a step for which at most a quarter of the rows hold a sequence. See
+/// [`Decoder`](super::Decoder).
 ///
 /// Sequences with different adapters are decoded in the same step. The first sequence with an adapter needs a new
 /// graph, and so does each adapter that joins for the first time.
@@ -51,6 +52,8 @@ pub struct Batch {
     count: usize,
     /// The number of sequences for which the cache's buffers have space.
     capacity: usize,
+    /// The number of sequences that the caller expects to be in the batch soon.
+    expected: usize,
     adapters: BatchAdapters,
     #[cfg(feature = "cube")]
     may_capture: bool,
@@ -83,6 +86,7 @@ impl Batch {
             kind,
             count: 0,
             capacity: 0,
+            expected: 0,
             adapters: BatchAdapters::default(),
             #[cfg(feature = "cube")]
             may_capture: true,
@@ -131,6 +135,24 @@ impl Batch {
         self.cache.bytes()
     }
 
+    /// Announces that up to `sequences` sequences will be in the batch soon, including those that are in it already. The
+    /// next join allocates buffer rows for all of them, and the batch keeps these rows until the next announcement.
+    /// Without an announcement, sequences that join one after another need a new graph whenever the rows have doubled.
+    pub fn expect(&mut self, sequences: usize) {
+        self.expected = sequences;
+    }
+
+    /// Frees the buffers and the captured graph if the batch is empty. A batch keeps both after its last sequence has
+    /// left, so that the next sequence can use them.
+    pub fn free_if_empty(&mut self) {
+        if self.count == 0 {
+            self.release();
+            self.adapters = BatchAdapters::default();
+            self.cache = Cache::ragged(self.model.config(), self.kind);
+            self.capacity = 0;
+        }
+    }
+
     /// Adds the sequence of a finished prefill, and returns the sequence's index. The sequence keeps the prefill's
     /// [adapter](Prefill::with_adapter). The same prefill may join several times, to
     /// generate several answers to one prompt.
@@ -156,6 +178,7 @@ impl Batch {
         #[cfg(feature = "cube")]
         if self.has_graph_of(prefill)
             && self.count < self.capacity
+            && self.expected <= self.capacity
             && self.cache.has_slots_for(prefill.cache())
         {
             self.cache.overwrite_row(self.count, prefill.cache());
@@ -166,8 +189,8 @@ impl Batch {
         }
         self.release();
         self.fit_capacity(self.count + 1);
-        if self.count == self.capacity {
-            let capacity = (self.capacity * 2).max(1);
+        let capacity = (self.count + 1).max(self.expected).next_power_of_two();
+        if capacity > self.capacity {
             self.cache.set_capacity(capacity, self.count);
             self.capacity = capacity;
         }
@@ -179,7 +202,8 @@ impl Batch {
         Ok(index)
     }
 
-    /// Removes the sequence at `index`. The last sequence moves to this index.
+    /// Removes the sequence at `index`. The last sequence moves to this index. The buffers stay allocated as long as
+    /// their captured graph is valid: see [`free_if_empty`](Self::free_if_empty).
     ///
     /// # Panics
     /// Panics if the batch has no sequence at `index`.
@@ -190,10 +214,7 @@ impl Batch {
         self.adapters.leave(index);
         self.count -= 1;
         #[cfg(feature = "cube")]
-        if self.graph.is_some()
-            && !self.has_unused_adapters()
-            && self.count * LEAST_SHARE > self.capacity
-        {
+        if self.graph.is_some() && !self.has_unused_adapters() {
             if index < self.count {
                 self.cache.overwrite_row_by(self.count, index);
             }
@@ -205,9 +226,7 @@ impl Batch {
             self.cache.move_row(self.count, index);
         }
         if self.count == 0 {
-            self.adapters = BatchAdapters::default();
-            self.cache = Cache::ragged(self.model.config(), self.kind);
-            self.capacity = 0;
+            self.free_if_empty();
         } else if self.count * 2 <= self.capacity {
             self.capacity /= 2;
             self.cache.set_lengths(&lengths);
@@ -285,8 +304,8 @@ impl Batch {
         self.step(tokens)?.choose(&choices)
     }
 
-    /// Checks the sequences' tokens. If the buffers need more slots for the next step, first removes the buffer rows
-    /// without a sequence. Otherwise the rows without a sequence would get more slots too.
+    /// Checks the sequences' tokens. Removes buffer rows without a sequence if there are many of them, or if the buffers
+    /// need more slots for the next step. Otherwise the rows without a sequence would get more slots too.
     fn prepare(&mut self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let config = self.model.config();
         let refuse = |reason: String| {
@@ -308,7 +327,10 @@ impl Batch {
             ));
         }
         #[cfg(feature = "cube")]
-        if self.graph.is_some() && self.cache.len() >= self.cache.room() {
+        if self.graph.is_some()
+            && (self.count.max(self.expected) * LEAST_SHARE <= self.capacity
+                || self.cache.len() >= self.cache.room())
+        {
             let lengths = self.lengths();
             if self.fit_capacity(self.count) {
                 self.set_lengths(lengths);
@@ -317,11 +339,11 @@ impl Batch {
         Ok(())
     }
 
-    /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences`. Returns true if the
-    /// number of rows has changed. Callers reduce the rows before the buffers get more slots, so that the buffers stay
-    /// within [`largest_slots`](Self::largest_slots).
+    /// Reduces the number of buffer rows to the smallest power of two that is at least `sequences` and at least the
+    /// number of expected sequences. Returns true if the number of rows has changed. Callers reduce the rows before the
+    /// buffers get more slots, so that the buffers stay within [`largest_slots`](Self::largest_slots).
     fn fit_capacity(&mut self, sequences: usize) -> bool {
-        let capacity = sequences.next_power_of_two();
+        let capacity = sequences.max(self.expected).next_power_of_two();
         if capacity >= self.capacity {
             return false;
         }
@@ -401,7 +423,7 @@ impl Batch {
             let graph = GraphCapture::new(&self.model, &self.cache);
             let graph = graph.map(|graph| {
                 let adapters = self.adapters.stack().map(select);
-                graph.with_adapters(adapters)
+                graph.with_adapters(adapters).capturing_at_once()
             });
             self.graph = match self.may_capture {
                 true => graph,

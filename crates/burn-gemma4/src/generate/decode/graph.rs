@@ -9,7 +9,7 @@ use super::{
     guessed::Streams,
     inputs::{AdapterInputs, Begun, Inputs, Uploaded},
     mode::DecodeMode,
-    position::{Outputs, Position},
+    position::{CAPTURED_AFTER, Outputs, Position},
     round::Round,
 };
 use crate::config::LayerType;
@@ -33,6 +33,8 @@ use std::{
 /// the cache's buffers invalidates the graphs.
 pub(super) struct GraphCapture {
     may_capture: bool,
+    /// The number of forward passes before a capture.
+    captured_after: usize,
     /// The forward passes. The key is the number of positions per sequence.
     passes: BTreeMap<usize, CapturedGraph<Position>>,
     /// The runs of the drafter (drafting rounds). The key is the number of draft tokens per sequence.
@@ -65,6 +67,7 @@ impl GraphCapture {
         let serves = DecodeOps::serve(model, cache.batch());
         serves.then_some(Self {
             may_capture: true,
+            captured_after: CAPTURED_AFTER,
             passes: BTreeMap::new(),
             rounds: BTreeMap::new(),
             sampler: None,
@@ -84,6 +87,15 @@ impl GraphCapture {
     /// The adapters that the rows select, or `None` if no row selects an adapter.
     pub fn adapters(&self) -> Option<&AdapterInputs> {
         self.adapters.as_ref()
+    }
+
+    /// Captures the first forward pass already. This suits a batch, whose graph serves further sequences after the first
+    /// ones have ended.
+    pub fn capturing_at_once(self) -> Self {
+        Self {
+            captured_after: 0,
+            ..self
+        }
     }
 
     pub fn without_graph_capture(mut self) -> Self {
@@ -318,6 +330,7 @@ impl GraphCapture {
                 let position = Position {
                     sampler,
                     adapters: self.adapters.clone(),
+                    captured_after: self.captured_after,
                     ..position(model, cache, count, from_host)
                 };
                 place.insert(CapturedGraph::new(position))
@@ -365,5 +378,6 @@ fn position(
         from_host,
         sampler: None,
         adapters: None,
+        captured_after: CAPTURED_AFTER,
     }
 }

@@ -19,7 +19,7 @@ use crate::op::stream::StreamCheck;
 use crate::op::{gemv, make_edges_programmatic};
 use burn::tensor::{Device, Int, Tensor};
 
-/// The number of decode steps before a CUDA graph is captured. A capture does not pay off for a short text.
+/// The number of decode steps of a text before a CUDA graph is captured. A capture does not pay off for a short text.
 pub(super) const CAPTURED_AFTER: usize = 3;
 
 /// A forward pass of the decoder, with all tensors that its launches read and write.
@@ -43,6 +43,8 @@ pub(super) struct Position {
     pub sampler: Option<DeviceSampler>,
     /// The adapters that the rows select, or `None` if no row selects an adapter.
     pub adapters: Option<AdapterInputs>,
+    /// The number of passes before the launches are captured in a CUDA graph.
+    pub captured_after: usize,
 }
 
 /// The results of a forward pass.
@@ -74,8 +76,11 @@ impl Choice {
 }
 
 impl Computation for Position {
-    const BEFORE_CAPTURE: usize = CAPTURED_AFTER;
     type Outputs = Outputs;
+
+    fn before_capture(&self) -> usize {
+        self.captured_after
+    }
 
     fn compute(&self) -> Outputs {
         self.compute_by_parts(&mut |_| ())

@@ -63,8 +63,11 @@ impl Round {
 }
 
 impl Computation for Round {
-    const BEFORE_CAPTURE: usize = CAPTURED_AFTER;
     type Outputs = Draft;
+
+    fn before_capture(&self) -> usize {
+        CAPTURED_AFTER
+    }
 
     fn compute(&self) -> Draft {
         let position = self.inputs.positions.clone();

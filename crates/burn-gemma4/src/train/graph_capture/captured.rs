@@ -220,11 +220,13 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// The number of steps that run before the step that is captured. The value is 0, so the first step is captured.
-    /// The reason is that no other thread may use the device during a capture. In later steps, other threads of the
-    /// trainer read losses and write checkpoints.
-    const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
+
+    /// Returns 0, so the first step is captured. The reason is that no other thread may use the device during a
+    /// capture. In later steps, other threads of the trainer read losses and write checkpoints.
+    fn before_capture(&self) -> usize {
+        0
+    }
 
     fn compute(&self) -> Outputs {
         let mut buffers = self.buffers.read();
