@@ -32,6 +32,14 @@ fn token(results: &[RowResult]) -> u32 {
     results[0].token().expect("the logits are finite")
 }
 
+/// Returns the drawn token. If the device has not drawn it, draws it from the logits without recording it.
+fn drawn(result: &RowResult, sampler: &Sampler) -> u32 {
+    match result {
+        RowResult::Token(token) => token.expect("the logits are finite"),
+        RowResult::Logits(logits) => sampler.clone().sample(logits).expect("finite logits"),
+    }
+}
+
 /// Runs `sequences` in a batch with random joins and leaves. Each sequence must generate its expected tokens, which
 /// come from a generation without a batch.
 fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64, name: &str) {
@@ -75,16 +83,12 @@ fn run(gemma: &Gemma4, kind: CacheKind, mut sequences: Vec<Sequence>, seed: u64,
         // Half of the steps call `follow`, which may start the next step early. If a sequence joins or leaves before
         // the next step, the batch discards the early step.
         let next = match rng.random_bool(0.5) {
-            true => batch.follow(&tokens, rng.random_bool(0.7)),
+            true => batch.follow(&tokens, &choices, rng.random_bool(0.7)),
             false => batch.step(&tokens).and_then(|next| next.choose(&choices)),
         };
         let next = next.expect("the device works");
         for (index, next) in running.iter().zip(next) {
-            let token = match next {
-                RowResult::Token(token) => token.expect("finite"),
-                RowResult::Logits(logits) => sampler.clone().sample(&logits).expect("finite"),
-            };
-            sequences[*index].tokens.push(token);
+            sequences[*index].tokens.push(drawn(&next, &sampler));
         }
         for row in (0..running.len()).rev() {
             let sequence = &sequences[running[row]];
@@ -154,6 +158,68 @@ fn step_of_a_changing_batch_equals_single_sequences() {
             let sequences = (0..count).map(sequence).collect();
             let name = format!("{} on {}, {kind:?}", fixture.name, device.name);
             run(gemma, kind, sequences, seed, &name);
+        }
+    });
+}
+
+/// Sequences that draw with the same options and different seeds. After some steps, the captured step draws the tokens.
+/// One sequence joins before that and one after it. Then one leaves, so that the seeds of the rows change.
+#[test]
+fn follow_with_samplers_equals_single_sequences() {
+    on_every_device(|fixture, gemma, device| {
+        if device.is_cube() && fixture.name != "dense-ple" {
+            return;
+        }
+        let kind = CacheKind::default();
+        let mut batch = Batch::new(gemma.model(), kind).expect("the format is supported");
+        let sampling = |seed| Sampling {
+            temperature: 0.9,
+            top_k: Some(20),
+            top_p: Some(0.95),
+            seed: Some(seed),
+            ..Sampling::greedy()
+        };
+        let mut samplers: Vec<(usize, Sampler)> = Vec::new();
+        let mut found: Vec<Vec<u32>> = Vec::new();
+        let prompt = |index: usize| fixture.prompt[..fixture.prompt.len() - index].to_vec();
+        for step in 0..28 {
+            if [0, 3, 14].contains(&step) {
+                let index = found.len();
+                let mut sampler = Sampler::new(&sampling(7 + index as u64));
+                sampler.read(&prompt(index));
+                let mut prefill = Prefill::new(gemma.model(), prompt(index), kind).expect("fits");
+                let logits = prefill.advance(usize::MAX).expect("the device works");
+                let first = logits.expect("all is read");
+                let first = first.choose(&[RowChoice::Draw(&sampler)]).expect("one row");
+                let first = drawn(&first[0], &sampler);
+                sampler.read(&[first]);
+                found.push(vec![first]);
+                assert_eq!(batch.join(&prefill).expect("all is read"), samplers.len());
+                samplers.push((index, sampler));
+            }
+            if step == 20 {
+                batch.leave(0);
+                samplers.swap_remove(0);
+            }
+            let last = |(index, _): &(usize, Sampler)| *found[*index].last().expect("a token");
+            let tokens: Vec<u32> = samplers.iter().map(last).collect();
+            let choices = samplers.iter().map(|(_, sampler)| RowChoice::Draw(sampler));
+            let choices: Vec<RowChoice<'_>> = choices.collect();
+            let next = batch.follow(&tokens, &choices, step % 5 != 4);
+            for ((index, sampler), next) in samplers.iter_mut().zip(next.expect("finite")) {
+                let next = drawn(&next, sampler);
+                sampler.read(&[next]);
+                found[*index].push(next);
+            }
+        }
+        for (index, found) in found.iter().enumerate() {
+            let options = GenerateOptions {
+                sampling: sampling(7 + index as u64),
+                ..greedy(gemma, found.len())
+            };
+            let expected = alone(gemma, &prompt(index), &options);
+            let case = format!("{} on {}, sequence {index}", fixture.name, device.name);
+            assert_eq!(*found, expected, "{case}");
         }
     });
 }

@@ -161,7 +161,9 @@ impl Answers {
     fn step(&mut self, goes_on: bool) {
         let last = |(_, tokens): &(usize, Vec<u32>)| tokens[tokens.len() - 1];
         let last: Vec<u32> = self.running.iter().map(last).collect();
-        let next = self.batch.follow(&last, goes_on).expect("the device works");
+        let choices = vec![RowChoice::Argmax; last.len()];
+        let next = self.batch.follow(&last, &choices, goes_on);
+        let next = next.expect("the device works");
         for ((_, tokens), next) in self.running.iter_mut().zip(next) {
             tokens.push(next.token().expect("the logits are finite"));
         }

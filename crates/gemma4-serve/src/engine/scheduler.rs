@@ -392,13 +392,8 @@ impl<'a> Scheduler<'a> {
         let tokens: Vec<u32> = self.running.iter().map(|one| one.answer.last).collect();
         let answers = self.running.iter();
         let choices: Vec<RowChoice<'_>> = answers.map(|one| one.answer.row_choice()).collect();
-        let is_greedy = choices
-            .iter()
-            .all(|choice| matches!(choice, RowChoice::Argmax));
-        let results = match is_greedy {
-            true => self.batch.follow(&tokens, self.goes_on())?,
-            false => self.batch.step(&tokens)?.choose(&choices)?,
-        };
+        let goes_on = self.goes_on();
+        let results = self.batch.follow(&tokens, &choices, goes_on)?;
         let mut running = std::mem::take(&mut self.running);
         let goes_on: Vec<bool> = running
             .iter_mut()

@@ -1,5 +1,6 @@
 //! Lookahead: the decoder queues a decode step on the device before the caller requests the step.
 
+use super::graph::PassKind;
 use crate::op::reading::Reading;
 
 /// A decode step that the decoder has already queued on the device. The step's input tokens are the tokens that the previous
@@ -11,23 +12,27 @@ pub(super) struct Ahead {
     /// The input tokens of the step, one per row of the batch. A row's token is `None` if the previous step could not
     /// choose a token.
     tokens: Vec<Option<u32>>,
+    pass: PassKind,
     /// The pending copy of the step's chosen tokens to the host. Dropping the [`Reading`] waits until the copy has finished.
     chosen: Reading,
 }
 
 impl Ahead {
-    pub fn new(tokens: Vec<Option<u32>>, chosen: Reading) -> Self {
-        Self { tokens, chosen }
+    pub fn new(pass: PassKind, tokens: Vec<Option<u32>>, chosen: Reading) -> Self {
+        Self {
+            tokens,
+            pass,
+            chosen,
+        }
     }
 
-    /// Returns the tokens that the queued step chooses, if `tokens` equal the input tokens of the step's first rows.
-    /// Returns `None` if they differ. The step's remaining rows belong to no sequence, so their input tokens do not
-    /// matter.
-    pub fn after(self, tokens: &[u32]) -> Option<Reading> {
+    /// Returns the tokens that the queued step chooses, if it is a `pass` and `tokens` equal the input tokens of its
+    /// first rows. Returns `None` if they differ. The step's remaining rows belong to no sequence, so their input tokens
+    /// do not matter.
+    pub fn after(self, pass: PassKind, tokens: &[u32]) -> Option<Reading> {
         let first_rows = self.tokens.iter().take(tokens.len());
-        first_rows
-            .copied()
-            .eq(tokens.iter().copied().map(Some))
-            .then_some(self.chosen)
+        let is_wanted =
+            self.pass == pass && first_rows.copied().eq(tokens.iter().copied().map(Some));
+        is_wanted.then_some(self.chosen)
     }
 }

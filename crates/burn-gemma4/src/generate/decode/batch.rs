@@ -2,6 +2,8 @@
 
 use super::batch_adapters::BatchAdapters;
 #[cfg(feature = "cube")]
+use super::batch_sampler::BatchSampler;
+#[cfg(feature = "cube")]
 use super::graph::GraphCapture;
 #[cfg(feature = "cube")]
 use super::inputs::AdapterInputs;
@@ -59,6 +61,8 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
+    #[cfg(feature = "cube")]
+    sampler: BatchSampler,
     /// Makes the type `!Send`. A graph must be replayed on the thread that captured it, because only earlier work of
     /// that thread is certain to run before the replay.
     _of_one_thread: PhantomData<*const ()>,
@@ -92,6 +96,8 @@ impl Batch {
             may_capture: true,
             #[cfg(feature = "cube")]
             graph: None,
+            #[cfg(feature = "cube")]
+            sampler: BatchSampler::default(),
             _of_one_thread: PhantomData,
         })
     }
@@ -267,7 +273,7 @@ impl Batch {
         let count = self.count;
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {
-            let outputs = graph.step(&self.model, &mut self.cache, &tokens);
+            let outputs = graph.step(&self.model, &mut self.cache, &tokens, false);
             return Ok(RowLogits::of(outputs.into(), count));
         }
         self.cache.ensure_slots(self.cache.len() + 1);
@@ -282,26 +288,37 @@ impl Batch {
         Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
     }
 
-    /// Runs the model like [`step`](Self::step), and returns the most probable next token of each sequence. If
-    /// `goes_on` is true, the device starts the next step over the returned tokens before the host receives these
-    /// tokens. The batch discards that step if a sequence joins or leaves before the next call, or if the caller then
-    /// passes other tokens.
+    /// Runs the model like [`step`](Self::step), and chooses the next token of each sequence like
+    /// [`RowLogits::choose`]. If `goes_on` is true, the device starts the next step over the chosen tokens before the
+    /// host receives these tokens. The batch discards that step if a sequence joins or leaves before the next call, or
+    /// if the caller then passes other tokens.
+    ///
+    /// The device starts the next step early only if the captured step chooses the tokens. It does so if all sequences
+    /// take the argmax, or if all draw with the same options. Seeds may differ.
     ///
     /// # Errors
-    /// Passes on the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
-    pub fn follow(&mut self, tokens: &[u32], goes_on: bool) -> Result<Vec<RowResult>, Gemma4Error> {
+    /// Passes on the errors of [`step`](Self::step) and [`RowLogits::choose`].
+    pub fn follow(
+        &mut self,
+        tokens: &[u32],
+        choices: &[RowChoice<'_>],
+        goes_on: bool,
+    ) -> Result<Vec<RowResult>, Gemma4Error> {
         #[cfg(feature = "cube")]
-        if self.graph.is_some() {
+        if self.graph.is_some() && choices.len() == self.count {
             self.prepare(tokens)?;
-            if let Some(graph) = &mut self.graph {
-                let next = graph.follow(&self.model, &mut self.cache, tokens, goes_on)?;
+            let rows = self.cache.batch();
+            if let Some(graph) = &mut self.graph
+                && let Some(draws) = self.sampler.prepare(&self.model, graph, choices, rows)
+            {
+                let cache = &mut self.cache;
+                let next = graph.follow(&self.model, cache, tokens, draws, goes_on)?;
                 let of_sequences = next.into_iter().take(self.count);
                 return Ok(of_sequences.map(RowResult::Token).collect());
             }
         }
         let _ = goes_on;
-        let choices = vec![RowChoice::Argmax; tokens.len()];
-        self.step(tokens)?.choose(&choices)
+        self.step(tokens)?.choose(choices)
     }
 
     /// Checks the sequences' tokens. Removes buffer rows without a sequence if there are many of them, or if the buffers

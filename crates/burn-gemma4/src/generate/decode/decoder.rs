@@ -114,7 +114,8 @@ impl<'a> Decoder<'a> {
         if let Some(graph) = &mut self.graph
             && self.cache.has_begun()
         {
-            return Ok(graph.step(self.model, self.cache, tokens).into());
+            let draws = graph.sampler().is_some();
+            return Ok(graph.step(self.model, self.cache, tokens, draws).into());
         }
         self.plain_step(tokens, 1)
     }
@@ -141,9 +142,10 @@ impl<'a> Decoder<'a> {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph
             && self.cache.has_begun()
-            && graph.draws() == self.has_samplers
+            && graph.sampler().is_some() == self.has_samplers
         {
-            let next = graph.follow(self.model, self.cache, tokens, goes_on)?;
+            let draws = self.has_samplers;
+            let next = graph.follow(self.model, self.cache, tokens, draws, goes_on)?;
             return Ok(Some(next));
         }
         let _ = goes_on;
@@ -181,7 +183,8 @@ impl<'a> Decoder<'a> {
             && self.fits_kernels(self.cache.batch(), count)
             && let Some(graph) = &mut self.graph
         {
-            return Ok(graph.step(self.model, self.cache, tokens).into());
+            let draws = graph.sampler().is_some();
+            return Ok(graph.step(self.model, self.cache, tokens, draws).into());
         }
         self.plain_step(tokens, count)
     }
@@ -212,12 +215,14 @@ impl<'a> Decoder<'a> {
             let model = self.model;
             let (vocabulary, device) = (model.config().vocab_size, model.device());
             let sampler = DeviceSampler::new(samplers, vocabulary, model.dtype(), &device);
-            let graph = self.graph.map(|graph| graph.with_sampler(sampler));
-            Ok(Self {
-                graph,
+            let mut decoder = Self {
                 has_samplers: true,
                 ..self
-            })
+            };
+            if let Some(graph) = &mut decoder.graph {
+                graph.set_sampler(sampler);
+            }
+            Ok(decoder)
         }
         #[cfg(not(feature = "cube"))]
         Ok(self)

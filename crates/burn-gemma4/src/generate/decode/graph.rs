@@ -29,14 +29,22 @@ use std::{
     fmt,
 };
 
+/// The kind of a forward pass. Each kind has its own graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct PassKind {
+    /// The number of positions per sequence.
+    pub count: usize,
+    /// True if the sampler draws the next tokens. Otherwise the pass takes the argmax of each row.
+    pub draws: bool,
+}
+
 /// The forward passes of a decoder and the runs of its drafter (drafting rounds), with their captured graphs. Reallocating
 /// the cache's buffers invalidates the graphs.
 pub(super) struct GraphCapture {
     may_capture: bool,
     /// The number of forward passes before a capture.
     captured_after: usize,
-    /// The forward passes. The key is the number of positions per sequence.
-    passes: BTreeMap<usize, CapturedGraph<Position>>,
+    passes: BTreeMap<PassKind, CapturedGraph<Position>>,
     /// The runs of the drafter (drafting rounds). The key is the number of draft tokens per sequence.
     rounds: BTreeMap<usize, CapturedGraph<Round>>,
     /// The sampler that draws the next tokens on the device. Only forward passes over one token of each sequence use the
@@ -106,10 +114,16 @@ impl GraphCapture {
         }
     }
 
-    /// Replaces the sampler and drops all captured graphs.
-    pub fn with_sampler(mut self, sampler: Option<DeviceSampler>) -> Self {
-        self.release();
-        Self { sampler, ..self }
+    /// Replaces the sampler. Drops the queued decode step, and the captured graphs that draw with the old sampler.
+    pub fn set_sampler(&mut self, sampler: Option<DeviceSampler>) {
+        self.ahead = None;
+        self.passes.retain(|pass, _| !pass.draws);
+        self.sampler = sampler;
+    }
+
+    /// The sampler, or `None` if forward passes can only take the argmax.
+    pub fn sampler(&self) -> Option<&DeviceSampler> {
+        self.sampler.as_ref()
     }
 
     /// Drops the captured runs of the drafter, because the caller replaces the drafter.
@@ -136,21 +150,27 @@ impl GraphCapture {
         self.replayed = false;
     }
 
-    /// Runs a forward pass over `tokens`, `[batch · positions]`.
-    pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
-        let count = self.prepare(model, cache, tokens);
-        let outputs = self.run_pass(count);
-        cache.advance_by(count);
+    /// Runs a forward pass over `tokens`, `[batch · positions]`. If `draws` is true, the pass has one position per
+    /// sequence, and the sampler draws the next tokens.
+    pub fn step(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        draws: bool,
+    ) -> Outputs {
+        let kind = self.prepare(model, cache, tokens, draws);
+        let outputs = self.run_pass(kind);
+        cache.advance_by(kind.count);
         outputs
     }
 
-    /// Runs the forward pass over `count` positions per sequence. The pass must be in `passes`, and its inputs must be
-    /// written.
-    fn run_pass(&mut self, count: usize) -> Outputs {
+    /// Runs a forward pass. The pass must be in `passes`, and its inputs must be written.
+    fn run_pass(&mut self, kind: PassKind) -> Outputs {
         let pass = self
             .passes
-            .get_mut(&count)
-            .expect("the pass over `count` positions has been prepared");
+            .get_mut(&kind)
+            .expect("the pass has been prepared");
         let outputs = pass.run(&mut self.may_capture);
         self.replayed = pass.is_captured();
         outputs
@@ -161,14 +181,9 @@ impl GraphCapture {
         self.ahead = None;
     }
 
-    /// True if this decoder has a sampler that draws tokens on the device.
-    pub fn draws(&self) -> bool {
-        self.sampler.is_some()
-    }
-
     /// Runs a decode step over one token of each sequence and returns the next token of each row. The result is `None`
     /// for a row without a possible token. `tokens` are the input tokens of the first rows. The batch's remaining rows
-    /// have no sequence.
+    /// have no sequence. If `draws` is true, the sampler draws the next tokens.
     ///
     /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens.
     /// No step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
@@ -177,9 +192,12 @@ impl GraphCapture {
         model: &Gemma4Model,
         cache: &mut Cache,
         tokens: &[u32],
+        draws: bool,
         goes_on: bool,
     ) -> Result<Vec<Option<u32>>, Gemma4Error> {
-        let taken_up = self.ahead.take().and_then(|ahead| ahead.after(tokens));
+        let kind = PassKind { count: 1, draws };
+        let ahead = self.ahead.take();
+        let taken_up = ahead.and_then(|ahead| ahead.after(kind, tokens));
         let chosen = match taken_up {
             Some(chosen) => {
                 cache.advance_by(1);
@@ -188,28 +206,28 @@ impl GraphCapture {
             None => {
                 let mut rows = tokens.to_vec();
                 rows.resize(cache.batch(), 0);
-                Reading::begin(self.step(model, cache, &rows).chosen.tokens())
+                Reading::begin(self.step(model, cache, &rows, draws).chosen.tokens())
             }
         };
         let next = match goes_on && model.host_table.is_none() {
-            true => self.go_on(cache, &chosen),
+            true => self.go_on(kind, cache, &chosen),
             false => None,
         };
         let number = |token: i32| u32::try_from(token).ok();
         let tokens: Vec<Option<u32>> = chosen.wait()?.into_iter().map(number).collect();
-        self.ahead = next.map(|chosen| Ahead::new(tokens.clone(), chosen));
+        self.ahead = next.map(|chosen| Ahead::new(kind, tokens.clone(), chosen));
         Ok(tokens)
     }
 
     /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the pending copy of the
     /// tokens that the queued step chooses, or `None` if the cache's buffers are full.
-    fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
+    fn go_on(&mut self, kind: PassKind, cache: &Cache, chosen: &Reading) -> Option<Reading> {
         if cache.len() + 1 > cache.room() {
             return None;
         }
-        let pass = self.passes.get_mut(&1)?;
+        let pass = self.passes.get_mut(&kind)?;
         pass.computation.inputs.go_on(chosen.numbers.clone());
-        Some(Reading::begin(self.run_pass(1).chosen.tokens()))
+        Some(Reading::begin(self.run_pass(kind).chosen.tokens()))
     }
 
     pub fn step_by_parts(
@@ -219,13 +237,10 @@ impl GraphCapture {
         tokens: &[u32],
         after: &mut dyn FnMut(Part),
     ) -> Outputs {
-        let count = self.prepare(model, cache, tokens);
-        let pass = self
-            .passes
-            .get(&count)
-            .expect("the pass over `count` positions has been prepared");
+        let kind = self.prepare(model, cache, tokens, self.sampler.is_some());
+        let pass = self.passes.get(&kind).expect("the pass has been prepared");
         let outputs = pass.computation.compute_by_parts(after);
-        cache.advance_by(count);
+        cache.advance_by(kind.count);
         outputs
     }
 
@@ -260,11 +275,14 @@ impl GraphCapture {
         self.make_room(cache, 1 + count);
         let (guesses, begun) = self.run_round(drafter, model, cache, tokens, streams, count);
         let on_the_way = Reading::begin(guesses.tokens.clone());
-        let read = 1 + count;
-        let pass = self.pass(model, cache, read, None);
+        let kind = PassKind {
+            count: 1 + count,
+            draws: false,
+        };
+        let pass = self.pass(model, cache, kind, None);
         pass.computation.inputs.take_guesses(begun, guesses.tokens);
-        let outputs = self.run_pass(read);
-        cache.advance_by(read);
+        let outputs = self.run_pass(kind);
+        cache.advance_by(kind.count);
         (on_the_way, outputs)
     }
 
@@ -292,31 +310,41 @@ impl GraphCapture {
     }
 
     /// Prepares a forward pass over `tokens`: makes room in the cache, and uploads the tokens with their positions. Returns
-    /// the number of positions per sequence.
-    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
+    /// the kind of the pass, which draws only if it has one position per sequence.
+    fn prepare(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        draws: bool,
+    ) -> PassKind {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
+        let kind = PassKind {
+            count,
+            draws: draws && count == 1,
+        };
         let device = model.device();
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
         // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence instead of padding.
         cache.rotate();
-        let pass = self.pass(model, cache, count, from_host);
+        let pass = self.pass(model, cache, kind, from_host);
         pass.computation.inputs.overwrite(inputs);
-        count
+        kind
     }
 
-    /// Returns the forward pass over the next `count` positions of each sequence, and builds the pass if necessary. The
-    /// caller must write the inputs of the pass.
+    /// Returns a forward pass over the next positions of each sequence, and builds the pass if necessary. The caller must
+    /// write the inputs of the pass.
     fn pass(
         &mut self,
         model: &Gemma4Model,
         cache: &Cache,
-        count: usize,
+        kind: PassKind,
         from_host: Option<Tensor<1>>,
     ) -> &mut CapturedGraph<Position> {
-        match self.passes.entry(count) {
+        match self.passes.entry(kind) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
                 if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
@@ -326,12 +354,11 @@ impl GraphCapture {
             }
             Entry::Vacant(place) => {
                 let from_host = from_host.map(copied);
-                let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
-                    sampler,
+                    sampler: self.sampler.clone().filter(|_| kind.draws),
                     adapters: self.adapters.clone(),
                     captured_after: self.captured_after,
-                    ..position(model, cache, count, from_host)
+                    ..position(model, cache, kind.count, from_host)
                 };
                 place.insert(CapturedGraph::new(position))
             }

@@ -8,6 +8,8 @@
 mod ahead;
 mod batch;
 mod batch_adapters;
+#[cfg(feature = "cube")]
+mod batch_sampler;
 mod decoder;
 mod drafting;
 #[cfg(feature = "cube")]

@@ -2,7 +2,7 @@
 
 use super::sampler::Sampler;
 use crate::config::sampling::Sampling;
-use crate::op::{argmax::argmax, sample};
+use crate::op::{argmax::argmax, in_place::overwrite_integers, sample};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 /// The settings and state of a batch's samplers, as device tensors.
@@ -35,10 +35,7 @@ impl DeviceSampler {
         if !is_one || !sample::draws(device, dtype, vocabulary) {
             return None;
         }
-        let seeds = samplers.iter().flat_map(|sampler| {
-            let seed = sampler.seed();
-            [seed as u32, (seed >> 32) as u32]
-        });
+        let seeds: Vec<u64> = samplers.iter().map(|sampler| sampler.seed()).collect();
         let penalty = sampling.penalty();
         let seen = || {
             let rows = samplers.iter();
@@ -48,11 +45,17 @@ impl DeviceSampler {
         let suppressed = &sampling.suppress_tokens;
         Some(Self {
             draw: sampling.draw(vocabulary),
-            seeds: upload(seeds, device),
+            seeds: upload(seeds.iter().flat_map(halves), device),
             seen: (penalty != 1.0).then(|| (seen(), penalty)),
             suppressed: (!suppressed.is_empty())
                 .then(|| upload(words(suppressed, vocabulary), device)),
         })
+    }
+
+    /// Replaces the seeds of all rows in place. A captured CUDA graph that draws with this sampler stays valid.
+    pub fn overwrite_seeds(&self, seeds: &[u64]) {
+        let words = upload(seeds.iter().flat_map(halves), &self.seeds.device());
+        overwrite_integers(self.seeds.clone(), words.into_dispatch());
     }
 
     /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for
@@ -133,6 +136,11 @@ fn words<'a>(tokens: impl IntoIterator<Item = &'a u32>, vocabulary: usize) -> Ve
         }
     }
     words
+}
+
+/// Returns the low and the high word of a seed.
+fn halves(seed: &u64) -> [u32; 2] {
+    [*seed as u32, (*seed >> 32) as u32]
 }
 
 pub(crate) fn upload(words: impl IntoIterator<Item = u32>, device: &Device) -> Tensor<1, Int> {
