@@ -26,13 +26,12 @@ impl Ahead {
         }
     }
 
-    /// Returns the tokens that the queued step chooses, if it is a `pass` and `tokens` equal the input tokens of its
-    /// first rows. Returns `None` if they differ. The step's remaining rows belong to no sequence, so their input tokens
-    /// do not matter.
-    pub fn after(self, pass: PassKind, tokens: &[u32]) -> Option<Reading> {
-        let first_rows = self.tokens.iter().take(tokens.len());
+    /// Returns the tokens that the queued step chooses, if it is a `pass` over `tokens`. Returns `None` otherwise. A row
+    /// without a token belongs to no sequence, so its input token does not matter.
+    pub fn after(self, pass: PassKind, tokens: &[Option<u32>]) -> Option<Reading> {
+        let mut rows = tokens.iter().zip(&self.tokens);
         let is_wanted =
-            self.pass == pass && first_rows.copied().eq(tokens.iter().copied().map(Some));
+            self.pass == pass && rows.all(|(token, input)| token.is_none() || token == input);
         is_wanted.then_some(self.chosen)
     }
 }

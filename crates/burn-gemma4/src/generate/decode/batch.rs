@@ -50,8 +50,9 @@ pub struct Batch {
     model: Gemma4Model,
     cache: Cache,
     kind: CacheKind,
-    /// The number of sequences.
-    count: usize,
+    /// The buffer row of each sequence. A captured graph runs over all rows, so a sequence keeps its row while the graph
+    /// is valid. Without a graph, the sequences have the first rows.
+    rows: Vec<usize>,
     /// The number of sequences for which the cache's buffers have space.
     capacity: usize,
     /// The number of sequences that the caller expects to be in the batch soon.
@@ -88,7 +89,7 @@ impl Batch {
             model: model.clone(),
             cache: Cache::ragged(model.config(), kind),
             kind,
-            count: 0,
+            rows: Vec::new(),
             capacity: 0,
             expected: 0,
             adapters: BatchAdapters::default(),
@@ -121,19 +122,18 @@ impl Batch {
 
     /// The number of sequences.
     pub fn len(&self) -> usize {
-        self.count
+        self.rows.len()
     }
 
     /// True if the batch has no sequences.
     pub fn is_empty(&self) -> bool {
-        self.count == 0
+        self.rows.is_empty()
     }
 
     /// The number of tokens of each sequence in the KV cache.
     pub fn lengths(&self) -> Vec<usize> {
-        let mut lengths = self.cache.lengths();
-        lengths.truncate(self.count);
-        lengths
+        let lengths = self.cache.lengths();
+        self.rows.iter().map(|row| lengths[*row]).collect()
     }
 
     /// The size of the KV cache on the device in bytes.
@@ -151,7 +151,7 @@ impl Batch {
     /// Frees the buffers and the captured graph if the batch is empty. A batch keeps both after its last sequence has
     /// left, so that the next sequence can use them.
     pub fn free_if_empty(&mut self) {
-        if self.count == 0 {
+        if self.is_empty() {
             self.release();
             self.adapters = BatchAdapters::default();
             self.cache = Cache::ragged(self.model.config(), self.kind);
@@ -183,28 +183,29 @@ impl Batch {
         self.adapters.join(prefill.adapter(), &self.model.device());
         #[cfg(feature = "cube")]
         if self.has_graph_of(prefill)
-            && self.count < self.capacity
             && self.expected <= self.capacity
             && self.cache.has_slots_for(prefill.cache())
+            && let Some(row) = (0..self.capacity).find(|row| !self.rows.contains(row))
         {
-            self.cache.overwrite_row(self.count, prefill.cache());
+            self.cache.overwrite_row(row, prefill.cache());
             lengths.push(prefill.cache().len());
-            self.count += 1;
-            self.keep_graph(lengths);
-            return Ok(self.count - 1);
+            self.rows.push(row);
+            self.keep_graph(&lengths);
+            return Ok(self.len() - 1);
         }
         self.release();
-        self.fit_capacity(self.count + 1);
-        let capacity = (self.count + 1).max(self.expected).next_power_of_two();
+        self.move_to_first_rows();
+        self.fit_capacity(self.len() + 1);
+        let capacity = (self.len() + 1).max(self.expected).next_power_of_two();
         if capacity > self.capacity {
-            self.cache.set_capacity(capacity, self.count);
+            self.cache.set_capacity(capacity, self.len());
             self.capacity = capacity;
         }
-        let index = self.count;
+        let index = self.len();
         self.cache.write_row(index, prefill.cache(), self.capacity);
         lengths.push(prefill.cache().len());
-        self.count += 1;
-        self.set_lengths(lengths);
+        self.rows.push(index);
+        self.set_lengths(&lengths);
         Ok(index)
     }
 
@@ -214,31 +215,27 @@ impl Batch {
     /// # Panics
     /// Panics if the batch has no sequence at `index`.
     pub fn leave(&mut self, index: usize) {
-        assert!(index < self.count, "the batch has a sequence at `index`");
+        assert!(index < self.len(), "the batch has a sequence at `index`");
         let mut lengths = self.lengths();
         lengths.swap_remove(index);
         self.adapters.leave(index);
-        self.count -= 1;
+        self.rows.swap_remove(index);
         #[cfg(feature = "cube")]
         if self.graph.is_some() && !self.has_unused_adapters() {
-            if index < self.count {
-                self.cache.overwrite_row_by(self.count, index);
-            }
-            self.keep_graph(lengths);
+            self.keep_graph(&lengths);
             return;
         }
         self.release();
-        if index < self.count {
-            self.cache.move_row(self.count, index);
-        }
-        if self.count == 0 {
+        self.move_to_first_rows();
+        if self.is_empty() {
             self.free_if_empty();
-        } else if self.count * 2 <= self.capacity {
+        } else if self.len() * 2 <= self.capacity {
             self.capacity /= 2;
-            self.cache.set_lengths(&lengths);
-            self.cache.set_capacity(self.capacity, self.count);
+            self.cache
+                .set_lengths(&by_rows(&self.rows, &lengths, self.len(), 0));
+            self.cache.set_capacity(self.capacity, self.len());
         }
-        self.set_lengths(lengths);
+        self.set_lengths(&lengths);
     }
 
     /// Frees the batch's copy of an adapter. Does nothing while a sequence has the adapter.
@@ -254,7 +251,7 @@ impl Batch {
         {
             let lengths = self.lengths();
             self.release();
-            self.set_lengths(lengths);
+            self.set_lengths(&lengths);
         }
     }
 
@@ -268,24 +265,23 @@ impl Batch {
         self.prepare(tokens)?;
         // Give an arbitrary token to the buffer rows that have no sequence, because the caller does not receive the
         // logits of these rows.
-        let mut tokens = tokens.to_vec();
-        tokens.resize(self.cache.batch(), 0);
-        let count = self.count;
+        let tokens = by_rows(&self.rows, tokens, self.cache.batch(), 0);
+        let rows = self.rows.clone();
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {
             let outputs = graph.step(&self.model, &mut self.cache, &tokens, false);
-            return Ok(RowLogits::of(outputs.into(), count));
+            return Ok(RowLogits::of(outputs.into(), rows));
         }
         self.cache.ensure_slots(self.cache.len() + 1);
         let device = self.model.device();
         let shape = [tokens.len(), 1];
-        let adapters = self.adapters.pass(tokens.len(), &device);
+        let adapters = self.adapters.pass(&rows, tokens.len(), &device);
         let tokens = Tokens::upload(tokens, shape, &device);
         let hidden = self
             .model
             .step_adapted(&tokens, &mut self.cache, Logits::Last(1), adapters)?
             .expect("Logits::Last(1) gives a hidden state for every sequence");
-        Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), count))
+        Ok(RowLogits::of(Next::of_hidden(&self.model, hidden), rows))
     }
 
     /// Runs the model like [`step`](Self::step), and chooses the next token of each sequence like
@@ -305,16 +301,20 @@ impl Batch {
         goes_on: bool,
     ) -> Result<Vec<RowResult>, Gemma4Error> {
         #[cfg(feature = "cube")]
-        if self.graph.is_some() && choices.len() == self.count {
+        if self.graph.is_some() && choices.len() == self.len() {
             self.prepare(tokens)?;
-            let rows = self.cache.batch();
+            let (rows, count) = (&self.rows, self.cache.batch());
             if let Some(graph) = &mut self.graph
-                && let Some(draws) = self.sampler.prepare(&self.model, graph, choices, rows)
+                && let Some(draws) = self
+                    .sampler
+                    .prepare(&self.model, graph, choices, rows, count)
             {
+                let tokens: Vec<_> = tokens.iter().copied().map(Some).collect();
+                let tokens = by_rows(rows, &tokens, count, None);
                 let cache = &mut self.cache;
-                let next = graph.follow(&self.model, cache, tokens, draws, goes_on)?;
-                let of_sequences = next.into_iter().take(self.count);
-                return Ok(of_sequences.map(RowResult::Token).collect());
+                let next = graph.follow(&self.model, cache, &tokens, draws, goes_on)?;
+                let of_sequences = rows.iter().map(|row| RowResult::Token(next[*row]));
+                return Ok(of_sequences.collect());
             }
         }
         let _ = goes_on;
@@ -329,11 +329,11 @@ impl Batch {
             let argument = "tokens";
             Err(Gemma4Error::Argument { argument, reason })
         };
-        if tokens.is_empty() || tokens.len() != self.count {
+        if tokens.is_empty() || tokens.len() != self.len() {
             return refuse(format!(
                 "are {}; expected one for each of {} sequences",
                 tokens.len(),
-                self.count
+                self.len()
             ));
         }
         config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
@@ -345,12 +345,12 @@ impl Batch {
         }
         #[cfg(feature = "cube")]
         if self.graph.is_some()
-            && (self.count.max(self.expected) * LEAST_SHARE <= self.capacity
+            && (self.len().max(self.expected) * LEAST_SHARE <= self.capacity
                 || self.cache.len() >= self.cache.room())
         {
             let lengths = self.lengths();
-            if self.fit_capacity(self.count) {
-                self.set_lengths(lengths);
+            if self.fit_capacity(self.len()) {
+                self.set_lengths(&lengths);
             }
         }
         Ok(())
@@ -365,9 +365,22 @@ impl Batch {
             return false;
         }
         self.release();
+        self.move_to_first_rows();
         self.capacity = capacity;
-        self.cache.set_capacity(capacity, self.count);
+        self.cache.set_capacity(capacity, self.len());
         true
+    }
+
+    /// Moves the sequences to the first buffer rows. The graph must have been released.
+    fn move_to_first_rows(&mut self) {
+        let count = self.len();
+        let free = (0..count).filter(|row| !self.rows.contains(row));
+        let free: Vec<usize> = free.collect();
+        let beyond = self.rows.iter_mut().filter(|row| **row >= count);
+        for (row, free) in beyond.zip(free) {
+            self.cache.move_row(*row, free);
+            *row = free;
+        }
     }
 
     /// True if the batch has a graph that also serves the sequence of a prefill, whose adapter has joined already.
@@ -390,15 +403,16 @@ impl Batch {
 
     /// Sets the lengths of the sequences, but keeps the buffers and the captured graph. Discards a queued step.
     #[cfg(feature = "cube")]
-    fn keep_graph(&mut self, mut lengths: Vec<usize>) {
+    fn keep_graph(&mut self, lengths: &[usize]) {
         if let Some(graph) = &mut self.graph {
             graph.discard_lookahead();
             if let Some(adapters) = graph.adapters() {
-                adapters.overwrite(self.adapters.slots(&adapters.stack, self.capacity));
+                let (rows, count) = (&self.rows, self.capacity);
+                adapters.overwrite(self.adapters.slots(&adapters.stack, rows, count));
             }
         }
-        lengths.resize(self.capacity, 0);
-        self.cache.set_lengths(&lengths);
+        self.cache
+            .set_lengths(&by_rows(&self.rows, lengths, self.capacity, 0));
     }
 
     /// Drops the captured graphs, which hold handles to the buffers.
@@ -410,31 +424,35 @@ impl Batch {
     }
 
     /// Sets the length of each sequence in the KV cache, and prepares the decode kernels if they support the batch size.
-    fn set_lengths(&mut self, mut lengths: Vec<usize>) {
+    /// The graph must have been released.
+    fn set_lengths(&mut self, lengths: &[usize]) {
+        self.move_to_first_rows();
+        #[cfg(not(feature = "cube"))]
+        let rows = self.len();
         #[cfg(feature = "cube")]
-        {
+        let rows = {
             /// Without the decode kernels, the number of sequences in a forward pass is rounded up to a multiple of
             /// this number. Rounding keeps the set of different numbers small, because devices tune or compile kernels
             /// for each number of sequences.
             const ROWS: usize = 8;
             let most = gemv::most_rows(&self.model.device(), self.model.dtype());
-            let rows = match self.model.is_accelerated() {
+            match self.model.is_accelerated() {
                 true if self.capacity <= most => self.capacity,
-                true => self.count.next_multiple_of(ROWS).min(self.capacity),
-                false => self.count,
-            };
-            lengths.resize(rows, 0);
-        }
-        lengths.truncate(self.capacity);
-        self.cache.set_lengths(&lengths);
+                true => self.len().next_multiple_of(ROWS).min(self.capacity),
+                false => self.len(),
+            }
+        };
+        self.cache
+            .set_lengths(&by_rows(&self.rows, lengths, rows, 0));
         // The decode kernels write one buffer row per sequence, so the number of lengths must equal the number of buffer
         // rows.
         #[cfg(feature = "cube")]
-        if self.count > 0 && lengths.len() == self.capacity {
+        if !self.is_empty() && rows == self.capacity {
             let select = |stack: &Arc<AdapterStack>| {
                 let device = self.model.device();
                 let adapters = AdapterInputs::new(stack.clone(), self.capacity, &device);
-                adapters.overwrite(self.adapters.slots(stack, self.capacity));
+                let (rows, count) = (&self.rows, self.capacity);
+                adapters.overwrite(self.adapters.slots(stack, rows, count));
                 adapters
             };
             let graph = GraphCapture::new(&self.model, &self.cache);
@@ -448,4 +466,14 @@ impl Batch {
             };
         }
     }
+}
+
+/// Distributes one value per sequence over `count` buffer rows. `rows` has the buffer row of each sequence. The other rows
+/// get the value `other`.
+fn by_rows<T: Copy>(rows: &[usize], values: &[T], count: usize, other: T) -> Vec<T> {
+    let mut distributed = vec![other; count];
+    for (row, value) in rows.iter().zip(values) {
+        distributed[*row] = *value;
+    }
+    distributed
 }

@@ -60,20 +60,22 @@ impl BatchAdapters {
         self.stack.as_ref().filter(|_| is_used)
     }
 
-    /// Returns the slot of each buffer row in `stack`. Rows without a sequence have no adapter.
-    pub fn slots(&self, stack: &AdapterStack, rows: usize) -> Vec<i32> {
-        let of_sequences = self.of_sequences.iter();
-        let slot = |id: &Option<AdapterId>| id.and_then(|id| stack.slot(id));
-        let slots = of_sequences.map(|id| slot(id).unwrap_or(NO_ADAPTER));
-        let mut slots: Vec<i32> = slots.collect();
-        slots.resize(rows, NO_ADAPTER);
+    /// Returns the slot of each of `count` buffer rows in `stack`. Rows without a sequence have no adapter. `rows` has the
+    /// buffer row of each sequence.
+    pub fn slots(&self, stack: &AdapterStack, rows: &[usize], count: usize) -> Vec<i32> {
+        let mut slots = vec![NO_ADAPTER; count];
+        for (id, row) in self.of_sequences.iter().zip(rows) {
+            let slot = id.and_then(|id| stack.slot(id));
+            slots[*row] = slot.unwrap_or(NO_ADAPTER);
+        }
         slots
     }
 
-    /// Returns the adapters of a step over `rows` buffer rows, or `None` if no sequence has an adapter.
-    pub fn pass(&self, rows: usize, device: &Device) -> Option<PassAdapters> {
+    /// Returns the adapters of a step over `count` buffer rows, or `None` if no sequence has an adapter. `rows` has the
+    /// buffer row of each sequence.
+    pub fn pass(&self, rows: &[usize], count: usize, device: &Device) -> Option<PassAdapters> {
         let stack = self.stack()?;
-        let slots = TensorData::new(self.slots(stack, rows), [rows]);
+        let slots = TensorData::new(self.slots(stack, rows, count), [count]);
         let slots = Tensor::<1, Int>::from_data(slots, (device, DType::I32));
         Some(stack.pass(&slots))
     }

@@ -26,13 +26,14 @@ impl BatchSampler {
     /// Prepares the graph for the choices of the sequences. Returns true if the captured step draws the tokens, and
     /// false if it takes the argmax of each row. Returns `None` if the tokens must be chosen after the step.
     ///
-    /// `rows` is the number of buffer rows of the batch, which may exceed the number of sequences.
+    /// `rows` has the buffer row of each sequence. The batch has `count` buffer rows.
     pub fn prepare(
         &mut self,
         model: &Gemma4Model,
         graph: &mut GraphCapture,
         choices: &[RowChoice<'_>],
-        rows: usize,
+        rows: &[usize],
+        count: usize,
     ) -> Option<bool> {
         let is_argmax = |choice: &RowChoice<'_>| matches!(choice, RowChoice::Argmax);
         if choices.iter().all(is_argmax) {
@@ -50,8 +51,10 @@ impl BatchSampler {
         if self.steps <= STEPS_BEFORE {
             return None;
         }
-        let mut seeds: Vec<u64> = samplers.iter().map(|sampler| sampler.seed()).collect();
-        seeds.resize(rows, 0);
+        let mut seeds = vec![0; count];
+        for (sampler, row) in samplers.iter().zip(rows) {
+            seeds[*row] = sampler.seed();
+        }
         match graph.sampler() {
             Some(_) if self.seeds == seeds => (),
             Some(sampler) if self.seeds.len() == seeds.len() => {
@@ -60,8 +63,7 @@ impl BatchSampler {
                 self.seeds = seeds;
             }
             _ => {
-                let mut of_rows = samplers;
-                of_rows.resize(rows, first);
+                let of_rows = vec![first; count];
                 let (vocabulary, device) = (model.config().vocab_size, model.device());
                 let sampler = DeviceSampler::new(&of_rows, vocabulary, model.dtype(), &device)?;
                 sampler.overwrite_seeds(&seeds);

@@ -145,7 +145,8 @@ impl<'a> Decoder<'a> {
             && graph.sampler().is_some() == self.has_samplers
         {
             let draws = self.has_samplers;
-            let next = graph.follow(self.model, self.cache, tokens, draws, goes_on)?;
+            let tokens: Vec<Option<u32>> = tokens.iter().copied().map(Some).collect();
+            let next = graph.follow(self.model, self.cache, &tokens, draws, goes_on)?;
             return Ok(Some(next));
         }
         let _ = goes_on;

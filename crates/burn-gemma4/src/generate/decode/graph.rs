@@ -182,8 +182,8 @@ impl GraphCapture {
     }
 
     /// Runs a decode step over one token of each sequence and returns the next token of each row. The result is `None`
-    /// for a row without a possible token. `tokens` are the input tokens of the first rows. The batch's remaining rows
-    /// have no sequence. If `draws` is true, the sampler draws the next tokens.
+    /// for a row without a possible token. `tokens` has the input token of each row, or `None` for a row without a
+    /// sequence. If `draws` is true, the sampler draws the next tokens.
     ///
     /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens.
     /// No step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
@@ -191,7 +191,7 @@ impl GraphCapture {
         &mut self,
         model: &Gemma4Model,
         cache: &mut Cache,
-        tokens: &[u32],
+        tokens: &[Option<u32>],
         draws: bool,
         goes_on: bool,
     ) -> Result<Vec<Option<u32>>, Gemma4Error> {
@@ -204,8 +204,7 @@ impl GraphCapture {
                 chosen
             }
             None => {
-                let mut rows = tokens.to_vec();
-                rows.resize(cache.batch(), 0);
+                let rows: Vec<u32> = tokens.iter().map(|token| token.unwrap_or(0)).collect();
                 Reading::begin(self.step(model, cache, &rows, draws).chosen.tokens())
             }
         };

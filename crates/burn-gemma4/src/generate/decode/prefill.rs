@@ -251,7 +251,7 @@ impl Prefill {
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;
         }
-        Ok(hidden.map(|hidden| RowLogits::of(Next::of_hidden(&self.model, hidden), 1)))
+        Ok(hidden.map(|hidden| RowLogits::of(Next::of_hidden(&self.model, hidden), vec![0])))
     }
 
     /// Runs the model over a range of the prompt. Returns the hidden state of the prompt's last token, if the range contains

@@ -10,7 +10,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 #[derive(Debug)]
 pub struct RowLogits<'a> {
     next: Next<'a>,
-    count: usize,
+    /// The row of `next` that belongs to each sequence.
+    rows: Vec<usize>,
 }
 
 /// The way to choose the next token of a sequence from its row of logits.
@@ -45,14 +46,14 @@ impl RowResult {
 }
 
 impl<'a> RowLogits<'a> {
-    /// Wraps the first `count` rows of `next`.
-    pub(super) fn of(next: Next<'a>, count: usize) -> Self {
-        Self { next, count }
+    /// Wraps these rows of `next`, one for each sequence.
+    pub(super) fn of(next: Next<'a>, rows: Vec<usize>) -> Self {
+        Self { next, rows }
     }
 
     /// The number of rows.
     pub fn rows(&self) -> usize {
-        self.count
+        self.rows.len()
     }
 
     /// Chooses a token from each row of logits. `choices` has one element per row. Only the chosen tokens and the requested
@@ -62,13 +63,13 @@ impl<'a> RowLogits<'a> {
     /// Returns [`Gemma4Error::Argument`] if the number of choices differs from the number of rows. Returns
     /// [`Gemma4Error::Device`] if the device failed.
     pub fn choose(self, choices: &[RowChoice<'_>]) -> Result<Vec<RowResult>, Gemma4Error> {
-        if choices.len() != self.count {
+        if choices.len() != self.rows.len() {
             return Err(Gemma4Error::Argument {
                 argument: "choices",
-                reason: format!("are {}; expected {}", choices.len(), self.count),
+                reason: format!("are {}; expected {}", choices.len(), self.rows.len()),
             });
         }
-        let mut results = vec![RowResult::Token(None); self.count];
+        let mut results = vec![RowResult::Token(None); self.rows.len()];
         let (mut on_host, mut has_argmax) = (Vec::new(), false);
         let mut groups: Vec<Vec<(usize, &Sampler)>> = Vec::new();
         for (row, choice) in choices.iter().enumerate() {
@@ -111,22 +112,24 @@ impl<'a> RowLogits<'a> {
         }
         if has_argmax {
             let tokens = self.next.try_argmax()?;
-            for ((result, choice), token) in results.iter_mut().zip(choices).zip(tokens) {
+            for ((result, choice), row) in results.iter_mut().zip(choices).zip(self.rows) {
                 if matches!(choice, RowChoice::Argmax) {
-                    *result = RowResult::Token(token);
+                    *result = RowResult::Token(tokens[row]);
                 }
             }
         }
         Ok(results)
     }
 
-    /// Returns the rows with the indices `rows`, as `[rows, vocabulary]`. The indices must be in ascending order.
-    fn select(&self, rows: &[usize]) -> Tensor<2> {
+    /// Returns the logits of the sequences with these indices, as `[sequences, vocabulary]`.
+    fn select(&self, sequences: &[usize]) -> Tensor<2> {
         let logits = self.next.rows();
-        if rows.len() == logits.dims()[0] {
+        let [count, _] = logits.dims();
+        let rows = sequences.iter().map(|sequence| self.rows[*sequence]);
+        if rows.clone().eq(0..count) {
             return logits;
         }
-        let rows: Vec<i32> = rows.iter().map(|row| *row as i32).collect();
+        let rows: Vec<i32> = rows.map(|row| row as i32).collect();
         let shape = [rows.len()];
         let device = logits.device();
         let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, shape), &device);

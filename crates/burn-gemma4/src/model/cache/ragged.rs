@@ -123,12 +123,6 @@ impl Cache {
         }
     }
 
-    /// Copies row `from` of all buffers to row `to`, in place. A captured CUDA graph that reads the buffers stays valid.
-    #[cfg(feature = "cube")]
-    pub(crate) fn overwrite_row_by(&mut self, from: usize, to: usize) {
-        self.for_each_buffer(|buffer, _| buffer.overwrite_row(to, copied_row(buffer, from)));
-    }
-
     /// Copies row `from` of all buffers to row `to`.
     pub(crate) fn move_row(&mut self, from: usize, to: usize) {
         self.for_each_buffer(|buffer, _| {
