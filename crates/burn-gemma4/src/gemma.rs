@@ -465,8 +465,8 @@ impl Gemma4 {
     }
 
     /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch). In contrast to a prefill from
-    /// [`Prefill::new`], this prefill can replay a CUDA graph. For a replay, the prompt must have at most 2,048 tokens,
-    /// and one call of [`Prefill::advance`] must process the whole prompt.
+    /// [`Prefill::new`], this prefill can replay a CUDA graph in each call of [`Prefill::advance`] over up to 2,048
+    /// tokens.
     ///
     /// # Errors
     /// Passes on the errors of [`Prefill::new`].

@@ -28,10 +28,10 @@ const LEAST_CAPACITY: usize = 4096;
 
 /// The largest size of the copied keys and values of a graph of continued prompts, in bytes. Longer texts continue
 /// without a graph: their attention takes the device longer than the launches take the host.
-const MOST_HISTORY_BYTES: usize = 512 << 20;
+const MOST_HISTORY_BYTES: usize = 256 << 20;
 
 /// The largest number of graphs. Each graph keeps the memory of its intermediate tensors.
-const MOST_GRAPHS: usize = 16;
+const MOST_GRAPHS: usize = 24;
 
 /// The number of prompts of each padded length that run without a graph. The next prompt of this length captures a
 /// graph. A capture takes as long as about five prompts, so it does not pay off for a length that occurs only once.
@@ -58,8 +58,8 @@ impl fmt::Debug for CapturedPrompts {
 }
 
 /// The size of a graph.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Size {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Size {
     /// The number of tokens to which prompts are padded.
     length: usize,
     /// The number of earlier and new tokens for which the graph has slots, or `None` for whole prompts.
@@ -132,14 +132,11 @@ impl CapturedPrompts {
         kind.is_plain() && self.state(model, count).is_some()
     }
 
-    /// True if a graph may run over `count` tokens that follow those in `cache`.
-    pub fn serve(&self, model: &Gemma4Model, count: usize, cache: &Cache) -> bool {
-        let state = self.state(model, count);
-        state.is_some_and(|(length, _)| Size::of(model, length, cache).is_some())
-    }
-
     /// Runs the model over tokens that follow those in `cache` by replaying a graph, and appends their keys and values
     /// to `cache`. Returns the normalized hidden state of the last token, `[1, 1, hidden]`.
+    ///
+    /// `counted` has the sizes for which the prompt of these tokens was counted already, because the chunks of one
+    /// prompt must not make a size look frequent.
     ///
     /// Returns `None` and leaves `cache` unchanged if no graph can run the tokens. One case is a cache with several
     /// sequences, or with fewer tokens than the window of sliding layers. Another case is the first prompt of each size.
@@ -148,11 +145,15 @@ impl CapturedPrompts {
         model: &Gemma4Model,
         tokens: &[u32],
         cache: &mut Cache,
+        counted: &mut Vec<Size>,
     ) -> Option<Tensor<3>> {
         let (length, mut state) = self.state(model, tokens.len())?;
         let size = Size::of(model, length, cache)?;
         let seen = state.seen.entry(size).or_default();
-        *seen += 1;
+        if !counted.contains(&size) {
+            counted.push(size);
+            *seen += 1;
+        }
         if *seen <= BEFORE_CAPTURE {
             return None;
         }
@@ -186,7 +187,9 @@ impl State {
     /// Keeps a graph, and drops the least recently used one if there are too many.
     fn keep(&mut self, size: Size, graph: CapturedGraph<PromptPass>) {
         if self.graphs.len() == MOST_GRAPHS {
-            self.graphs.remove(0);
+            let (dropped, _) = self.graphs.remove(0);
+            // Count from the start again, so that a rare size does not replace a graph at each prompt.
+            self.seen.remove(&dropped);
             let graphs = &self.graphs;
             let is_used = |capacity| {
                 let mut sizes = graphs.iter().map(|(size, _)| size);

@@ -16,6 +16,6 @@ pub(crate) use generation::OnToken;
 pub use generation::{FinishReason, Generation, Timings, Token};
 pub use options::GenerateOptions;
 pub(crate) use prefill::read_beginning;
-pub(crate) use prompt_graphs::CapturedPrompts;
 pub use prompt_graphs::PromptGraphs;
+pub(crate) use prompt_graphs::{CapturedPrompts, Size};
 pub(crate) use run::{Checkpoint, check, run};

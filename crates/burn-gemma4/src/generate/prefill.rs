@@ -31,7 +31,7 @@ pub(super) fn prefill(
         && !options.is_cancelled()
         && let Some(tokens) = prompt.get(cache.len()..)
         && tokens.len() <= chunk(model, 1, options)
-        && let Some(hidden) = graphs.read(model, tokens, cache)
+        && let Some(hidden) = graphs.read(model, tokens, cache, &mut Vec::new())
     {
         return Ok(Some(hidden));
     }

@@ -2,23 +2,25 @@
 //! the kernels one by one than the device needs to run them.
 
 #[cfg(feature = "cube")]
-pub(crate) use super::captured_prompts::CapturedPrompts;
+pub(crate) use super::captured_prompts::{CapturedPrompts, Size};
 use super::decode::Next;
 use crate::error::Gemma4Error;
 use crate::model::cache::Cache;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 #[cfg(not(feature = "cube"))]
-pub(crate) use without_graphs::CapturedPrompts;
+pub(crate) use without_graphs::{CapturedPrompts, Size};
 
 /// A model with CUDA graphs of its forward passes over prompts. A [`Gemma4`](crate::Gemma4) does not need this type,
 /// because it holds such graphs itself.
 ///
 /// Prompts of up to 2,048 tokens may have a graph, and so may as many tokens that continue a text. In large models this
-/// limit is lower. The first prompt of each padded length runs without a graph. Prompts on a thread that did not load the weights also run without graphs: see
-/// [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights). Each graph keeps the memory of its
-/// intermediate tensors: 0.8 GB for all lengths of E2B. The graphs for continued texts also keep copies of keys and
-/// values, at most 512 MiB for each power of two of the text's length. Clones share the graphs.
+/// limit is lower. The first prompt of each padded length runs without a graph. Prompts on a thread that did not load
+/// the weights also run without graphs: see [`Gemma4::on_stream_of_weights`](crate::Gemma4::on_stream_of_weights).
+///
+/// Each graph keeps the memory of its intermediate tensors, about 0.12 MB per token of its length in E2B. At most 24
+/// graphs are kept. The graphs for continued texts also keep copies of keys and values, at most 256 MiB for each power of
+/// two of the text's length. Clones share the graphs.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -48,9 +50,9 @@ impl PromptGraphs {
         }
     }
 
-    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token. The
-    /// function may replay a graph if the cache is empty, or if it has at least as many tokens as the window of sliding
-    /// layers.
+    /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token.
+    ///
+    /// The function may replay a graph if the cache is empty, or if it fills the window of sliding layers.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if `tokens` is empty or has a token outside the vocabulary, or if the cache does not
@@ -58,7 +60,8 @@ impl PromptGraphs {
     pub fn read(&self, tokens: &[u32], cache: &mut Cache) -> Result<Next<'_>, Gemma4Error> {
         let config = self.model.config();
         config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
-        let hidden = match self.captured.read(&self.model, tokens, cache) {
+        let captured = &self.captured;
+        let hidden = match captured.read(&self.model, tokens, cache, &mut Vec::new()) {
             Some(hidden) => hidden,
             None => {
                 let device = self.model.device();
@@ -82,12 +85,12 @@ mod without_graphs {
     #[derive(Clone, Debug, Default)]
     pub(crate) struct CapturedPrompts;
 
+    /// The size of a graph. Builds without CubeCL have no graphs.
+    #[derive(Debug)]
+    pub(crate) enum Size {}
+
     impl CapturedPrompts {
         pub fn serve_whole(&self, _model: &Gemma4Model, _count: usize, _kind: CacheKind) -> bool {
-            false
-        }
-
-        pub fn serve(&self, _model: &Gemma4Model, _count: usize, _cache: &Cache) -> bool {
             false
         }
 
@@ -96,6 +99,7 @@ mod without_graphs {
             _model: &Gemma4Model,
             _tokens: &[u32],
             _cache: &mut Cache,
+            _counted: &mut Vec<Size>,
         ) -> Option<Tensor<3>> {
             None
         }

@@ -205,7 +205,8 @@ pub struct EngineArguments {
     /// enough for --max-running answers of --context tokens].
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     kv_tokens: Option<usize>,
-    /// Number of prompt tokens to process between two decode steps [default: 2048; on a CPU 256].
+    /// Number of prompt tokens to process between two decode steps [default: 2048, or 8192 while more requests wait than
+    /// run; on a CPU 256].
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     prefill_chunk: Option<usize>,
     /// Memory for the keys and values of earlier prompts, in MiB. A prompt that begins like an earlier one reuses them.

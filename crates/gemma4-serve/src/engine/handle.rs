@@ -33,8 +33,8 @@ pub struct EngineOptions {
     /// tokens each. The engine does not admit requests that could exceed this number. During prefill, a prompt has a
     /// separate KV cache, which does not count.
     pub kv_tokens: Option<usize>,
-    /// The number of prompt tokens that are prefilled between two decode steps. `None` means 2048 on a GPU, and 256 on a
-    /// CPU.
+    /// The number of prompt tokens that are prefilled between two decode steps. `None` means 256 on a CPU. On a GPU it
+    /// means 2048, or 8192 while at least 8 requests wait and fewer run.
     pub prefill_chunk: Option<usize>,
     /// The largest size of the keys and values that the engine keeps of earlier prompts, in bytes on the device. A
     /// prompt that begins with the same tokens as an earlier prompt reuses the keys and values of these tokens. 0 keeps

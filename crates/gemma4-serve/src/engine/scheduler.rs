@@ -18,8 +18,8 @@ const CPU_CHUNK: usize = 256;
 /// The default number of prompt tokens that are prefilled between two decode steps, on a GPU.
 const GPU_CHUNK: usize = 2048;
 
-/// The number of waiting requests from which on more prompts are prefilled between two decode steps. Each decode step of
-/// a few answers then delays all waiting requests.
+/// If at least this number of requests waits on a GPU, more prompts are prefilled between two decode steps. Each decode
+/// step of a few answers would delay all waiting requests.
 const MANY_WAITING: usize = 8;
 /// The factor by which the number of prompt tokens between two decode steps grows if many requests wait. On an H200,
 /// E2B's answers then pause for about 50 ms (2026-11-29).
@@ -210,8 +210,11 @@ impl<'a> Scheduler<'a> {
 
     /// The number of prompt tokens that are prefilled before the next decode step.
     fn prompt_tokens_of_round(&self) -> usize {
-        let has_default = self.options.prefill_chunk.is_none();
-        match has_default && self.queue.len() >= MANY_WAITING {
+        let waiting = self.queue.len();
+        let is_burst = waiting >= MANY_WAITING.max(self.running.len())
+            && self.options.prefill_chunk.is_none()
+            && self.gemma.model().is_accelerated();
+        match is_burst {
             true => self.chunk * MORE_CHUNKS,
             false => self.chunk,
         }
@@ -219,16 +222,17 @@ impl<'a> Scheduler<'a> {
 
     /// Prefills prompts before the next decode step. Stops earlier if no further request can be admitted.
     fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
-        let mut budget = self.prompt_tokens_of_round();
+        let most = self.prompt_tokens_of_round();
+        let mut budget = most;
         while budget > 0 {
             self.admit();
             let Some(prefilling) = &mut self.prefilling else {
                 return Ok(());
             };
             let before = prefilling.prefill.remaining();
-            // A prompt may exceed this round's remaining budget but fit into one chunk. Leave this prompt for the next
-            // round, because a prompt that is prefilled as a whole can replay a CUDA graph.
-            if (budget + 1..=self.chunk).contains(&before) && prefilling.prefill.replays() {
+            // Leave a chunk that exceeds the rest of this round for the next round. A shorter chunk would need a CUDA graph
+            // of another size.
+            if before.min(self.chunk) > budget && budget < most {
                 return Ok(());
             }
             let choices: Vec<RowChoice<'_>> = match prefilling.answers.first() {
@@ -241,7 +245,7 @@ impl<'a> Scheduler<'a> {
                 (1, _) | (_, RowChoice::Argmax) => choices,
                 _ => vec![RowChoice::Logits],
             };
-            let read = match prefilling.prefill.advance(budget.min(self.chunk)) {
+            let read = match prefilling.prefill.advance(self.chunk) {
                 Ok(Some(logits)) => Some(logits.choose(&choices)?.remove(0)),
                 Ok(None) => None,
                 Err(error) => return Err(error),

@@ -2,7 +2,7 @@
 
 use super::batch_adapters::BatchAdapters;
 #[cfg(feature = "cube")]
-use super::batch_sampler::BatchSampler;
+use super::batch_sampler::{BatchSampler, same_choice};
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
 #[cfg(feature = "cube")]
@@ -25,11 +25,16 @@ use std::marker::PhantomData;
 #[cfg(feature = "cube")]
 use std::sync::Arc;
 
-/// A step shrinks the batch's buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies
+/// Steps shrink the batch's buffers if at most one in `LEAST_SHARE` buffer rows holds a sequence. This limit applies
 /// while the decode step has a captured graph, because new buffers need a new capture. With a limit of one in two, a
 /// new capture would be needed whenever the number of sequences passes a power of two.
 #[cfg(feature = "cube")]
 const LEAST_SHARE: usize = 4;
+
+/// The number of consecutive steps with so few sequences after which the buffers shrink. Requests that arrive together
+/// reach the batch over several steps.
+#[cfg(feature = "cube")]
+const SPARSE_STEPS: usize = 64;
 
 /// Sequences of different lengths that are decoded together. A sequence joins after its prefill, and leaves between two
 /// steps.
@@ -41,8 +46,8 @@ const LEAST_SHARE: usize = 4;
 /// the limit is 64 sequences. The kernels run as CUDA graphs if the device supports them. A captured graph stays valid
 /// until the buffers of the KV cache must grow or shrink. The buffers grow if a sequence has more tokens than a buffer
 /// row has slots, or if more sequences join than the buffers have rows. [`expect`](Self::expect) makes them grow only
-/// once for several sequences. The buffers shrink at a step for which at most a quarter of the rows hold a sequence. See
-/// [`Decoder`](super::Decoder).
+/// once for several sequences. The buffers shrink after some steps for which at most a quarter of the rows hold a
+/// sequence. See [`Decoder`](super::Decoder).
 ///
 /// Sequences with different adapters are decoded in the same step. The first sequence with an adapter needs a new
 /// graph, and so does each adapter that joins for the first time.
@@ -62,6 +67,9 @@ pub struct Batch {
     may_capture: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
+    /// The number of consecutive steps in which most buffer rows had no sequence.
+    #[cfg(feature = "cube")]
+    sparse_steps: usize,
     #[cfg(feature = "cube")]
     sampler: BatchSampler,
     /// Makes the type `!Send`. A graph must be replayed on the thread that captured it, because only earlier work of
@@ -97,6 +105,8 @@ impl Batch {
             may_capture: true,
             #[cfg(feature = "cube")]
             graph: None,
+            #[cfg(feature = "cube")]
+            sparse_steps: 0,
             #[cfg(feature = "cube")]
             sampler: BatchSampler::default(),
             _of_one_thread: PhantomData,
@@ -142,9 +152,12 @@ impl Batch {
     }
 
     /// Announces that up to `sequences` sequences will be in the batch soon, including those that are in it already. The
-    /// next join allocates buffer rows for all of them, and the batch keeps these rows until the next announcement.
-    /// Without an announcement, sequences that join one after another need a new graph whenever the rows have doubled.
+    /// next join allocates buffer rows for all of them, but for no more than the decode kernels support. The batch keeps
+    /// these rows until the next announcement. Without an announcement, sequences that join one after another need a new
+    /// graph whenever the rows have doubled.
     pub fn expect(&mut self, sequences: usize) {
+        #[cfg(feature = "cube")]
+        let sequences = sequences.min(gemv::most_rows(&self.model.device(), self.model.dtype()));
         self.expected = sequences;
     }
 
@@ -222,18 +235,21 @@ impl Batch {
         self.rows.swap_remove(index);
         #[cfg(feature = "cube")]
         if self.graph.is_some() && !self.has_unused_adapters() {
+            if self.is_empty() {
+                self.adapters = BatchAdapters::default();
+            }
             self.keep_graph(&lengths);
             return;
         }
         self.release();
         self.move_to_first_rows();
-        if self.is_empty() {
-            self.free_if_empty();
-        } else if self.len() * 2 <= self.capacity {
-            self.capacity /= 2;
-            self.cache
-                .set_lengths(&by_rows(&self.rows, &lengths, self.len(), 0));
-            self.cache.set_capacity(self.capacity, self.len());
+        match self.is_empty() {
+            true => self.free_if_empty(),
+            false => {
+                let of_rows = by_rows(&self.rows, &lengths, self.len(), 0);
+                self.cache.set_lengths(&of_rows);
+                self.fit_capacity(self.len());
+            }
         }
         self.set_lengths(&lengths);
     }
@@ -287,7 +303,7 @@ impl Batch {
     /// Runs the model like [`step`](Self::step), and chooses the next token of each sequence like
     /// [`RowLogits::choose`]. If `goes_on` is true, the device starts the next step over the chosen tokens before the
     /// host receives these tokens. The batch discards that step if a sequence joins or leaves before the next call, or
-    /// if the caller then passes other tokens.
+    /// if the caller then passes other tokens or choices.
     ///
     /// The device starts the next step early only if the captured step chooses the tokens. It does so if all sequences
     /// take the argmax, or if all draw with the same options. Seeds may differ.
@@ -303,11 +319,13 @@ impl Batch {
         #[cfg(feature = "cube")]
         if self.graph.is_some() && choices.len() == self.len() {
             self.prepare(tokens)?;
+            let lengths = self.lengths();
             let (rows, count) = (&self.rows, self.cache.batch());
             if let Some(graph) = &mut self.graph
+                && let Some(choice) = same_choice(choices, &lengths)
                 && let Some(draws) = self
                     .sampler
-                    .prepare(&self.model, graph, choices, rows, count)
+                    .prepare(&self.model, graph, choice, rows, count)
             {
                 let tokens: Vec<_> = tokens.iter().copied().map(Some).collect();
                 let tokens = by_rows(rows, &tokens, count, None);
@@ -344,9 +362,13 @@ impl Batch {
             ));
         }
         #[cfg(feature = "cube")]
+        {
+            let is_sparse = self.len().max(self.expected) * LEAST_SHARE <= self.capacity;
+            self.sparse_steps = if is_sparse { self.sparse_steps + 1 } else { 0 };
+        }
+        #[cfg(feature = "cube")]
         if self.graph.is_some()
-            && (self.len().max(self.expected) * LEAST_SHARE <= self.capacity
-                || self.cache.len() >= self.cache.room())
+            && (self.sparse_steps > SPARSE_STEPS || self.cache.len() >= self.cache.room())
         {
             let lengths = self.lengths();
             if self.fit_capacity(self.len()) {

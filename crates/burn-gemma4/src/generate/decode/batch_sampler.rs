@@ -6,8 +6,8 @@ use crate::generate::sampling::device::DeviceSampler;
 use crate::generate::sampling::sampler::Sampler;
 use crate::model::Gemma4Model;
 
-/// The number of consecutive steps with the same sampling options before the captured decode step draws with these
-/// options. A capture takes as long as about twenty steps.
+/// The number of steps with the same sampling options before the captured decode step draws with these options. A
+/// capture takes as long as about twenty steps.
 const STEPS_BEFORE: usize = 8;
 
 /// Lets the captured decode step of a batch draw the next tokens. All rows must have the same sampling options, but each
@@ -16,14 +16,21 @@ const STEPS_BEFORE: usize = 8;
 pub(super) struct BatchSampler {
     /// A sampler with the options of the last steps.
     options: Option<Sampler>,
-    /// The number of consecutive steps with these options.
+    /// The number of steps with these options.
     steps: usize,
     /// The seeds of the rows on the device.
     seeds: Vec<u64>,
 }
 
+/// The same choice of the next token for all sequences of a batch.
+pub(super) enum SameChoice<'a> {
+    Argmax,
+    /// A draw by the sampler of each sequence. The samplers have the same options.
+    Draw(Vec<&'a Sampler>),
+}
+
 impl BatchSampler {
-    /// Prepares the graph for the choices of the sequences. Returns true if the captured step draws the tokens, and
+    /// Prepares the graph for the choice of the next tokens. Returns true if the captured step draws the tokens, and
     /// false if it takes the argmax of each row. Returns `None` if the tokens must be chosen after the step.
     ///
     /// `rows` has the buffer row of each sequence. The batch has `count` buffer rows.
@@ -31,15 +38,13 @@ impl BatchSampler {
         &mut self,
         model: &Gemma4Model,
         graph: &mut GraphCapture,
-        choices: &[RowChoice<'_>],
+        choice: SameChoice<'_>,
         rows: &[usize],
         count: usize,
     ) -> Option<bool> {
-        let is_argmax = |choice: &RowChoice<'_>| matches!(choice, RowChoice::Argmax);
-        if choices.iter().all(is_argmax) {
+        let SameChoice::Draw(samplers) = choice else {
             return Some(false);
-        }
-        let samplers = samplers_of(choices)?;
+        };
         let first = *samplers.first()?;
         let options = self.options.as_ref();
         if !options.is_some_and(|options| options.draws_like(first)) {
@@ -75,19 +80,29 @@ impl BatchSampler {
     }
 }
 
-/// Returns the samplers of all rows. Returns `None` if a row does not draw, if rows have different sampling options, or
-/// if the options depend on the text, as penalties do.
-fn samplers_of<'a>(choices: &[RowChoice<'a>]) -> Option<Vec<&'a Sampler>> {
+/// Returns the choice of all sequences. Returns `None` if their choices differ, or if the sampling options depend on the
+/// text, as penalties do. `lengths` has the number of tokens of each sequence in the KV cache.
+pub(super) fn same_choice<'a>(
+    choices: &[RowChoice<'a>],
+    lengths: &[usize],
+) -> Option<SameChoice<'a>> {
     let samplers = choices.iter().map(|choice| match choice {
         RowChoice::Draw(sampler) => Some(*sampler),
         RowChoice::Argmax | RowChoice::Logits => None,
     });
-    let samplers = samplers.collect::<Option<Vec<_>>>()?;
+    let Some(samplers) = samplers.collect::<Option<Vec<_>>>() else {
+        let is_argmax = |choice: &RowChoice<'_>| matches!(choice, RowChoice::Argmax);
+        return choices.iter().all(is_argmax).then_some(SameChoice::Argmax);
+    };
     let first = *samplers.first()?;
-    let serves = |sampler: &&Sampler| {
+    // The captured step draws at the position that follows the cached tokens and the step's input token. A sampler that
+    // has not recorded all these tokens draws at another position, with other random bits.
+    let serves = |(sampler, length): (&&Sampler, &usize)| {
         sampler.draws_like(first)
+            && sampler.position() == length + 1
             && !sampler.sampling().changes_logits()
             && !sampler.suppresses_now()
     };
-    samplers.iter().all(serves).then_some(samplers)
+    let all = samplers.iter().zip(lengths).all(serves);
+    all.then_some(SameChoice::Draw(samplers))
 }

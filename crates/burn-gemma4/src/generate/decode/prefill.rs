@@ -3,7 +3,7 @@
 use super::next::Next;
 use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
-use crate::generate::CapturedPrompts;
+use crate::generate::{CapturedPrompts, Size};
 use crate::model::adapters::{AdapterId, LoadedAdapter, PassAdapters};
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
@@ -50,6 +50,8 @@ pub struct Prefill {
     adapter: Option<Arc<LoadedAdapter>>,
     /// The CUDA graphs that can run a prompt, or `None` if the kernels are always launched one by one.
     graphs: Option<CapturedPrompts>,
+    /// The sizes of graphs for which this prompt was counted.
+    counted: Vec<Size>,
     /// The number of prompt tokens whose keys and values were copied from the cache of an earlier prompt.
     reused: usize,
     /// The number of prompt tokens after which the prefill takes a checkpoint, or `None` if it takes none. A checkpoint
@@ -104,6 +106,7 @@ impl Prefill {
             tokens,
             adapter: None,
             graphs: None,
+            counted: Vec::new(),
             reused: 0,
             boundary: None,
             checkpoints: Vec::new(),
@@ -192,15 +195,6 @@ impl Prefill {
         self.tokens.len() - self.cache.len()
     }
 
-    /// True if one call of [`advance`](Self::advance) over all remaining tokens may replay a CUDA graph. Callers should
-    /// then not divide these tokens into smaller chunks.
-    pub fn replays(&self) -> bool {
-        let boundary = self
-            .boundary
-            .filter(|boundary| self.cache.len() < *boundary);
-        boundary.is_none() && self.has_graph()
-    }
-
     /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of
     /// the prompt. Measurements have shown this on an H200 only (2026-11-29), so the function returns false on all
     /// devices except Hopper cards. On slower devices, the computation takes longer than the launches. Reusing the keys
@@ -210,12 +204,6 @@ impl Prefill {
         let graphs = self.graphs.as_ref();
         crate::op::is_hopper(&self.model.device())
             && graphs.is_some_and(|graphs| graphs.serve_whole(&self.model, count, kind))
-    }
-
-    /// True if a CUDA graph can run all remaining tokens.
-    fn has_graph(&self) -> bool {
-        let graphs = self.graphs.as_ref();
-        graphs.is_some_and(|graphs| graphs.serve(&self.model, self.remaining(), &self.cache))
     }
 
     /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. The chunk is shorter if the
@@ -232,10 +220,10 @@ impl Prefill {
             .saturating_add(chunk.max(1))
             .min(boundary.unwrap_or(self.tokens.len()));
         let is_last = end == self.tokens.len();
-        let replayed = self
-            .graphs
-            .as_ref()
-            .and_then(|graphs| graphs.read(&self.model, &self.tokens[start..end], &mut self.cache));
+        let tokens = &self.tokens[start..end];
+        let replayed = self.graphs.as_ref().and_then(|graphs| {
+            graphs.read(&self.model, tokens, &mut self.cache, &mut self.counted)
+        });
         let hidden = match replayed {
             Some(hidden) => is_last.then_some(hidden),
             None => self.run(start..end)?,

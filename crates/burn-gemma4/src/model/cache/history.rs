@@ -123,8 +123,8 @@ impl Continuation<'_> {
 }
 
 impl Cache {
-    /// True if the keys and values of this cache can be copied to a [`History`]: they are those of one sequence without
-    /// padding, in the model's dtype, and fill the window of sliding layers.
+    /// True if the keys and values of this cache can be copied to a [`History`]. They must be those of one sequence
+    /// without padding, in the model's dtype, and fill the window of sliding layers.
     pub(crate) fn fills_history(&self) -> bool {
         !self.ragged
             && self.batch() == 1
