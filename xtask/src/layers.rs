@@ -21,9 +21,9 @@ const CRATES: &[Crate] = &[
         folder: "crates/cpu-gemv/src",
         layers: &[
             &["layout", "simd", "team"],
-            &["formats", "input", "scales"],
+            &["fixed_point", "formats", "input", "scales"],
             &["kernel"],
-            &["dots"],
+            &["dots", "fixed"],
             &["isa"],
             &["lib"],
         ],

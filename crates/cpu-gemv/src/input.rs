@@ -1,5 +1,7 @@
 //! The input rows in the order in which the kernels read them.
 
+#[cfg(target_arch = "aarch64")]
+use crate::fixed_point::{self, Fixed};
 use crate::simd::MOST_LANES;
 use half::bf16;
 
@@ -33,7 +35,11 @@ impl Rows<'_> {
 pub(crate) struct Input {
     pub numbers: Vec<f32>,
     /// The elements in bf16, if the kernel reads bf16. In this case, the list `numbers` is empty.
+    #[cfg(target_arch = "x86_64")]
     pub halves: Vec<bf16>,
+    /// The elements in fixed point, if the kernel reads fixed point. In this case, the other lists are empty.
+    #[cfg(target_arch = "aarch64")]
+    pub fixed: Fixed,
     /// For each word of the weights, the sum of the input elements that are multiplied by the word's codes:
     /// `[blocks, rows, words]`. The list is empty if the format has no minimums.
     pub sums: Vec<f32>,
@@ -48,38 +54,46 @@ pub(crate) struct Order {
     pub column: fn(step: usize, lane: usize) -> usize,
 }
 
+/// The form in which a kernel reads the input.
+#[derive(Clone, Copy)]
+pub(crate) enum Reads {
+    /// Elements in f32.
+    F32(Order),
+    /// Elements in bf16.
+    #[cfg(target_arch = "x86_64")]
+    Bf16(Order),
+    /// Fixed point.
+    #[cfg(target_arch = "aarch64")]
+    Fixed(fixed_point::Order),
+}
+
 impl Input {
     /// Rearranges `input`, `[input rows, columns]`, for a kernel that reads `rows` rows. If `input` has fewer rows, the
-    /// remaining rows are zero. `reads_halves` is true if the kernel reads bf16.
-    pub fn new(
-        input: Rows,
-        columns: usize,
-        rows: usize,
-        order: Order,
-        has_sums: bool,
-        reads_halves: bool,
-    ) -> Self {
+    /// remaining rows are zero. `has_sums` is true if the format has minimums.
+    pub fn new(input: Rows, columns: usize, rows: usize, reads: Reads, has_sums: bool) -> Self {
         let mut made = Self::default();
-        match (input, reads_halves) {
-            (Rows::F32(input), false) => {
-                made.numbers = rearranged(input, columns, rows, order, |number| number);
+        match reads {
+            Reads::F32(order) => {
+                made.numbers = match input {
+                    Rows::F32(input) => rearranged(input, columns, rows, order, |number| number),
+                    Rows::Bf16(input) => rearranged(input, columns, rows, order, bf16::to_f32),
+                };
+                if has_sums {
+                    made.sums = sums(&made.numbers, order, 1, |number| number);
+                }
             }
-            (Rows::Bf16(input), false) => {
-                made.numbers = rearranged(input, columns, rows, order, bf16::to_f32);
+            #[cfg(target_arch = "x86_64")]
+            Reads::Bf16(order) => {
+                made.halves = match input {
+                    Rows::F32(input) => rearranged(input, columns, rows, order, bf16::from_f32),
+                    Rows::Bf16(input) => rearranged(input, columns, rows, order, |number| number),
+                };
+                if has_sums {
+                    made.sums = sums(&made.halves, order, 2, bf16::to_f32);
+                }
             }
-            (Rows::F32(input), true) => {
-                made.halves = rearranged(input, columns, rows, order, bf16::from_f32);
-            }
-            (Rows::Bf16(input), true) => {
-                made.halves = rearranged(input, columns, rows, order, |number| number);
-            }
-        }
-        if has_sums {
-            let width = order.steps * order.lanes;
-            made.sums = match reads_halves {
-                false => sums(&made.numbers, width, order.lanes, 1, |number| number),
-                true => sums(&made.halves, width, order.lanes, 2, bf16::to_f32),
-            };
+            #[cfg(target_arch = "aarch64")]
+            Reads::Fixed(order) => made.fixed = Fixed::new(input, columns, rows, order, has_sums),
         }
         made
     }
@@ -117,11 +131,12 @@ fn rearranged<T: Copy, N: Copy + Default>(
 /// block, these elements are in `of_word` neighboring lanes.
 fn sums<T: Copy>(
     numbers: &[T],
-    width: usize,
-    lanes: usize,
+    order: Order,
     of_word: usize,
     number: impl Fn(T) -> f32,
 ) -> Vec<f32> {
+    let Order { steps, lanes, .. } = order;
+    let width = steps * lanes;
     let mut sums = vec![0.0; numbers.len() / width * (lanes / of_word)];
     let blocks = numbers.chunks_exact(width);
     for (sums, steps) in sums.chunks_exact_mut(lanes / of_word).zip(blocks) {

@@ -2,10 +2,11 @@
 
 #[cfg(target_arch = "x86_64")]
 use crate::dots;
+#[cfg(target_arch = "aarch64")]
+use crate::fixed;
 use crate::formats::{Bf16, Codes, EightBits, F16, F32, FiveBits, Floats, FourBits, SixBits};
-use crate::input::Order;
-use crate::kernel::Task;
-use crate::layout::Layout;
+use crate::input::{Order, Reads};
+use crate::kernel::{Format, Kernel, Task};
 #[cfg(target_arch = "aarch64")]
 use crate::simd::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -26,6 +27,11 @@ pub enum Isa {
     Avx512Bf16,
     /// NEON.
     Neon,
+    /// NEON with the extension DotProd: dot products of signed bytes, of Armv8.2.
+    NeonDot,
+    /// NEON with the extensions DotProd and I8MM. The last extension has products of matrices of signed bytes, of
+    /// Armv8.6.
+    NeonI8mm,
 }
 
 impl Isa {
@@ -55,6 +61,12 @@ impl Isa {
         #[cfg(target_arch = "aarch64")]
         if std::arch::is_aarch64_feature_detected!("neon") {
             found.push(Self::Neon);
+            if std::arch::is_aarch64_feature_detected!("dotprod") {
+                found.push(Self::NeonDot);
+                if std::arch::is_aarch64_feature_detected!("i8mm") {
+                    found.push(Self::NeonI8mm);
+                }
+            }
         }
         found
     }
@@ -80,32 +92,15 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 | Self::Avx512Bf16 => avx512::kernel(format, rows),
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => neon::kernel(format, rows),
+            Self::Neon | Self::NeonDot | Self::NeonI8mm => {
+                let kernel =
+                    fixed::kernel(format, rows, self != Self::Neon, self == Self::NeonI8mm);
+                kernel.unwrap_or_else(|| neon::kernel(format, rows))
+            }
             #[allow(unreachable_patterns, reason = "each architecture has other sets")]
             _ => panic!("isa: {self:?} is not of this architecture; expected one of `available`"),
         }
     }
-}
-
-/// The format of the weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    F32,
-    F16,
-    Bf16,
-    Words(Layout),
-}
-
-/// A kernel, and the input that it reads.
-pub(crate) struct Kernel {
-    /// Multiplies the input by a range of rows of the weights.
-    pub run: unsafe fn(&Task, Range<usize>),
-    /// The number of input rows that the kernel reads. This number may exceed the actual number of input rows, because
-    /// there are kernels only for some numbers of rows.
-    pub rows: usize,
-    pub order: Order,
-    /// True if the kernel reads the input in bf16, and false if it reads the input in f32.
-    pub reads_halves: bool,
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -146,17 +141,17 @@ fn dots_kernel(format: Format, rows: usize) -> Kernel {
             column: |step, lane| step * dots::HALVES + lane,
         },
     };
-    Kernel {
-        run,
-        rows,
-        order,
-        reads_halves: true,
-    }
+    let reads = Reads::Bf16(order);
+    Kernel { run, rows, reads }
 }
 
-/// Defines the kernels of an instruction set.
+/// Defines the kernels of an instruction set. The numbers of each kernel of float weights are the arguments `N`, `R` and
+/// `A` of [`floats`](crate::kernel::floats), in the order of `R`.
 macro_rules! kernels {
-    ($name:ident, $simd:ty, $features:meta) => {
+    (
+        $name:ident, $simd:ty, $features:meta,
+        $([$n:literal, $r:literal, $a:literal]),*; [$n_last:literal, $r_last:literal, $a_last:literal]
+    ) => {
         mod $name {
             use super::*;
 
@@ -177,24 +172,16 @@ macro_rules! kernels {
 
             fn of_floats<F: Floats<$simd>>(rows: usize) -> Kernel {
                 let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
-                    1 => (floats::<F, 1, 1, 4>, 1),
-                    2 => (floats::<F, 1, 2, 2>, 2),
-                    3 => (floats::<F, 1, 3, 2>, 3),
-                    4 => (floats::<F, 1, 4, 1>, 4),
-                    5 | 6 => (floats::<F, 2, 6, 1>, 6),
-                    _ => (floats::<F, 2, 8, 1>, 8),
+                    $(..=$r => (floats::<F, $n, $r, $a>, $r),)*
+                    _ => (floats::<F, $n_last, $r_last, $a_last>, $r_last),
                 };
                 let order = Order {
                     steps: F::STEPS,
                     lanes: <$simd>::LANES,
                     column: F::column,
                 };
-                Kernel {
-                    run,
-                    rows,
-                    order,
-                    reads_halves: false,
-                }
+                let reads = Reads::F32(order);
+                Kernel { run, rows, reads }
             }
 
             fn of_codes<C: Codes<$simd>>(rows: usize) -> Kernel {
@@ -211,12 +198,8 @@ macro_rules! kernels {
                     lanes: <$simd>::LANES,
                     column: |step, lane| lane * C::CODES + step,
                 };
-                Kernel {
-                    run,
-                    rows,
-                    order,
-                    reads_halves: false,
-                }
+                let reads = Reads::F32(order);
+                Kernel { run, rows, reads }
             }
 
             pub(super) fn kernel(format: Format, rows: usize) -> Kernel {
@@ -236,14 +219,43 @@ macro_rules! kernels {
     };
 }
 
-kernels!(portable, Portable, inline(never));
+/// The kernels of float weights on x86-64 and in plain Rust read one or two rows of the weights at once.
+macro_rules! wide_kernels {
+    ($name:ident, $simd:ty, $features:meta) => {
+        kernels!(
+            $name,
+            $simd,
+            $features,
+            [1, 1, 4],
+            [1, 2, 2],
+            [1, 3, 2],
+            [1, 4, 1],
+            [2, 6, 1];
+            [2, 8, 1]
+        );
+    };
+}
+
+wide_kernels!(portable, Portable, inline(never));
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, Avx2, target_feature(enable = "avx2,fma,f16c"));
+wide_kernels!(avx2, Avx2, target_feature(enable = "avx2,fma,f16c"));
 #[cfg(target_arch = "x86_64")]
-kernels!(
+wide_kernels!(
     avx512,
     Avx512,
     target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 );
+// A core has up to four units that multiply and add, with a latency of 4 cycles. At least 12 sums therefore grow at once.
+// Rows of the weights share the loads of the input, which are as long as those of f32 weights.
 #[cfg(target_arch = "aarch64")]
-kernels!(neon, Neon, target_feature(enable = "neon"));
+kernels!(
+    neon,
+    Neon,
+    target_feature(enable = "neon"),
+    [4, 1, 4],
+    [4, 2, 2],
+    [4, 3, 1],
+    [4, 4, 1],
+    [3, 6, 1];
+    [3, 8, 1]
+);

@@ -1,11 +1,30 @@
 //! The kernels that multiply prepared input rows by a range of rows of the weights.
 
 use crate::formats::{Codes, Floats};
-use crate::input::Input;
+use crate::input::{Input, Reads};
 use crate::layout::{Layout, Rounding, Scales};
 use crate::scales::{Groups, Lanes};
 use crate::simd::{MOST_LANES, Simd};
 use std::ops::Range;
+
+/// The format of the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    F32,
+    F16,
+    Bf16,
+    Words(Layout),
+}
+
+/// A kernel, and the input that it reads.
+pub(crate) struct Kernel {
+    /// Multiplies the input by a range of rows of the weights.
+    pub run: unsafe fn(&Task, Range<usize>),
+    /// The number of input rows that the kernel reads. This number may exceed the actual number of input rows, because
+    /// there are kernels only for some numbers of rows.
+    pub rows: usize,
+    pub reads: Reads,
+}
 
 /// One product, which several threads compute.
 pub(crate) struct Task<'a> {

@@ -14,6 +14,10 @@ compile_error!("the kernels read two elements per word, in the order of little-e
 
 #[cfg(target_arch = "x86_64")]
 mod dots;
+#[cfg(target_arch = "aarch64")]
+mod fixed;
+#[cfg(target_arch = "aarch64")]
+mod fixed_point;
 mod formats;
 mod input;
 mod isa;
@@ -29,8 +33,7 @@ pub use team::{parallel, threads};
 
 use half::{bf16, f16};
 use input::Input;
-use isa::Format;
-use kernel::Task;
+use kernel::{Format, Task};
 use layout::Layout;
 use std::ops::Range;
 
@@ -189,14 +192,7 @@ pub fn multiply_by(isa: Isa, input: Rows, columns: usize, weights: Weights, outp
     let (format, row_bytes) = (weights.format(), weights.row_bytes(columns));
     let kernel = isa.kernel(format, rows, matches!(input, Rows::Bf16(_)));
     let has_sums = layout.is_some_and(|layout| layout.format.has_least());
-    let input = Input::new(
-        input,
-        columns,
-        kernel.rows,
-        kernel.order,
-        has_sums,
-        kernel.reads_halves,
-    );
+    let input = Input::new(input, columns, kernel.rows, kernel.reads, has_sums);
     let task = Task {
         input: &input,
         weights: weights.first_byte(),

@@ -11,7 +11,7 @@ pub(crate) struct Groups {
     pub scale: Vec<f32>,
     pub least: Vec<f32>,
     pub zero: Vec<f32>,
-    /// The number of words per group, if each parameter is repeated for each word. Otherwise `None`.
+    /// The number of words or blocks per group, if each parameter is repeated for each of them. Otherwise `None`.
     repeats: Option<usize>,
 }
 
@@ -20,7 +20,18 @@ impl Groups {
     pub fn new(layout: Layout, lanes: usize, codes: usize) -> Self {
         let words = layout.group() / codes;
         let is_whole = words.is_multiple_of(lanes) || lanes.is_multiple_of(words);
-        let repeats = (!is_whole).then_some(words);
+        Self::with(layout, (!is_whole).then_some(words))
+    }
+
+    /// Creates the buffers for a kernel that reads parameters for each block of `columns` columns. Each parameter is
+    /// repeated for each block of its group. A group that is shorter than a block has its parameters once.
+    #[cfg(target_arch = "aarch64")]
+    pub fn of_blocks(layout: Layout, columns: usize) -> Self {
+        let blocks = layout.group() / columns;
+        Self::with(layout, (blocks > 1).then_some(blocks))
+    }
+
+    fn with(layout: Layout, repeats: Option<usize>) -> Self {
         let groups = layout.columns / layout.group();
         let length = groups * repeats.unwrap_or(1) + MOST_LANES;
         let buffer = |is_used: bool| vec![0.0; if is_used { length } else { 0 }];

@@ -78,7 +78,7 @@ fn layouts() -> Vec<Layout> {
     };
     let mut layouts = Vec::new();
     for columns in [32, 96, 256, 608, 1536] {
-        for (bits, zero) in [(4, 8), (5, 16), (8, 128)] {
+        for (bits, zero) in [(4, 8), (5, 16), (6, 32), (8, 128)] {
             let scales = Scales::Half { zero };
             layouts.push(of(bits, Some(32), scales, Rounding::None, columns));
         }
@@ -196,6 +196,59 @@ fn multiply_by_every_isa_matches_sums_in_f64() {
             for isa in Isa::available() {
                 check(isa, &stored, outputs, Rows::F32(&input), &what);
                 check(isa, &stored, outputs, Rows::Bf16(&halves), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn best_isa_is_the_expected_one() {
+    if let Ok(expected) = std::env::var("CPU_GEMV_TEST_ISA") {
+        assert_eq!(format!("{:?}", Isa::best()), expected);
+    }
+}
+
+/// The kernels that multiply in integers subtract the zero point exactly, and the others multiply by 0.
+#[test]
+fn multiply_by_codes_that_equal_the_zero_point_gives_zero() {
+    let (outputs, rows) = (5, MAX_ROWS);
+    let mut random = Random(4);
+    for (bits, code) in [(4, 0x8888_8888), (5, 0), (8, 0x8080_8080)] {
+        let scales = Scales::Half {
+            zero: 1 << (bits - 1),
+        };
+        let format = Format {
+            bits,
+            group: Some(32),
+            scales,
+            rounding: Rounding::None,
+        };
+        let layout = Layout::new(format, 288).expect("the columns are whole groups");
+        let Stored::Words(mut words, _) = words(layout, outputs, &mut random) else {
+            panic!("quantized weights are words")
+        };
+        for row in words.chunks_exact_mut(layout.words()) {
+            row[..layout.top()].fill(code);
+            row[layout.top()..layout.scales()].fill(u32::MAX);
+        }
+        let input: Vec<f32> = (0..rows * layout.columns)
+            .map(|_| random.number() * 1e3)
+            .collect();
+        for isa in Isa::available() {
+            for rows in 1..=rows {
+                let mut output = vec![1.0; rows * outputs];
+                let input = Rows::F32(&input[..rows * layout.columns]);
+                multiply_by(
+                    isa,
+                    input,
+                    layout.columns,
+                    Weights::Words(&words, layout),
+                    &mut output,
+                );
+                assert!(
+                    output.iter().all(|number| *number == 0.0),
+                    "{isa:?}, {bits} bits: {output:?}"
+                );
             }
         }
     }

@@ -1,8 +1,7 @@
 //! NEON: 4 lanes.
 
 use super::{ShiftedCodes, Simd};
-use half::f16;
-use std::arch::aarch64::*;
+use std::arch::{aarch64::*, asm};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon;
@@ -15,7 +14,12 @@ impl Simd for Neon {
     type FiveBits = f32;
 
     #[inline(always)]
-    fn prefetch(_address: *const u8) {}
+    fn prefetch(address: *const u8) {
+        // SAFETY: a prefetch does not access memory. The standard library's function is unstable in Rust 1.95.
+        unsafe {
+            asm!("prfm pldl1keep, [{}]", in(reg) address, options(nostack, preserves_flags));
+        }
+    }
 
     #[inline(always)]
     unsafe fn splat(number: f32) -> float32x4_t {
@@ -34,24 +38,15 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn half(bits: u16) -> f32 {
-        f16::from_bits(bits).to_f32()
+        unsafe {
+            let halves = vreinterpret_f16_u16(vdup_n_u16(bits));
+            vgetq_lane_f32::<0>(vcvt_f32_f16(halves))
+        }
     }
 
     #[inline(always)]
     unsafe fn load_f16(numbers: *const u8) -> float32x4_t {
-        unsafe {
-            let bits = Self::load_u16(numbers);
-            let size = vshlq_n_u32::<13>(Self::and(bits, 0x7fff));
-            // Multiply by 2¹¹², because the exponents of f32 and f16 have different biases. The product is also exact
-            // for subnormal numbers.
-            let number = vmulq_n_f32(vreinterpretq_f32_u32(size), f32::from_bits(0x7780_0000));
-            // Give infinities and NaN the largest exponent of f32.
-            let is_largest = vcgeq_u32(size, vdupq_n_u32(0x0f80_0000));
-            let exponent = vandq_u32(is_largest, vdupq_n_u32(0x7f80_0000));
-            let sign = vshlq_n_u32::<16>(Self::and(bits, 0x8000));
-            let number = vreinterpretq_u32_f32(number);
-            vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(number, exponent), sign))
-        }
+        unsafe { vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(numbers))) }
     }
 
     #[inline(always)]
@@ -146,12 +141,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     unsafe fn round_f16(vector: float32x4_t) -> float32x4_t {
-        let mut numbers = [0.0; 4];
-        unsafe {
-            vst1q_f32(numbers.as_mut_ptr(), vector);
-            let rounded = numbers.map(|number| f16::from_f32(number).to_f32());
-            vld1q_f32(rounded.as_ptr())
-        }
+        unsafe { vcvt_f32_f16(vcvt_f16_f32(vector)) }
     }
 
     #[inline(always)]
