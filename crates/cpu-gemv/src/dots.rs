@@ -7,7 +7,7 @@
 use crate::kernel::{AHEAD, Task, prefetch_scales};
 use crate::layout::{Layout, Rounding, Scales};
 use crate::scales::{Groups, Lanes};
-use crate::simd::{Avx512, MOST_LANES, Simd};
+use crate::simd::{Avx512, MOST_LANES, SELECT, Simd};
 use half::bf16;
 use std::{arch::x86_64::*, ops::Range};
 
@@ -24,7 +24,7 @@ pub(crate) const CODE_STEPS: usize = 4;
 pub(crate) fn serves(layout: Layout) -> bool {
     let format = layout.format;
     // If the zero point is at most 256, the difference of a code and the zero point is exact in bf16.
-    format.bits == 4
+    matches!(format.bits, 4 | 6)
         && format.rounding == Rounding::None
         && format.scales != Scales::SingleAndZero
         && format.zero() <= 256
@@ -84,13 +84,13 @@ unsafe fn add_floats<const R: usize, const A: usize>(
     }
 }
 
-/// Multiplies `R` input rows by the rows `range` of 4-bit weights.
+/// Multiplies `R` input rows by the rows `range` of quantized weights, whose codes have `BITS` bits: 4 or 6.
 ///
 /// # Safety
 /// `range` is within the weights, no other thread computes these outputs, and the CPU has the instruction set.
 /// [`serves`] is true for the task's layout.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
-pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>) {
+pub(crate) unsafe fn codes<const BITS: usize, const R: usize>(task: &Task, range: Range<usize>) {
     let Some(layout) = task.layout else {
         return;
     };
@@ -100,44 +100,56 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
-        // The permutation reads 5 bits of an index. Only the first 4 bits belong to the code, and the fifth bit belongs
-        // to the next code. The table contains the 16 numbers twice, so that the fifth bit has no effect.
-        let numbers: [bf16; HALVES] = std::array::from_fn(|code| {
-            bf16::from_f32((code % 16) as f32 - layout.format.zero() as f32)
-        });
-        let table = _mm512_loadu_si512(numbers.as_ptr().cast());
+        let tables = tables::<BITS>(layout.format.zero());
         for output in range {
             let row = task.weights.add(output * task.row_bytes).cast::<u32>();
             prefetch_scales::<Avx512>(layout, row.cast());
             groups.read::<Avx512>(layout, row.add(layout.scales()));
+            let of_top = row.add(layout.top()).cast::<u8>();
             let mut totals = [_mm512_setzero_ps(); R];
             let parameters = [groups.scale.as_ptr(), groups.least.as_ptr()];
             for block in 0..whole {
                 let from = row.add(block * MOST_LANES).cast::<u8>();
                 Avx512::prefetch(from.wrapping_add(AHEAD));
                 let words = _mm512_loadu_si512(from.cast());
-                add(
+                let top = match BITS {
+                    4 => words,
+                    _ => {
+                        let from = of_top.add(block * HALVES);
+                        Avx512::prefetch(from.wrapping_add(AHEAD));
+                        top(from)
+                    }
+                };
+                add::<BITS, R>(
                     task,
                     &mut totals,
                     block,
-                    words,
-                    table,
+                    [words, top],
+                    tables,
                     lanes,
                     parameters,
                     has_least,
                 );
             }
             if rest > 0 {
-                let mut last = [0u32; MOST_LANES];
+                let (mut low, mut last) = ([0u32; MOST_LANES], [0u8; HALVES]);
                 let from = row.add(whole * MOST_LANES);
-                std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), rest);
-                let words = _mm512_loadu_si512(last.as_ptr().cast());
-                add(
+                std::ptr::copy_nonoverlapping(from, low.as_mut_ptr(), rest);
+                let words = _mm512_loadu_si512(low.as_ptr().cast());
+                let top = match BITS {
+                    4 => words,
+                    _ => {
+                        let from = of_top.add(whole * HALVES);
+                        std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), 2 * rest);
+                        top(last.as_ptr())
+                    }
+                };
+                add::<BITS, R>(
                     task,
                     &mut totals,
                     whole,
-                    words,
-                    table,
+                    [words, top],
+                    tables,
                     lanes,
                     parameters,
                     has_least,
@@ -148,17 +160,43 @@ pub(crate) unsafe fn four_bits<const R: usize>(task: &Task, range: Range<usize>)
     }
 }
 
-/// Adds the products of one block to `totals`. `parameters` holds a pointer to the scales and a pointer to the minimums
-/// of the row's groups.
+/// Returns the bf16 number `code - zero` for codes 0 to 31, and for codes 32 to 63.
+///
+/// A permutation of one table reads 5 bits of an index. Only the first 4 bits belong to a 4-bit code, and the fifth bit
+/// belongs to the next code. The table of 4-bit codes contains the 16 numbers twice, so that the fifth bit has no effect.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn tables<const BITS: usize>(zero: u32) -> [__m512i; 2] {
+    let table = |first: usize| {
+        let numbers: [bf16; HALVES] = std::array::from_fn(|index| {
+            let code = (first + index) % (1 << BITS);
+            bf16::from_f32(code as f32 - zero as f32)
+        });
+        // SAFETY: the numbers fill a vector.
+        unsafe { _mm512_loadu_si512(numbers.as_ptr().cast()) }
+    };
+    [table(0), table(HALVES)]
+}
+
+/// Loads the upper bits of a block of 6-bit codes. The four codes of a 16-bit lane have one byte of upper bits, which is
+/// shifted left by 4.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn top(bytes: *const u8) -> __m512i {
+    unsafe { _mm512_slli_epi16::<4>(_mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes.cast()))) }
+}
+
+/// Adds the products of one block to `totals`. `words` are the lower bits of the codes, and `top` are the upper bits of
+/// 6-bit codes. `parameters` holds a pointer to the scales and a pointer to the minimums of the row's groups.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")]
 #[allow(clippy::too_many_arguments, reason = "the arguments stay in registers")]
-unsafe fn add<const R: usize>(
+unsafe fn add<const BITS: usize, const R: usize>(
     task: &Task,
     totals: &mut [__m512; R],
     block: usize,
-    words: __m512i,
-    table: __m512i,
+    [words, top]: [__m512i; 2],
+    tables: [__m512i; 2],
     lanes: Lanes<Avx512>,
     parameters: [*const f32; 2],
     has_least: bool,
@@ -168,8 +206,17 @@ unsafe fn add<const R: usize>(
         let input = input.add(block * R * CODE_STEPS * HALVES);
         let mut sums = [_mm512_setzero_ps(); R];
         for step in 0..CODE_STEPS {
-            let count = _mm_cvtsi32_si128(4 * step as i32);
-            let codes = _mm512_permutexvar_epi16(_mm512_srl_epi16(words, count), table);
+            let words = _mm512_srl_epi16(words, _mm_cvtsi32_si128(4 * step as i32));
+            let codes = match BITS {
+                4 => _mm512_permutexvar_epi16(words, tables[0]),
+                _ => {
+                    let top = _mm512_srl_epi16(top, _mm_cvtsi32_si128(2 * step as i32));
+                    // The permutation of two tables reads 6 bits of an index.
+                    let low_bits = _mm512_set1_epi16(15);
+                    let index = _mm512_ternarylogic_epi32::<SELECT>(low_bits, words, top);
+                    _mm512_permutex2var_epi16(tables[0], index, tables[1])
+                }
+            };
             let codes = std::mem::transmute::<__m512i, __m512bh>(codes);
             for (row, sum) in sums.iter_mut().enumerate() {
                 let x = halves(input.add((row * CODE_STEPS + step) * HALVES).cast());

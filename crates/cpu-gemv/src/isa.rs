@@ -115,13 +115,19 @@ fn dots_serve(format: Format) -> bool {
 /// Returns the kernel for input rows in bf16.
 #[cfg(target_arch = "x86_64")]
 fn dots_kernel(format: Format, rows: usize) -> Kernel {
+    fn of_codes<const BITS: usize>(rows: usize) -> (unsafe fn(&Task, Range<usize>), usize) {
+        match rows {
+            1 => (dots::codes::<BITS, 1>, 1),
+            2 => (dots::codes::<BITS, 2>, 2),
+            3 => (dots::codes::<BITS, 3>, 3),
+            4 => (dots::codes::<BITS, 4>, 4),
+            5 | 6 => (dots::codes::<BITS, 6>, 6),
+            _ => (dots::codes::<BITS, 8>, 8),
+        }
+    }
     let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match (format, rows) {
-        (Format::Words(_), 1) => (dots::four_bits::<1>, 1),
-        (Format::Words(_), 2) => (dots::four_bits::<2>, 2),
-        (Format::Words(_), 3) => (dots::four_bits::<3>, 3),
-        (Format::Words(_), 4) => (dots::four_bits::<4>, 4),
-        (Format::Words(_), 5 | 6) => (dots::four_bits::<6>, 6),
-        (Format::Words(_), _) => (dots::four_bits::<8>, 8),
+        (Format::Words(layout), _) if layout.format.bits == 6 => of_codes::<6>(rows),
+        (Format::Words(_), _) => of_codes::<4>(rows),
         (_, 1) => (dots::floats::<1, 4>, 1),
         (_, 2) => (dots::floats::<2, 2>, 2),
         (_, 3) => (dots::floats::<3, 2>, 3),

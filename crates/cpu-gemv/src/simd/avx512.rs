@@ -10,7 +10,7 @@ const MAGIC: f32 = 8_388_608.0;
 const AND_OR: i32 = 0xea;
 /// The truth table of `(a & b) | (!a & c)`, for a ternary logic instruction. Where a bit of the mask `a` is set, the
 /// result has the bit of `b`. Elsewhere, the result has the bit of `c`.
-const SELECT: i32 = 0xca;
+pub(crate) const SELECT: i32 = 0xca;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
