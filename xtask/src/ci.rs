@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::{
-    clients, fuzz, layers,
+    aarch64, clients, fuzz, layers,
     process::{self, Result},
     setup, test,
 };
@@ -41,6 +41,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "attention-cube without kernels",
         run: without_kernels,
+    },
+    Step {
+        name: "cpu-gemv on ARM",
+        run: aarch64::check_if_possible,
     },
     Step {
         name: "documentation",

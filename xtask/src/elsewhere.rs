@@ -28,3 +28,14 @@ pub fn has_mpi() -> bool {
 }
 
 pub fn mpi_if_possible() {}
+
+/// The linker of programs for ARM, which [`aarch64`] would install.
+pub const AARCH64_LINKER: &str = "";
+
+/// The command that runs a program for ARM, which [`aarch64`] would install.
+pub const AARCH64_RUNNER: &str = "";
+
+/// Returns an error, because QEMU runs a program without its system only on Linux.
+pub fn aarch64() -> Result<()> {
+    Err("the emulation of an ARM CPU supports only Linux".into())
+}

@@ -1,5 +1,6 @@
 //! The project's own commands, run as `cargo xtask <command>`.
 
+mod aarch64;
 mod ci;
 mod clients;
 mod emulate;
@@ -26,6 +27,8 @@ const HELP: &str = "\
 Usage: cargo xtask <command>
 
   test [CARGO_TEST_ARGS...]  set this machine up, then run the tests of the whole workspace
+  aarch64 [CARGO_TEST_ARGS...]
+                             run the tests of cpu-gemv on emulated ARM CPUs, one for each of its instruction sets
   emulate [--card NAME] [CARGO_TEST_ARGS...]
                              run the operator's CUDA tests without a GPU, as an a100, rtx3090, rtx4090, h100 or rtx5090 would
   fuzz [FORMATS...]          feed broken files to the readers, a minute for each format, or --seconds N, by --seed N
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
             Ok(ExitCode::SUCCESS)
         }
         ("test", args) => test::run(args).map(ExitCode::from),
+        ("aarch64", args) => aarch64::run(args).map(|()| ExitCode::SUCCESS),
         ("emulate", args) => emulate::run(args).map(ExitCode::from),
         ("fuzz", args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         ("kernels", args) => match args {
