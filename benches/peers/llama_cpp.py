@@ -4,8 +4,8 @@
     benches/peers/llama_cpp.sh FOLDER
     python3 benches/peers/llama_cpp.py FOLDER [--threads N] [--rounds N]
 
-Both programs run on the same cores. The CPU time of a token is the difference of two runs of different length, so the time
-to load the model does not count. Other processes lengthen the elapsed time of a token, but hardly its CPU time.
+Both programs run on the same cores. The CPU time of a token is the difference of two runs of different length, so the
+time to load the model does not count. Other processes lengthen the elapsed time of a token, but hardly its CPU time.
 """
 import argparse
 import os

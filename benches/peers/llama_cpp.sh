@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# llama_cpp.sh FOLDER: makes FOLDER/bin/llama-bench and llama-quantize for this CPU, and FOLDER/e2b-q4_0.gguf with random weights.
-# llama.cpp is that of the crate llama-cpp-sys-2, which has no programs: they are from llama-cpp-python's source package.
-# Needs curl, a C++ compiler, CMake, Ninja, Python with numpy and gguf, and 13 GB of disk. Models other than Gemma 4 are left
-# out, which more than halves the time of the build.
+# llama_cpp.sh FOLDER: makes FOLDER/bin/llama-bench and llama-quantize for this CPU, and FOLDER/e2b-q4_0.gguf with
+# random weights. llama.cpp is that of the crate llama-cpp-sys-2, which has no programs: they are from
+# llama-cpp-python's source package. Needs curl, a C++ compiler, CMake, Ninja, Python with numpy and gguf, and 13 GB of
+# disk. Models other than Gemma 4 are left out, which more than halves the time of the build.
 set -euo pipefail
 CRATE=0.1.161 PACKAGE=0.3.36
 here=$(cd "$(dirname "$0")" && pwd)

@@ -3,8 +3,8 @@
 
     python3 benches/peers/random_gguf.py OUT.gguf
 
-Needs numpy and gguf of PyPI, and 9.3 GB of disk. All matrices repeat one random block at random offsets. The vocabulary is
-made up, so the file serves only programs that need no text.
+Needs numpy and gguf of PyPI, and 9.3 GB of disk. All matrices repeat one random block at random offsets. The vocabulary
+is made up, so the file serves only programs that need no text.
 """
 import os
 import sys
@@ -76,7 +76,7 @@ def write_metadata(writer: gguf.GGUFWriter) -> None:
 
 
 def tensors() -> list[tuple[str, tuple[int, ...], np.ndarray | None]]:
-    """Returns the name, the shape as in PyTorch, and the values of each tensor. A matrix has no values: it is random."""
+    """Returns the name, the shape as in PyTorch, and the values of each tensor. A random matrix has no values."""
     found: list[tuple[str, tuple[int, ...], np.ndarray | None]] = []
 
     def matrix(name: str, *shape: int) -> None:

@@ -1,5 +1,5 @@
-//! `cargo xtask aarch64`: runs the tests of `cpu-gemv` on an emulated ARM CPU. The continuous integration only checks that
-//! the crate compiles for ARM.
+//! `cargo xtask aarch64`: runs the tests of `cpu-gemv` on an emulated ARM CPU. The continuous integration only checks
+//! that the crate compiles for ARM.
 
 use std::process::Command;
 

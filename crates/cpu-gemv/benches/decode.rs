@@ -1,9 +1,9 @@
-//! Measures the products of one decoded token of Gemma 4 E2B, with the formats of llama.cpp's Q4_0 file: Q4_0, the output
-//! table in Q6_K, and the projection of the per-layer inputs in bf16.
+//! Measures the products of one decoded token of Gemma 4 E2B, with the formats of llama.cpp's Q4_0 file: Q4_0, the
+//! output table in Q6_K, and the projection of the per-layer inputs in bf16.
 //!
-//! `cargo bench -p cpu-gemv --bench decode -- [tokens] [f32|bf16]` prints the fastest and the median token, by the dtype of
-//! the input. The weights take 1.4 GB. A whole token also has attention, norms and activations, which are not part of this
-//! benchmark. `benches/peers/llama_cpp.py` runs llama.cpp and this benchmark in turn.
+//! `cargo bench -p cpu-gemv --bench decode -- [tokens] [f32|bf16]` prints the fastest and the median token, by the
+//! dtype of the input. The weights take 1.4 GB. A whole token also has attention, norms and activations, which are not
+//! part of this benchmark. `benches/peers/llama_cpp.py` runs llama.cpp and this benchmark in turn.
 
 use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
 use cpu_gemv::{Rows, Weights, multiply, threads};

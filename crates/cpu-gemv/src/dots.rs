@@ -163,7 +163,7 @@ pub(crate) unsafe fn codes<const BITS: usize, const R: usize>(task: &Task, range
 /// Returns the bf16 number `code - zero` for codes 0 to 31, and for codes 32 to 63.
 ///
 /// A permutation of one table reads 5 bits of an index. Only the first 4 bits belong to a 4-bit code, and the fifth bit
-/// belongs to the next code. The table of 4-bit codes contains the 16 numbers twice, so that the fifth bit has no effect.
+/// belongs to the next code. The table of 4-bit codes contains the 16 numbers twice, so the fifth bit has no effect.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn tables<const BITS: usize>(zero: u32) -> [__m512i; 2] {
@@ -178,8 +178,8 @@ fn tables<const BITS: usize>(zero: u32) -> [__m512i; 2] {
     [table(0), table(HALVES)]
 }
 
-/// Loads the upper bits of a block of 6-bit codes. The four codes of a 16-bit lane have one byte of upper bits, which is
-/// shifted left by 4.
+/// Loads the upper bits of a block of 6-bit codes. The four codes of a 16-bit lane have one byte of upper bits. The
+/// byte is shifted left by 4.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn top(bytes: *const u8) -> __m512i {

@@ -8,10 +8,11 @@ pub(crate) const BLOCK: usize = 32;
 /// The number of blocks that a kernel multiplies in one step.
 pub(crate) const STEP: usize = 4;
 
-/// The largest sum of three limbs: `127 · (65536 + 256 + 1)`. A block's largest element is at most this number of units.
+/// The largest sum of three limbs: `127 · (65536 + 256 + 1)`. A block's largest element is at most this number of
+/// units.
 const LARGEST: u32 = 0x7f_7f7f;
-/// This number is added to the bits of an f32. The sum has the next exponent if the f32 is more than [`LARGEST`] times a
-/// power of two.
+/// This number is added to the bits of an f32. The sum has the next exponent if the f32 is more than [`LARGEST`] times
+/// a power of two.
 const TO_NEXT_EXPONENT: u32 = 0x80_0000 - 2 * (LARGEST - 0x40_0000) - 1;
 /// The smallest biased exponent from which a unit follows. If a block's largest element is below 2⁻¹⁰⁵, the unit is
 /// 2⁻¹²⁷.
@@ -36,8 +37,8 @@ pub(crate) struct Fixed {
     pub limbs: Vec<i8>,
     /// The unit of each block times 65536: `[blocks, rows]`.
     pub units: Vec<f32>,
-    /// The sum of each block's elements: `[rows, blocks]`, or `[blocks, rows]` if rows are in pairs. The list is empty if
-    /// the format has no minimums.
+    /// The sum of each block's elements: `[rows, blocks]`, or `[blocks, rows]` if rows are in pairs. The list is empty
+    /// if the format has no minimums.
     pub sums: Vec<f32>,
     /// The number of blocks.
     pub blocks: usize,

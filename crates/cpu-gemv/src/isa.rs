@@ -151,8 +151,8 @@ fn dots_kernel(format: Format, rows: usize) -> Kernel {
     Kernel { run, rows, reads }
 }
 
-/// Defines the kernels of an instruction set. The numbers of each kernel of float weights are the arguments `N`, `R` and
-/// `A` of [`floats`](crate::kernel::floats), in the order of `R`.
+/// Defines the kernels of an instruction set. The numbers of each kernel of float weights are the arguments `N`, `R`
+/// and `A` of [`floats`](crate::kernel::floats), in the order of `R`.
 macro_rules! kernels {
     (
         $name:ident, $simd:ty, $features:meta,
@@ -251,8 +251,8 @@ wide_kernels!(
     Avx512,
     target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 );
-// A core has up to four units that multiply and add, with a latency of 4 cycles. At least 12 sums therefore grow at once.
-// Rows of the weights share the loads of the input, which are as long as those of f32 weights.
+// A core has up to four units that multiply and add, with a latency of 4 cycles. At least 12 sums therefore grow at
+// once. Rows of the weights share the loads of the input, which are as long as those of f32 weights.
 #[cfg(target_arch = "aarch64")]
 kernels!(
     neon,

@@ -1,7 +1,7 @@
 //! Decodes a block of codes into two vectors of signed bytes.
 //!
-//! A word holds eight 4-bit codes or four 8-bit codes. The first vector of 4-bit codes has the codes of even columns, and
-//! the second vector has the codes of odd columns. 8-bit codes stay in the order of the columns.
+//! A word holds eight 4-bit codes or four 8-bit codes. The first vector of 4-bit codes has the codes of even columns,
+//! and the second vector has the codes of odd columns. 8-bit codes stay in the order of the columns.
 
 use crate::fixed_point::BLOCK;
 use std::arch::aarch64::*;

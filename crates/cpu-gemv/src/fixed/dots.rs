@@ -4,8 +4,8 @@ use std::arch::{aarch64::*, asm};
 
 /// Dot products of signed bytes.
 pub(crate) trait Dots {
-    /// Adds the products of two vectors of codes with two vectors of limbs to `sum`. A lane of the result has the products
-    /// of its own four bytes. If `IS_SMALL` is false, a lane may have the products of other bytes.
+    /// Adds the products of two vectors of codes with two vectors of limbs to `sum`. A lane of the result has the
+    /// products of its own four bytes. If `IS_SMALL` is false, a lane may have the products of other bytes.
     ///
     /// # Safety
     /// The CPU has the instruction set. If `IS_SMALL` is true, the codes are between -32 and 32.
@@ -78,8 +78,8 @@ unsafe fn sdot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Multiplies two rows `a` of 8 bytes by two rows `b` of 8 bytes, and adds the products to `sum`, `[a, b]`. The standard
-/// library's function for this instruction is unstable in Rust 1.95.
+/// Multiplies two rows `a` of 8 bytes by two rows `b` of 8 bytes, and adds the products to `sum`, `[a, b]`. The
+/// standard library's function for this instruction is unstable in Rust 1.95.
 ///
 /// # Safety
 /// The CPU has the extension I8MM.

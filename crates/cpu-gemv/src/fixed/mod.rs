@@ -1,9 +1,9 @@
 //! Products of quantized weights by int8 dot products, for ARM.
 //!
-//! A *block* is 32 columns. The input of a block is rounded to fixed point: `x = X · unit`, where `X` is an integer of 24
-//! bits and the unit is a power of two. `X` is three signed bytes, the *limbs*: `X = 65536 · a + 256 · b + c`. Int8 dot
-//! products multiply the codes by each limb, and their sums are exact. The sum of the block is converted to f32 once. The
-//! product of the group's scale and the unit multiplies the sum.
+//! A *block* is 32 columns. The input of a block is rounded to fixed point: `x = X · unit`, where `X` is an integer of
+//! 24 bits and the unit is a power of two. `X` is three signed bytes, the *limbs*: `X = 65536 · a + 256 · b + c`. Int8
+//! dot products multiply the codes by each limb, and their sums are exact. The sum of the block is converted to f32
+//! once. The product of the group's scale and the unit multiplies the sum.
 //!
 //! An element moves by less than 2⁻²² of the largest element of its block. A block with an element that is infinite or
 //! NaN gives NaN. Weights whose codes equal the zero point give exactly 0.
@@ -17,9 +17,9 @@
 //! | 6 bits | 1.5 | 0.98 | | | |
 //! | 8 bits | 1.3 | 0.68 | | | |
 //!
-//! A kernel that converts each code to f32 takes 1.5 instructions per 4-bit weight and row. A core that completes 4
-//! instructions per cycle at 3 GHz can read 10 GB/s of Q4_0, or 19 GB/s of Q8_0, with `sdot` and one input row. Products
-//! are bound by memory if a core's share of the bandwidth is less.
+//! A kernel that converts each code to f32 takes about 1.5 instructions per 4-bit weight and row. A core that
+//! completes 4 instructions per cycle at 3 GHz can read 10 GB/s of Q4_0, or 19 GB/s of Q8_0, with `sdot` and one input
+//! row. Products are bound by memory if a core's share of the bandwidth is less.
 
 mod codes;
 mod dots;

@@ -1,7 +1,7 @@
 //! The kernel that multiplies pairs of input rows by pairs of rows of the weights, with the extension I8MM.
 //!
-//! One `smmla` multiplies two rows of 8 codes by two rows of 8 limbs. The result is a tile of 2 · 2 sums, so the sum over a
-//! block needs no reduction.
+//! One `smmla` multiplies two rows of 8 codes by two rows of 8 limbs. The result is a tile of 2 · 2 sums, so the sum
+//! over a block needs no reduction.
 
 use super::codes::{Codes, EightBits, FiveBits, FourBits, SixBits};
 use super::dots::smmla;
