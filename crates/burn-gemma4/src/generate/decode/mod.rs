@@ -7,9 +7,6 @@
 #[cfg(feature = "cube")]
 mod ahead;
 mod batch;
-mod batch_adapters;
-#[cfg(feature = "cube")]
-mod batch_sampler;
 mod decoder;
 mod drafting;
 #[cfg(feature = "cube")]

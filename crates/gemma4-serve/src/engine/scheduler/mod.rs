@@ -1,12 +1,12 @@
-//! The main loop of the engine's thread: admits requests, prefills prompts in chunks, and decodes all answers together.
+//! The main loop of the engine's thread: prefills prompts in chunks, and decodes all answers together.
+
+mod admission;
 
 use super::adapters::ServedAdapter;
 use super::answer::Answer;
 use super::device_adapters::DeviceAdapters;
 use super::handle::EngineOptions;
-use super::request::Event;
 use super::shared::{Job, Message, Shared};
-use crate::error::RequestError;
 use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,13 +17,6 @@ use std::time::{Duration, Instant};
 const CPU_CHUNK: usize = 256;
 /// The default number of prompt tokens that are prefilled between two decode steps, on a GPU.
 const GPU_CHUNK: usize = 2048;
-
-/// If at least this number of requests waits on a GPU, more prompts are prefilled between two decode steps. Each decode
-/// step of a few answers would delay all waiting requests.
-const MANY_WAITING: usize = 8;
-/// The factor by which the number of prompt tokens between two decode steps grows if many requests wait. On an H200,
-/// E2B's answers then pause for about 50 ms (2026-11-29).
-const MORE_CHUNKS: usize = 4;
 
 /// The time after the last request in which the batch keeps its buffers and its CUDA graph. A new request then needs no
 /// capture of a graph, which takes as long as four decode steps without a graph.
@@ -148,24 +141,6 @@ impl<'a> Scheduler<'a> {
         self.update_gauges();
     }
 
-    /// The number of answers that will be in the batch as soon as all prompts are prefilled for which there is room.
-    fn expected_answers(&self) -> usize {
-        let mut answers = self.running.len();
-        let mut longest = self.longest_reserved();
-        if let Some(prefilling) = &self.prefilling {
-            answers += prefilling.answers.len();
-            longest = longest.max(prefilling.reserved);
-        }
-        for job in &self.queue {
-            let (more, longer) = (answers + job.request.choices, longest.max(job.reserved()));
-            if !self.fits(more, longer) {
-                break;
-            }
-            (answers, longest) = (more, longer);
-        }
-        answers
-    }
-
     /// Frees the unloaded adapters that no request uses, and the keys and values that were computed with them.
     fn free_adapters(&mut self) {
         let (batch, prefixes) = (&mut self.batch, &mut self.prefixes);
@@ -208,18 +183,6 @@ impl<'a> Scheduler<'a> {
         counter.inc_by(count as u64);
     }
 
-    /// The number of prompt tokens that are prefilled before the next decode step.
-    fn prompt_tokens_of_round(&self) -> usize {
-        let waiting = self.queue.len();
-        let is_burst = waiting >= MANY_WAITING.max(self.running.len())
-            && self.options.prefill_chunk.is_none()
-            && self.gemma.model().is_accelerated();
-        match is_burst {
-            true => self.chunk * MORE_CHUNKS,
-            false => self.chunk,
-        }
-    }
-
     /// Prefills prompts before the next decode step. Stops earlier if no further request can be admitted.
     fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
         let most = self.prompt_tokens_of_round();
@@ -260,87 +223,6 @@ impl<'a> Scheduler<'a> {
             }
         }
         Ok(())
-    }
-
-    /// True if the KV cache and the batch have room for the answers of a request.
-    fn has_room(&self, job: &Job) -> bool {
-        let answers = self.running.len() + job.request.choices;
-        self.fits(answers, self.longest_reserved().max(job.reserved()))
-    }
-
-    /// True if the batch and the KV cache have room for `answers` answers of up to `longest` tokens.
-    fn fits(&self, answers: usize, longest: usize) -> bool {
-        answers <= self.options.max_running
-            && Shared::slots(answers, longest) <= self.shared.limits.kv_tokens
-    }
-
-    /// The largest number of tokens for which an answer in the batch has reserved space in the KV cache.
-    fn longest_reserved(&self) -> usize {
-        let reserved = self.running.iter().map(|running| running.reserved);
-        reserved.max().unwrap_or(0)
-    }
-
-    /// Starts the prefill of the first request in the queue, if the KV cache and the batch have room for its answers.
-    fn admit(&mut self) {
-        while self.prefilling.is_none()
-            && let Some(job) = self.queue.front()
-        {
-            if !self.has_room(job) {
-                return;
-            }
-            let Some(job) = self.queue.pop_front() else {
-                return;
-            };
-            self.shared.leave_queue(1);
-            let metrics = &self.shared.metrics;
-            metrics.waiting.observe(job.arrived.elapsed().as_secs_f64());
-            let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
-            let adapter = job.request.adapter.clone();
-            match self.begin(job) {
-                Ok((prefill, answers)) => {
-                    self.prefilling = Some(Prefilling {
-                        prefill,
-                        answers,
-                        adapter,
-                        reserved,
-                        arrived,
-                    });
-                }
-                Err(error) => {
-                    // Ignore a failed send: the client has disconnected.
-                    let _ = events.send(Event::Failed(error));
-                    self.count_outcome("failed", 1);
-                }
-            }
-        }
-    }
-
-    fn begin(&mut self, job: Job) -> Result<(Prefill, Vec<Answer<'a>>), RequestError> {
-        let request = job.request;
-        let options = Arc::new(request.options);
-        let answers = (0..request.choices).map(|choice| {
-            Answer::new(
-                choice,
-                &request.prompt,
-                &options,
-                request
-                    .constraint
-                    .as_ref()
-                    .map(|constraint| constraint.copy()),
-                self.gemma.tokenizer(),
-                job.events.clone(),
-            )
-        });
-        let answers = answers.collect::<Result<Vec<_>, _>>()?;
-        let mut prefill = match self.options.graph_capture {
-            true => self.gemma.prefill(request.prompt, self.options.cache)?,
-            false => Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?,
-        };
-        if let Some(adapter) = &request.adapter {
-            prefill = prefill.with_adapter(self.adapters.get(adapter)?)?;
-        }
-        self.prefixes.resume(&mut prefill);
-        Ok((prefill, answers))
     }
 
     /// Passes the first token to each answer of a prefilled request, and adds the answers that have not ended to the batch.

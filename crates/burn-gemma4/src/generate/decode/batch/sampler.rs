@@ -1,7 +1,7 @@
 //! The choice of the next tokens of a batch within the captured decode step: by argmax, or by one sampler for all rows.
 
-use super::graph::GraphCapture;
-use super::row_logits::RowChoice;
+use crate::generate::decode::graph::GraphCapture;
+use crate::generate::decode::row_logits::RowChoice;
 use crate::generate::sampling::device::DeviceSampler;
 use crate::generate::sampling::sampler::Sampler;
 use crate::model::Gemma4Model;
