@@ -21,22 +21,31 @@ HEADS, WINDOW = 8, 512
 HEAD_DIM, GLOBAL_HEAD_DIM = 256, 512
 
 
-def config():
+SHAPES = {
+    "e2b": dict(
+        hidden_size=1536, num_hidden_layers=35, intermediate_size=6144, num_key_value_heads=1, num_kv_shared_layers=20,
+        use_double_wide_mlp=True, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7),
+    "e4b": dict(
+        hidden_size=2560, num_hidden_layers=42, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18,
+        use_double_wide_mlp=False, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7),
+}
+
+
+def config(shapes="e2b"):
     made = Gemma4TextConfig(
-        hidden_size=1536, num_hidden_layers=35, intermediate_size=6144, num_attention_heads=HEADS, num_key_value_heads=1,
-        head_dim=HEAD_DIM, global_head_dim=GLOBAL_HEAD_DIM, sliding_window=WINDOW, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
-        num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size=VOCABULARY,
+        **SHAPES[shapes], num_attention_heads=HEADS, head_dim=HEAD_DIM, global_head_dim=GLOBAL_HEAD_DIM,
+        sliding_window=WINDOW, hidden_size_per_layer_input=256, vocab_size=VOCABULARY,
         vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=30.0, attention_k_eq_v=False, enable_moe_block=False,
         max_position_embeddings=131072, tie_word_embeddings=True)
     made._attn_implementation = "sdpa"
     return made
 
 
-def build():
+def build(shapes="e2b"):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Gemma4ForCausalLM(config())
+        model = Gemma4ForCausalLM(config(shapes))
     torch.set_default_dtype(torch.float32)
     return model.eval()
 

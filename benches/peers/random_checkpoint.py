@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint with the shapes of E2B and random bf16 weights, to measure a server without a download.
+"""Writes a checkpoint with the shapes of E2B or E4B and random bf16 weights, to measure a server without a download.
 
-    python3 benches/peers/random_checkpoint.py DIR
+    python3 benches/peers/random_checkpoint.py DIR [e2b|e4b]
 
 The tokenizer is the one of the embedded model, with a made-up token for every other id of the vocabulary. Needs an NVIDIA
-GPU, and 10 GB of disk.
+GPU, and 10 GB of disk (15 GB for E4B).
 """
 import json
 import os
@@ -12,8 +12,8 @@ import sys
 
 from gemma4_transformers import VOCABULARY, build
 
-folder = sys.argv[1]
-model = build()
+folder, *shapes = sys.argv[1:]
+model = build(*shapes)
 model.save_pretrained(folder, max_shard_size="20GB")
 
 here = os.path.dirname(os.path.abspath(__file__))
