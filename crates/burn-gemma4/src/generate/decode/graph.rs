@@ -97,11 +97,12 @@ impl GraphCapture {
         self.adapters.as_ref()
     }
 
-    /// Captures the first forward pass already. This suits a batch, whose graph serves further sequences after the first
-    /// ones have ended.
-    pub fn capturing_at_once(self) -> Self {
+    /// Captures the second forward pass already. This suits a batch, whose graph serves further sequences after the first
+    /// ones have ended. The first pass runs without a capture, because requests that arrive together often reallocate
+    /// the buffers after it.
+    pub fn capturing_early(self) -> Self {
         Self {
-            captured_after: 0,
+            captured_after: 1,
             ..self
         }
     }

@@ -117,7 +117,7 @@ impl Batch {
             let graph = GraphCapture::new(&self.model, &self.cache);
             let graph = graph.map(|graph| {
                 let adapters = self.adapters.stack().map(select);
-                graph.with_adapters(adapters).capturing_at_once()
+                graph.with_adapters(adapters).capturing_early()
             });
             self.graph = match self.may_capture {
                 true => graph,
