@@ -38,7 +38,7 @@ pub(crate) struct PromptPass {
 /// The tokens before those of a pass.
 enum Earlier {
     /// The pass runs over whole prompts, whose tokens have these rotations.
-    None(Rotations),
+    None(Box<Rotations>),
     Some(Box<EarlierTokens>),
 }
 
@@ -94,7 +94,7 @@ impl PromptPass {
             count: length,
         };
         let rotations = Rotations::new(&model.rope, &positions, model.dtype(), &model.device());
-        Self::with(model, length, length, Earlier::None(rotations))
+        Self::with(model, length, length, Earlier::None(Box::new(rotations)))
     }
 
     /// Creates the pass over up to `length` tokens that follow those in `history`. The inputs are uninitialized.
@@ -173,7 +173,7 @@ impl PromptPass {
 
     fn rotations(&self) -> Rotations {
         match &self.earlier {
-            Earlier::None(rotations) => rotations.clone(),
+            Earlier::None(rotations) => (**rotations).clone(),
             Earlier::Some(earlier) => {
                 let [sliding, full] = [&self.sliding, &self.full];
                 let tables = [&sliding.cos, &sliding.sin, &full.cos, &full.sin];
