@@ -15,11 +15,7 @@ use tower::ServiceExt;
 pub const MODEL: &str = "tiny";
 
 /// A chat template that supports tools and thoughts, in Gemma's syntax.
-const TEMPLATE: &str = "{{ bos_token }}{% if tools %}<|turn>system\n{% for tool in tools %}<|tool>{{ tool.function.name }}\
-    {{ tool.function.description }}<tool|>{% endfor %}<turn|>\n{% endif %}{% for message in messages %}<|turn>{{ message.role }}\n\
-    {{ message.content }}{% for call in message.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}\
-    {{ call.function.arguments | tojson }}<tool_call|>{% endfor %}<turn|>\n{% endfor %}<|turn>model\n\
-    {% if enable_thinking %}<|channel>thought\n{% endif %}";
+const TEMPLATE: &str = include_str!("tools.jinja");
 
 /// Returns the small model that `burn-gemma4` embeds, on the CPU.
 pub fn gemma() -> Gemma4 {

@@ -1,5 +1,7 @@
 //! Tests the server within the test process, with the small model that burn-gemma4 embeds.
 
+mod cases;
+mod client;
 mod harness;
 mod socket;
 

@@ -1,11 +1,12 @@
-//! A server on a TCP port, and a client that sends raw bytes, so that a test can disconnect at any byte.
+//! A server on a TCP port, and requests to it over connections of their own.
 
+use crate::client;
+pub use crate::client::{Response, get};
 use crate::harness::MODEL;
 use gemma4_serve::Server;
 use gemma4_serve::engine::Engine;
 use serde_json::{Value, json};
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -43,47 +44,11 @@ impl Listening {
     }
 }
 
-/// The part of a response that has arrived so far.
-#[derive(Clone, Debug)]
-pub struct Response {
-    pub status: u16,
-    pub head: String,
-    pub body: String,
-}
-
-impl Response {
-    pub fn json(&self) -> Value {
-        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
-    }
-
-    /// Returns the data of each complete server-sent event. Data that is not JSON is returned as a JSON string.
-    pub fn data(&self) -> Vec<Value> {
-        let complete = self.body.rsplit_once("\n\n").map_or("", |(text, _)| text);
-        let lines = complete
-            .lines()
-            .filter_map(|line| line.strip_prefix("data: "));
-        lines
-            .map(|data| serde_json::from_str(data).unwrap_or_else(|_| json!(data)))
-            .collect()
-    }
-}
-
 /// Returns a POST request that closes its connection after the response. The model's name is added to the body.
 pub fn post(path: &str, body: &Value) -> Vec<u8> {
     let mut body = body.clone();
     body["model"] = json!(MODEL);
-    let body = body.to_string();
-    format!(
-        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n\
-         content-length: {}\r\n\r\n{body}",
-        body.len()
-    )
-    .into_bytes()
-}
-
-/// Returns a GET request that closes its connection after the response.
-pub fn get(path: &str) -> Vec<u8> {
-    format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").into_bytes()
+    client::post(path, &body)
 }
 
 /// Sends a request and returns the whole response.
@@ -94,50 +59,5 @@ pub fn exchange(address: SocketAddr, request: &[u8]) -> Response {
 /// Sends a request and reads the response. Closes the connection after `most` bytes, or when no byte arrives for the
 /// time `patience`.
 pub fn receive(address: SocketAddr, request: &[u8], most: usize, patience: Duration) -> Response {
-    let mut stream = TcpStream::connect(address).expect("a connection");
-    stream
-        .set_read_timeout(Some(patience))
-        .expect("a read timeout");
-    stream.write_all(request).expect("the request is sent");
-    let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
-    while bytes.len() < most {
-        let room = buffer.len().min(most - bytes.len());
-        match stream.read(&mut buffer[..room]) {
-            Ok(0) | Err(_) => break,
-            Ok(count) => bytes.extend_from_slice(&buffer[..count]),
-        }
-    }
-    parse(&bytes)
-}
-
-fn parse(bytes: &[u8]) -> Response {
-    let end = bytes.windows(4).position(|part| part == b"\r\n\r\n");
-    let (head, body) = bytes.split_at(end.map_or(bytes.len(), |end| end + 4));
-    let head = String::from_utf8_lossy(head).to_lowercase();
-    let status = head
-        .split(' ')
-        .nth(1)
-        .and_then(|status| status.parse().ok());
-    let body = match head.contains("transfer-encoding: chunked") {
-        true => unchunked(body),
-        false => body.to_vec(),
-    };
-    Response {
-        status: status.unwrap_or(0),
-        head,
-        body: String::from_utf8_lossy(&body).into_owned(),
-    }
-}
-
-/// Joins the chunks of a body in chunked encoding. If the last chunk is incomplete, its received bytes are kept.
-fn unchunked(mut bytes: &[u8]) -> Vec<u8> {
-    let mut body = Vec::new();
-    while let Some(end) = bytes.windows(2).position(|part| part == b"\r\n") {
-        let size = std::str::from_utf8(&bytes[..end]).expect("a size");
-        let size = usize::from_str_radix(size, 16).expect("a size");
-        let rest = &bytes[end + 2..];
-        body.extend_from_slice(&rest[..size.min(rest.len())]);
-        bytes = rest.get(size + 2..).unwrap_or_default();
-    }
-    body
+    client::receive(address, request, most, patience).expect("a connection")
 }

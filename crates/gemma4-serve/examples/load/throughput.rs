@@ -1,18 +1,4 @@
-//! Measures a running server under load, with random prompts as in vLLM's `bench serve`.
-//!
-//! ```sh
-//! gemma4 serve --name tiny &
-//! cargo run --release -p gemma4-serve --example load -- 127.0.0.1:8080 tiny 8 64 100 64
-//! ```
-//!
-//! The arguments, in order:
-//!
-//! - the server's address
-//! - the model's name
-//! - the number of clients
-//! - the total number of requests
-//! - the number of tokens of each prompt
-//! - the number of tokens of each answer
+//! The throughput of a server: prompts of random tokens, as in vLLM's `bench serve`.
 
 use serde_json::json;
 use std::io::{BufRead, BufReader, Write};
@@ -21,14 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The arguments of the command line.
-struct Load {
-    address: String,
-    model: String,
-    clients: usize,
-    requests: usize,
-    prompt: usize,
-    tokens: usize,
+/// The arguments of a measurement.
+pub struct Load {
+    pub address: String,
+    pub model: String,
+    pub clients: usize,
+    pub requests: usize,
+    pub prompt: usize,
+    pub tokens: usize,
 }
 
 /// The time until the first token of a request's answer, and the time until the end of the answer.
@@ -37,8 +23,11 @@ struct Times {
     all: Duration,
 }
 
-fn main() -> Result<(), String> {
-    let load = arguments()?;
+/// Sends all requests, and prints the rates and latencies.
+///
+/// # Errors
+/// Returns the reason if a request fails.
+pub fn run(load: &Load) -> Result<(), String> {
     let next = AtomicUsize::new(0);
     let start = Instant::now();
     let results: Vec<Result<Vec<Times>, String>> = thread::scope(|scope| {
@@ -50,7 +39,7 @@ fn main() -> Result<(), String> {
                     return Ok(times);
                 }
                 times.push(
-                    request(&load, number).map_err(|error| format!("request {number}: {error}"))?,
+                    request(load, number).map_err(|error| format!("request {number}: {error}"))?,
                 );
             }
         };
@@ -86,26 +75,6 @@ fn main() -> Result<(), String> {
         percentile(&mut steps, 0.99),
     );
     Ok(())
-}
-
-fn arguments() -> Result<Load, String> {
-    let all: Vec<String> = std::env::args().skip(1).collect();
-    let usage = "usage: load ADDRESS MODEL CLIENTS REQUESTS PROMPT_TOKENS TOKENS";
-    let [address, model, numbers @ ..] = all.as_slice() else {
-        return Err(usage.into());
-    };
-    let numbers: Result<Vec<usize>, _> = numbers.iter().map(|number| number.parse()).collect();
-    match numbers.as_deref() {
-        Ok([clients, requests, prompt, tokens]) if *tokens > 0 && *prompt > 0 => Ok(Load {
-            address: address.clone(),
-            model: model.clone(),
-            clients: *clients,
-            requests: *requests,
-            prompt: *prompt,
-            tokens: *tokens,
-        }),
-        _ => Err(usage.into()),
-    }
 }
 
 /// Sends a request and reads its stream.

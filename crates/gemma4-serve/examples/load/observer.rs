@@ -1,0 +1,113 @@
+//! The state of a server from outside: its metrics, and the memory of its process.
+
+use crate::client::{get, receive};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// The gauge of the prefix cache, which stays full after the last request.
+const PREFIX_CACHE: &str = "gemma4_prefix_cache_bytes";
+
+/// The metrics of a server at one time. A metric of several devices or outcomes is the sum of its values.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// The gauges by name, without [`PREFIX_CACHE`].
+    pub gauges: BTreeMap<String, f64>,
+    /// The numbers of requests by outcome.
+    pub outcomes: BTreeMap<String, f64>,
+    /// The size of the prefix cache, in bytes.
+    pub prefix_bytes: f64,
+    /// The numbers of read, cached and generated tokens.
+    pub tokens: [f64; 3],
+}
+
+impl Metrics {
+    /// Reads the metrics of a server.
+    pub fn read(address: SocketAddr) -> Result<Self, String> {
+        let response = receive(
+            address,
+            &get("/metrics"),
+            usize::MAX,
+            Duration::from_secs(60),
+        );
+        let response = response.map_err(|error| format!("/metrics: {error}"))?;
+        match response.status {
+            200 => Ok(Self::parse(&response.body)),
+            status => Err(format!("/metrics: status {status}: {}", response.body)),
+        }
+    }
+
+    fn parse(text: &str) -> Self {
+        let mut metrics = Self::default();
+        let types: BTreeMap<&str, &str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+            .collect();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let Some((series, value)) = line.rsplit_once(' ') else {
+                continue;
+            };
+            let value: f64 = value.parse().unwrap_or(f64::NAN);
+            let name = series.split('{').next().unwrap_or(series);
+            match name {
+                PREFIX_CACHE => metrics.prefix_bytes += value,
+                "gemma4_requests_total" => {
+                    let outcome = series.split("outcome=\"").nth(1).unwrap_or_default();
+                    let outcome = outcome.split('"').next().unwrap_or_default();
+                    *metrics.outcomes.entry(outcome.into()).or_default() += value;
+                }
+                "gemma4_prompt_tokens_total" => metrics.tokens[0] += value,
+                "gemma4_cached_prompt_tokens_total" => metrics.tokens[1] += value,
+                "gemma4_generated_tokens_total" => metrics.tokens[2] += value,
+                name if types.get(name) == Some(&"gauge") => {
+                    *metrics.gauges.entry(name.into()).or_default() += value;
+                }
+                _ => (),
+            }
+        }
+        metrics
+    }
+}
+
+/// The resources of a process at one time.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Process {
+    /// The resident memory, in MiB.
+    pub memory: f64,
+    /// The number of threads.
+    pub threads: usize,
+    /// The number of open files and connections.
+    pub files: usize,
+}
+
+impl Process {
+    /// Reads the resources of the process with this id. Works on Linux only.
+    pub fn read(id: u32) -> Result<Self, String> {
+        let wrong = |error: std::io::Error| format!("process {id}: {error}");
+        let status = std::fs::read_to_string(format!("/proc/{id}/status")).map_err(wrong)?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let value = line.and_then(|line| line.split_whitespace().next());
+            let value = value.and_then(|value| value.parse::<usize>().ok());
+            value.ok_or_else(|| format!("process {id}: has no {name:?} in its status"))
+        };
+        let files = std::fs::read_dir(format!("/proc/{id}/fd")).map_err(wrong)?;
+        Ok(Self {
+            memory: field("VmRSS:")? as f64 / 1024.0,
+            threads: field("Threads:")?,
+            files: files.count(),
+        })
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            memory,
+            threads,
+            files,
+        } = self;
+        write!(f, "{memory:.1} MiB, {threads} threads, {files} files")
+    }
+}
