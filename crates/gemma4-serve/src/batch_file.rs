@@ -96,7 +96,7 @@ pub fn run_batch_file(
         let mut answers = std::pin::pin!(answers.buffered(concurrency));
         while let Some(answer) = answers.next().await {
             let answer: Value = answer.map_err(BatchError::Io)?;
-            if let Some(failure) = server.engine().failure() {
+            if let Some(failure) = server.engines().failure() {
                 return Err(BatchError::Failed(failure.message));
             }
             count(&answer, &mut counts);

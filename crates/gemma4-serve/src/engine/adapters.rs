@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 /// The longest name of an adapter, in bytes.
 const LONGEST_NAME: usize = 128;
 
-/// An adapter that a request selects. The engine keeps the adapter on the device as long as a clone of this value
+/// An adapter that a request selects. The engines keep the adapter on their devices as long as a clone of this value
 /// exists, so a request that has selected an adapter can finish after the adapter was unloaded.
 #[derive(Clone, Debug)]
 pub struct ServedAdapter(Arc<Entry>);
@@ -19,14 +19,17 @@ pub struct ServedAdapter(Arc<Entry>);
 #[derive(Debug)]
 struct Entry {
     name: String,
-    inbox: mpsc::Sender<Message>,
+    /// The inboxes of the engines that have the adapter.
+    inboxes: Vec<mpsc::Sender<Message>>,
 }
 
 impl Drop for Entry {
-    /// Wakes the engine's thread, which then frees the adapter.
+    /// Wakes the engines' threads, which then free the adapter.
     fn drop(&mut self) {
-        // An error means that the thread has ended already.
-        let _ = self.inbox.send(Message::Wake);
+        for inbox in &self.inboxes {
+            // An error means that the thread has ended already.
+            let _ = inbox.send(Message::Wake);
+        }
     }
 }
 
@@ -57,7 +60,7 @@ impl AdapterUse {
     }
 }
 
-/// One of the engine's `max_adapters` places. An adapter has its place until its device memory is free.
+/// One of the `max_adapters` places. An adapter has its place until its memory is free on all devices.
 #[derive(Debug)]
 pub(super) struct Place(Arc<AtomicUsize>);
 
@@ -70,12 +73,12 @@ impl Drop for Place {
 /// An adapter on its way to the engine's thread.
 pub(super) struct Load {
     pub adapter: ServedAdapter,
-    pub place: Place,
+    pub place: Arc<Place>,
     pub weights: AdapterWeights,
     pub outcome: mpsc::Sender<Result<(), RequestError>>,
 }
 
-/// The named adapters of an engine.
+/// The named adapters of one engine, or of all engines of a pool.
 #[derive(Debug)]
 pub(super) struct AdapterRegistry {
     /// The largest number of adapters.
@@ -103,7 +106,7 @@ impl AdapterRegistry {
     fn reserve(
         &self,
         name: &str,
-        inbox: &mpsc::Sender<Message>,
+        engines: &[Engine],
     ) -> Result<(Reserved<'_>, Place), RequestError> {
         let refuse = |reason: String| Err(RequestError::field("lora_name", reason));
         let is_allowed = |char: char| char.is_ascii_alphanumeric() || "._-".contains(char);
@@ -131,7 +134,7 @@ impl AdapterRegistry {
         let place = Place(self.count.clone());
         let adapter = ServedAdapter(Arc::new(Entry {
             name: name.to_owned(),
-            inbox: inbox.clone(),
+            inboxes: engines.iter().map(|engine| engine.inbox.clone()).collect(),
         }));
         let reserved = Reserved {
             registry: self,
@@ -170,7 +173,7 @@ impl Drop for Reserved<'_> {
 }
 
 impl Engine {
-    /// Loads an adapter, which requests can then select. The call waits until the engine's thread has uploaded the
+    /// Loads an adapter, which requests to this engine can then select. The call waits until the engine's thread has uploaded the
     /// adapter between two decode steps, so it must not run in an asynchronous task.
     ///
     /// # Errors
@@ -178,24 +181,10 @@ impl Engine {
     /// [`max_adapters`](super::EngineOptions::max_adapters). Returns an error if the adapter was read for another
     /// model, if the device fails, or if the engine is draining or has failed.
     pub fn load_adapter(&self, name: &str, weights: AdapterWeights) -> Result<(), RequestError> {
-        if self.is_draining() {
-            return Err(draining());
-        }
-        let (reserved, place) = self.adapters.reserve(name, &self.inbox)?;
-        let (outcome, loaded) = mpsc::channel();
-        let load = Load {
-            adapter: reserved.adapter.clone(),
-            place,
-            weights,
-            outcome,
-        };
-        let ended = || self.failure().unwrap_or_else(draining);
-        self.inbox
-            .send(Message::Load(Box::new(load)))
-            .map_err(|_| ended())?;
-        loaded.recv().unwrap_or_else(|_| Err(ended()))?;
-        reserved.publish();
-        Ok(())
+        let mut weights = Some(weights);
+        // The closure is called once, because there is one engine.
+        let weights = |_| weights.take().ok_or_else(draining);
+        load(std::slice::from_ref(self), name, weights)
     }
 
     /// Unloads an adapter. Requests that have selected the adapter finish with it. New requests cannot select it.
@@ -226,4 +215,43 @@ impl Engine {
         let loaded = named.iter().filter(|(_, adapter)| adapter.is_some());
         loaded.map(|(name, _)| name.clone()).collect()
     }
+}
+
+/// Loads an adapter on all engines, which share one registry. Requests can select the adapter after all engines have
+/// it. If an engine fails to load the adapter, the other engines free it. `weights` returns the weights for the engine
+/// with the given index.
+///
+/// # Errors
+/// Returns the errors of [`Engine::load_adapter`] and of `weights`.
+pub(super) fn load(
+    engines: &[Engine],
+    name: &str,
+    mut weights: impl FnMut(usize) -> Result<AdapterWeights, RequestError>,
+) -> Result<(), RequestError> {
+    let Some(first) = engines.first() else {
+        return Ok(());
+    };
+    if engines.iter().any(Engine::is_draining) {
+        return Err(draining());
+    }
+    // An adapter that is not published is freed on all engines when `reserved` and its clones are dropped.
+    let (reserved, place) = first.adapters.reserve(name, engines)?;
+    let place = Arc::new(place);
+    for (index, engine) in engines.iter().enumerate() {
+        let (outcome, loaded) = mpsc::channel();
+        let load = Load {
+            adapter: reserved.adapter.clone(),
+            place: place.clone(),
+            weights: weights(index)?,
+            outcome,
+        };
+        let ended = || engine.failure().unwrap_or_else(draining);
+        engine
+            .inbox
+            .send(Message::Load(Box::new(load)))
+            .map_err(|_| ended())?;
+        loaded.recv().unwrap_or_else(|_| Err(ended()))?;
+    }
+    reserved.publish();
+    Ok(())
 }

@@ -2,6 +2,7 @@
 
 use super::adjust::Adjustments;
 use super::constraint::Constraint;
+use super::load::EventSender;
 use super::request::{AnswerOptions, AnswerUsage, EndReason, Event, TokenProbability};
 use super::stop::StopText;
 use crate::error::{ErrorKind, RequestError};
@@ -11,7 +12,6 @@ use burn_gemma4::{
 };
 use std::sync::Arc;
 use std::time::Instant;
-use tokio::sync::mpsc::UnboundedSender;
 
 /// The special token that ends a thought. A thought is the model's reasoning before its answer.
 const END_OF_THOUGHT: &str = "<channel|>";
@@ -35,7 +35,7 @@ pub(super) struct Answer<'a> {
     stop: StopText,
     end_of_thought: Option<u32>,
     usage: AnswerUsage,
-    events: UnboundedSender<Event>,
+    events: EventSender,
     /// The last chosen token, which is the input of the next decode step.
     pub last: u32,
     /// The time at which the last token was chosen.
@@ -50,7 +50,7 @@ impl<'a> Answer<'a> {
         options: &Arc<AnswerOptions>,
         constraint: Option<Constraint>,
         tokenizer: &'a Tokenizer,
-        events: UnboundedSender<Event>,
+        events: EventSender,
     ) -> Result<Self, Gemma4Error> {
         let seed = options.sampling.seed;
         let mut sampler = Sampler::new(&Sampling {

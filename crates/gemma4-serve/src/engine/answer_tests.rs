@@ -1,6 +1,7 @@
 //! Tests how an answer separates thoughts, tool calls and text. The answer is cut off after every possible number of tokens.
 
 use super::answer::Answer;
+use super::load::{EngineLoad, EventSender};
 use super::request::{AnswerOptions, EndReason, Event};
 use crate::testing::{answer_options, gemma};
 use burn_gemma4::{RowResult, TextKind, Tokenizer};
@@ -30,6 +31,7 @@ struct Received {
 /// Passes `tokens` to an answer until the answer ends, and collects the events.
 fn receive(tokenizer: &Tokenizer, tokens: &[u32], options: AnswerOptions) -> Received {
     let (events, mut receiver) = unbounded_channel();
+    let events = EventSender::new(events, Arc::<EngineLoad>::default().add(1, 8));
     let mut answer = Answer::new(0, &[2], &Arc::new(options), None, tokenizer, events)
         .expect("the prompt is valid");
     for token in tokens {

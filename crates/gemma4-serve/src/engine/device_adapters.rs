@@ -16,7 +16,7 @@ struct DeviceAdapter {
     usage: AdapterUse,
     tensors: Arc<LoadedAdapter>,
     /// Counts the adapter until it is freed.
-    _place: Place,
+    _place: Arc<Place>,
 }
 
 impl DeviceAdapters {

@@ -1,6 +1,8 @@
 //! The handle to the engine, through which the server submits requests.
 
 use super::adapters::AdapterRegistry;
+use super::affinity::EngineState;
+use super::load::EventSender;
 use super::metrics::Metrics;
 use super::request::{Event, Request};
 use super::scheduler::Scheduler;
@@ -70,6 +72,8 @@ pub struct Engine {
     pub(super) inbox: mpsc::Sender<Message>,
     pub(super) shared: Arc<Shared>,
     pub(super) adapters: Arc<AdapterRegistry>,
+    /// The name of the engine's device, if the engine is one of several. Errors then name the device.
+    pub(super) device: Option<Arc<str>>,
 }
 
 impl Engine {
@@ -138,6 +142,7 @@ impl Engine {
             inbox,
             adapters: Arc::new(AdapterRegistry::new(limits.max_adapters)),
             shared,
+            device: None,
         };
         Ok((engine, outcome))
     }
@@ -166,9 +171,11 @@ impl Engine {
             return Err(RequestError::new(ErrorKind::Busy, message));
         }
         let (events, receiver) = channel::unbounded_channel();
+        let load = &self.shared.load;
+        let share = load.add(request.choices, reserved(&request));
         let job = Job {
             request,
-            events,
+            events: EventSender::new(events, share),
             arrived: Instant::now(),
         };
         match self.inbox.send(Message::Submit(Box::new(job))) {
@@ -256,8 +263,24 @@ impl Engine {
     /// Returns the reason why the engine has failed, or `None` if it has not failed.
     pub fn failure(&self) -> Option<RequestError> {
         let reason = self.shared.failure()?;
-        let message = format!("the engine has failed: {reason}");
+        let message = match &self.device {
+            Some(device) => format!("the engine of {device} has failed: {reason}"),
+            None => format!("the engine has failed: {reason}"),
+        };
         Some(RequestError::new(ErrorKind::Internal, message))
+    }
+
+    /// Returns the load of the engine, from which a pool chooses the engine of a request.
+    pub(super) fn state(&self) -> EngineState {
+        let Limits {
+            max_running,
+            kv_tokens,
+            ..
+        } = self.shared.limits;
+        EngineState {
+            occupancy: self.shared.load.occupancy(max_running, kv_tokens),
+            has_room: self.shared.has_room_in_queue(),
+        }
     }
 
     /// The metrics of the engine.

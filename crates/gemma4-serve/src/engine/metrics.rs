@@ -3,7 +3,11 @@
 use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder,
+    proto::{LabelPair, MetricFamily},
 };
+
+/// The label that names the device of an engine, if a server has several.
+pub(super) const DEVICE: &str = "device";
 
 /// The metrics of an engine.
 #[derive(Clone, Debug)]
@@ -109,12 +113,31 @@ impl Metrics {
 
     /// Returns all metrics in Prometheus's text format.
     pub fn text(&self) -> String {
-        let mut bytes = Vec::new();
-        // The encoder fails only for a metric without a value, and the registry contains no such metric.
-        match TextEncoder::new().encode(&self.registry.gather(), &mut bytes) {
-            Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
-            Err(error) => format!("# error: {error}\n"),
+        text_of(&self.registry.gather())
+    }
+
+    /// Returns the metrics, each with a label that names the device.
+    pub(super) fn families_of(&self, device: &str) -> Vec<MetricFamily> {
+        let mut families = self.registry.gather();
+        for metric in families.iter_mut().flat_map(MetricFamily::mut_metric) {
+            let mut label = LabelPair::default();
+            label.set_name(DEVICE.into());
+            label.set_value(device.into());
+            let mut labels = metric.take_label();
+            labels.insert(0, label);
+            metric.set_label(labels);
         }
+        families
+    }
+}
+
+/// Returns metrics in Prometheus's text format.
+pub(super) fn text_of(families: &[MetricFamily]) -> String {
+    let mut bytes = Vec::new();
+    // The encoder fails only for a metric without a value, and no registry of an engine contains such a metric.
+    match TextEncoder::new().encode(families, &mut bytes) {
+        Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) => format!("# error: {error}\n"),
     }
 }
 

@@ -9,10 +9,13 @@
 //! disconnects, the server drops the receiver of the events. The engine then removes the client's answers before the next
 //! decode step.
 //!
+//! An [`EnginePool`] has one engine for each device, and chooses the engine of each request.
+//!
 //! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 
 mod adapters;
 mod adjust;
+mod affinity;
 mod answer;
 #[cfg(all(test, feature = "flex"))]
 mod answer_tests;
@@ -21,7 +24,9 @@ mod constraint;
 mod constraint_tests;
 mod device_adapters;
 mod handle;
+mod load;
 mod metrics;
+mod pool;
 mod request;
 mod scheduler;
 mod shared;
@@ -31,4 +36,5 @@ pub use adapters::ServedAdapter;
 pub use constraint::{Constraint, Grammar, Grammars};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use metrics::Metrics;
+pub use pool::{AnswerEvents, EnginePool, PoolEnd};
 pub use request::{AnswerOptions, AnswerUsage, EndReason, Event, Request, TokenProbability};

@@ -1,12 +1,14 @@
 //! The state that the handles and the engine's thread share, and the messages between them.
 
 use super::adapters::Load;
+use super::load::{EngineLoad, EventSender};
 use super::metrics::Metrics;
-use super::request::{Event, Request};
+use super::request::Request;
 use burn_gemma4::Batch;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
-use tokio::sync::{mpsc::UnboundedSender, watch};
+use tokio::sync::watch;
 
 /// The limits of the engine, computed from its options and the model.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +24,7 @@ pub(crate) struct Limits {
 /// A request on its way to the engine's thread.
 pub(super) struct Job {
     pub request: Request,
-    pub events: UnboundedSender<Event>,
+    pub events: EventSender,
     pub arrived: Instant,
 }
 
@@ -53,6 +55,7 @@ pub(super) struct Shared {
     /// The outcome of the engine's thread, or `None` while the thread runs.
     outcome: watch::Sender<Option<Result<(), String>>>,
     pub limits: Limits,
+    pub load: Arc<EngineLoad>,
     pub metrics: Metrics,
 }
 
@@ -63,6 +66,7 @@ impl Shared {
             draining: AtomicBool::new(false),
             outcome: watch::Sender::new(None),
             limits,
+            load: Arc::default(),
             metrics: Metrics::new(),
         }
     }
@@ -80,6 +84,13 @@ impl Shared {
     pub async fn ended(&self) {
         // The wait cannot fail, because `self` owns the sender.
         let _ = self.outcome.subscribe().wait_for(Option::is_some).await;
+    }
+
+    /// Waits for a failure of the engine's thread. Does not complete if the thread ends without a failure.
+    pub async fn failed(&self) {
+        let failed = |outcome: &Option<Result<(), String>>| matches!(outcome, Some(Err(_)));
+        // The wait cannot fail, because `self` owns the sender.
+        let _ = self.outcome.subscribe().wait_for(failed).await;
     }
 
     /// The reason why the engine's thread failed, or `None` if it has not failed.
@@ -104,6 +115,11 @@ impl Shared {
     /// answers of at most `longest` tokens each.
     pub fn slots(answers: usize, longest: usize) -> usize {
         Batch::largest_slots(answers, longest)
+    }
+
+    /// True if the queue can take a request.
+    pub fn has_room_in_queue(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst) < self.limits.max_queue
     }
 
     /// Takes a place in the queue. Returns false if the queue is full.

@@ -79,7 +79,7 @@ async fn try_load(app: Arc<App>, request: Request<Body>) -> Result<String, Reque
 async fn try_unload(app: Arc<App>, request: Request<Body>) -> Result<String, RequestError> {
     root(&app)?;
     let request: UnloadRequest = read_json(request, &app.options).await?;
-    app.engine.unload_adapter(&request.lora_name)?;
+    app.engines.unload_adapter(&request.lora_name)?;
     Ok(request.lora_name)
 }
 

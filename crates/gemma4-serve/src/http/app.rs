@@ -2,7 +2,7 @@
 
 use super::events::Events;
 use super::request_log::RequestLog;
-use crate::engine::{Constraint, Engine, Grammar, Grammars, Request, ServedAdapter};
+use crate::engine::{Constraint, EnginePool, Grammar, Grammars, Request, ServedAdapter};
 use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
 use burn_gemma4::AdapterTargets;
@@ -55,11 +55,12 @@ impl Default for ServerOptions {
 /// The state that all HTTP handlers share.
 #[derive(Debug)]
 pub(crate) struct App {
-    pub engine: Engine,
+    pub engines: EnginePool,
     pub text: TextModel,
     pub options: ServerOptions,
     pub started: u64,
-    targets: AdapterTargets,
+    /// The projections of each engine's model to which adapters apply.
+    targets: Vec<AdapterTargets>,
     /// Held while an adapter is read, so that the host holds the weights of one adapter only.
     reading: Mutex<()>,
     grammars: OnceLock<Result<Grammars, RequestError>>,
@@ -67,13 +68,13 @@ pub(crate) struct App {
 
 impl App {
     pub fn new(
-        engine: Engine,
+        engines: EnginePool,
         text: TextModel,
-        targets: AdapterTargets,
+        targets: Vec<AdapterTargets>,
         options: ServerOptions,
     ) -> Self {
         Self {
-            engine,
+            engines,
             text,
             targets,
             reading: Mutex::new(()),
@@ -95,7 +96,7 @@ impl App {
         }
         let adapter = name.strip_prefix(model.as_str());
         let adapter = adapter.and_then(|rest| rest.strip_prefix(':'));
-        if let Some(adapter) = adapter.and_then(|adapter| self.engine.adapter(adapter)) {
+        if let Some(adapter) = adapter.and_then(|adapter| self.engines.adapter(adapter)) {
             return Ok(Some(adapter));
         }
         let names = self.model_names();
@@ -113,15 +114,16 @@ impl App {
     /// The names that requests can give as their model: the model, then the model with each adapter.
     pub fn model_names(&self) -> Vec<String> {
         let model = &self.options.model;
-        let adapters = self.engine.adapter_names().into_iter();
+        let adapters = self.engines.adapter_names().into_iter();
         let adapted = adapters.map(|adapter| format!("{model}:{adapter}"));
         std::iter::once(model.clone()).chain(adapted).collect()
     }
 
-    /// Reads the adapter in `folder`, and loads it under `name`. The call blocks until requests can select the adapter.
+    /// Reads the adapter in `folder`, and loads it under `name` on all engines. The call blocks until requests can select
+    /// the adapter. The adapter is read once for each engine, because each engine's weights have ids of their own.
     ///
     /// # Errors
-    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`]. Returns
+    /// Returns an error if the adapter does not fit the model, and the errors of [`EnginePool::load_adapter`]. Returns
     /// [`ErrorKind::Busy`] while another adapter is being loaded, so that waiting calls do not occupy all threads.
     pub fn load_adapter(&self, name: &str, folder: &Path) -> Result<(), RequestError> {
         let reading = match self.reading.try_lock() {
@@ -133,14 +135,17 @@ impl App {
                 return Err(RequestError::new(ErrorKind::Busy, message));
             }
         };
-        let weights = self
-            .targets
-            .read(folder)
-            .map_err(|error| RequestError::field("lora_path", error))?;
-        for warning in weights.warnings() {
-            log::warn!("adapter {name}: {warning}");
-        }
-        self.engine.load_adapter(name, weights)?;
+        self.engines.load_adapter(name, |engine| {
+            let weights = self.targets[engine].read(folder);
+            let weights = weights.map_err(|error| RequestError::field("lora_path", error))?;
+            // The warnings are the same for all engines.
+            if engine == 0 {
+                for warning in weights.warnings() {
+                    log::warn!("adapter {name}: {warning}");
+                }
+            }
+            Ok(weights)
+        })?;
         drop(reading);
         Ok(())
     }
@@ -174,9 +179,9 @@ impl App {
             if let Some(adapter) = &request.adapter {
                 log.selected(&format!("{}:{}", app.options.model, adapter.name()));
             }
-            let events = app.engine.submit(request)?;
+            let events = app.engines.submit(request)?;
             log.submitted(prompt_tokens, choices);
-            let events = Events::new(events, app.engine.clone(), log);
+            let events = Events::new(events, log);
             Ok((events, prompt_tokens, context))
         });
         prepared.await.unwrap_or_else(|error| {

@@ -73,17 +73,21 @@ fn has_key(headers: &HeaderMap, keys: &[String]) -> bool {
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let (status, text) = match (app.engine.failure(), app.engine.is_draining()) {
+    let (status, text) = match (app.engines.failure(), app.engines.is_draining()) {
         (Some(_), _) => (StatusCode::INTERNAL_SERVER_ERROR, "failed"),
         (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
         (None, false) => (StatusCode::OK, "ok"),
     };
-    (status, Json(json!({"status": text}))).into_response()
+    let mut health = json!({"status": text});
+    if let devices @ [_, _, ..] = app.engines.devices() {
+        health["devices"] = json!(devices);
+    }
+    (status, Json(health)).into_response()
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
     let media_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4")];
-    (media_type, app.engine.metrics().text()).into_response()
+    (media_type, app.engines.metrics_text()).into_response()
 }
 
 async fn not_found(request: Request<Body>) -> Response {

@@ -4,7 +4,7 @@ use super::app::{App, ServerOptions};
 use super::connections::Connections;
 use super::listener::LimitedListener;
 use super::router::router;
-use crate::engine::{Engine, EngineOptions};
+use crate::engine::{EngineOptions, EnginePool, PoolEnd};
 use crate::error::RequestError;
 use crate::text::TextModel;
 use axum::Router;
@@ -14,7 +14,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 /// A server of one model.
@@ -34,14 +33,14 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 #[derive(Debug)]
 pub struct Server {
     app: Arc<App>,
-    outcome: oneshot::Receiver<Result<(), String>>,
+    end: PoolEnd,
 }
 
 impl Server {
     /// Starts the engine for a model.
     ///
     /// # Errors
-    /// Returns the errors of [`Engine::start`].
+    /// Returns the errors of [`EnginePool::start`].
     pub fn new(
         gemma: Gemma4,
         engine: EngineOptions,
@@ -53,23 +52,45 @@ impl Server {
     /// Starts the engine for a model. If `template` is not `None`, `template` replaces the checkpoint's chat template.
     ///
     /// # Errors
-    /// Returns the errors of [`Engine::start`].
+    /// Returns the errors of [`EnginePool::start`].
     pub fn with_template(
         gemma: Gemma4,
         engine: EngineOptions,
         options: ServerOptions,
         template: Option<ChatTemplate>,
     ) -> Result<Self, Gemma4Error> {
-        let targets = AdapterTargets::of(gemma.model());
-        let mut text = TextModel::new(&gemma);
+        // The name of a single device is never shown.
+        let models = vec![("device".to_owned(), gemma)];
+        Self::of_devices(models, engine, options, template)
+    }
+
+    /// Starts an engine for each device. `models` holds the name of each device, and the model on that device. All models
+    /// have been loaded from the same checkpoint. The limits in `engine` hold for each engine. If `template` is not
+    /// `None`, `template` replaces the checkpoint's chat template.
+    ///
+    /// # Errors
+    /// Returns the errors of [`EnginePool::start`].
+    pub fn of_devices(
+        models: Vec<(String, Gemma4)>,
+        engine: EngineOptions,
+        options: ServerOptions,
+        template: Option<ChatTemplate>,
+    ) -> Result<Self, Gemma4Error> {
+        let targets = models
+            .iter()
+            .map(|(_, gemma)| AdapterTargets::of(gemma.model()));
+        let targets = targets.collect();
+        let text = models.first().map(|(_, gemma)| TextModel::new(gemma));
+        let (engines, end) = EnginePool::start(models, &engine)?;
+        // A pool has started, so there is at least one model.
+        let mut text = text.expect("a pool has at least one model");
         if let Some(template) = template {
             text = text.with_template(template);
         }
-        let (engine, outcome) = Engine::start(gemma, engine)?;
-        let text = text.with_context(engine.context());
+        let text = text.with_context(engines.context());
         Ok(Self {
-            app: Arc::new(App::new(engine, text, targets, options)),
-            outcome,
+            app: Arc::new(App::new(engines, text, targets, options)),
+            end,
         })
     }
 
@@ -82,46 +103,45 @@ impl Server {
     /// call blocks until the adapter is loaded, so it must not run in an asynchronous task.
     ///
     /// # Errors
-    /// Returns an error if the adapter does not fit the model, and the errors of [`Engine::load_adapter`].
+    /// Returns an error if the adapter does not fit the model, and the errors of [`EnginePool::load_adapter`].
     pub fn load_adapter(&self, name: &str, folder: impl AsRef<Path>) -> Result<(), RequestError> {
         self.app.load_adapter(name, folder.as_ref())
     }
 
-    /// Returns the handle to the engine.
-    pub fn engine(&self) -> &Engine {
-        &self.app.engine
+    /// Returns the handle to the engines, one for each device.
+    pub fn engines(&self) -> &EnginePool {
+        &self.app.engines
     }
 
-    /// Serves requests until `shutdown` completes or the engine ends. During the shutdown, new requests are refused,
+    /// Serves requests until `shutdown` completes or an engine ends. During the shutdown, new requests are refused,
     /// and the requests in progress may continue for [`ServerOptions::drain_timeout`].
     ///
     /// # Errors
-    /// Returns the reason if the engine fails.
+    /// Returns the reason if an engine fails.
     pub async fn serve(
         self,
         listener: TcpListener,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), String> {
-        let Self { app, outcome } = self;
-        let (engine, drain_timeout) = (app.engine.clone(), app.options.drain_timeout);
+        let Self { app, end } = self;
+        let (engines, drain_timeout) = (app.engines.clone(), app.options.drain_timeout);
         let mut listener = LimitedListener::new(listener, app.options.max_connections);
         let mut connections = Connections::new(router(app.clone()), app.options.header_timeout);
-        let outcome = async { outcome.await.unwrap_or_else(|_| Err("it has ended".into())) };
-        tokio::pin!(outcome, shutdown);
+        tokio::pin!(end, shutdown);
         let ended = tokio::select! {
             never = connections.accept(&mut listener) => match never {},
             () = &mut shutdown => None,
-            outcome = &mut outcome => Some(outcome),
+            outcome = &mut end => Some(outcome),
         };
         // The listener stays open, so that new requests get an error that says that the server is shutting down.
-        engine.drain();
+        engines.drain();
         connections.close_after_answers();
         let deadline = Instant::now() + drain_timeout;
         let ended = match ended {
             Some(ended) => ended,
             None => tokio::select! {
                 never = connections.accept(&mut listener) => match never {},
-                outcome = &mut outcome => outcome,
+                outcome = &mut end => outcome,
                 () = sleep_until(deadline) => {
                     log::warn!("the drain timeout has passed; open requests are cancelled");
                     return Ok(());
@@ -148,6 +168,7 @@ const LAST_MOMENT: Duration = Duration::from_millis(200);
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+    use crate::engine::Engine;
     use crate::testing::gemma;
     use axum::body::Body;
     use axum::http::{Request, StatusCode};
@@ -174,12 +195,14 @@ mod tests {
     async fn panic_of_the_engine_ends_all_requests_and_the_server_with_its_reason() {
         const REASON: &str = "kernel 3 failed";
         let gemma = gemma();
-        let targets = AdapterTargets::of(gemma.model());
+        let targets = vec![AdapterTargets::of(gemma.model())];
         let text = TextModel::new(&gemma);
         let (engine, outcome) = Engine::that_panics(4, REASON);
+        let pool = EnginePool::of(vec![("device".into(), engine, outcome)]);
+        let (engines, end) = pool.expect("one engine has no metrics of its own");
         let server = Server {
-            app: Arc::new(App::new(engine, text, targets, ServerOptions::default())),
-            outcome,
+            app: Arc::new(App::new(engines, text, targets, ServerOptions::default())),
+            end,
         };
         let router = server.router();
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");

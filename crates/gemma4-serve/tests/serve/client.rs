@@ -76,10 +76,8 @@ pub fn parse(bytes: &[u8]) -> Response {
     let end = bytes.windows(4).position(|part| part == b"\r\n\r\n");
     let (head, body) = bytes.split_at(end.map_or(bytes.len(), |end| end + 4));
     let head = String::from_utf8_lossy(head).to_lowercase();
-    let status = head
-        .split(' ')
-        .nth(1)
-        .and_then(|status| status.parse().ok());
+    // The status of a head that is cut off may be cut off, too.
+    let status = end.and_then(|_| head.split(' ').nth(1)?.parse().ok());
     let body = match head.contains("transfer-encoding: chunked") {
         true => unchunked(body),
         false => body.to_vec(),

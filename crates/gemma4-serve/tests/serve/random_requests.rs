@@ -81,11 +81,10 @@ async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
     let server = Listening::start(Harness::with_tools_and(options).server).await;
     let mut rng = StdRng::seed_from_u64(1);
     let cases: Vec<Case> = (0..REQUESTS).map(|_| case(&mut rng)).collect();
-    let (address, engine) = (server.address, server.engine.clone());
+    let (address, metrics) = (server.address, server.metrics());
     let all = cases.clone();
     let responses = tokio::task::spawn_blocking(move || send_together(address, &all));
     let responses = responses.await.expect("the clients end");
-    let metrics = engine.metrics();
     let gauges = || {
         [
             ("queued", &metrics.queued),

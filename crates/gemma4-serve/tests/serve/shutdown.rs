@@ -13,7 +13,7 @@ use tokio::task::spawn_blocking;
 
 /// Waits until the engine generates at least one answer.
 async fn wait_running(server: &Listening) {
-    while server.engine.metrics().running.get() == 0 {
+    while server.metrics().running.get() == 0 {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -93,7 +93,7 @@ async fn drain_ends_at_its_timeout_and_closes_idle_connections_at_once() {
     let body = json!({"messages": user("x"), "max_tokens": 7000, "ignore_eos": true});
     let stream = spawn_blocking(move || exchange(address, &post("/v1/chat/completions", &body)));
     wait_running(&server).await;
-    let (started, engine) = (Instant::now(), server.engine.clone());
+    let (started, metrics) = (Instant::now(), server.metrics());
     let ended = server.stop();
     let closed = spawn_blocking(move || {
         let mut text = String::new();
@@ -114,7 +114,7 @@ async fn drain_ends_at_its_timeout_and_closes_idle_connections_at_once() {
     assert!(elapsed < Duration::from_secs(10), "{elapsed:?}");
     // The server has cut the connection, so the engine must stop generating the connection's answer.
     assert_eq!(stream.await.expect("the client ends").body, "");
-    while engine.metrics().running.get() > 0 {
+    while metrics.running.get() > 0 {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }

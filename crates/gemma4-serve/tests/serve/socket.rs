@@ -4,7 +4,7 @@ use crate::client;
 pub use crate::client::{Response, get};
 use crate::harness::MODEL;
 use gemma4_serve::Server;
-use gemma4_serve::engine::Engine;
+use gemma4_serve::engine::{EnginePool, Metrics};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 /// A server that listens on a free port.
 pub struct Listening {
     pub address: SocketAddr,
-    pub engine: Engine,
+    engines: EnginePool,
     shutdown: oneshot::Sender<()>,
     serving: JoinHandle<Result<(), String>>,
 }
@@ -24,17 +24,22 @@ impl Listening {
     pub async fn start(server: Server) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
-        let engine = server.engine().clone();
+        let engines = server.engines().clone();
         let (shutdown, stopped) = oneshot::channel();
         let serving = tokio::spawn(server.serve(listener, async {
             let _ = stopped.await;
         }));
         Self {
             address,
-            engine,
+            engines,
             shutdown,
             serving,
         }
+    }
+
+    /// Returns the metrics of the first engine.
+    pub fn metrics(&self) -> Metrics {
+        self.engines.metrics().next().expect("an engine").clone()
     }
 
     /// Begins the shutdown. The result completes when the server has ended.

@@ -131,7 +131,7 @@ impl MessagesRequest {
             stop: ("stop_sequences", self.stop_sequences.unwrap_or_default()),
             ..Overrides::default()
         };
-        let left = app.engine.context().saturating_sub(prepared.tokens.len());
+        let left = app.engines.context().saturating_sub(prepared.tokens.len());
         let vocabulary = app.text.tokenizer.vocab_size();
         let mut options = overrides.apply(app.text.options(true), left, 1, vocabulary)?;
         options.max_thinking_tokens = prepared.thinking.filter(|budget| *budget < usize::MAX);

@@ -98,7 +98,7 @@ impl ChatRequest {
             self.parallel_tool_calls.unwrap_or(true),
         )?;
         let prompt = app.text.chat_prompt(&messages, &tools.tools, thinking)?;
-        let left = app.engine.context().saturating_sub(prompt.len());
+        let left = app.engines.context().saturating_sub(prompt.len());
         let max_tokens = match (self.max_completion_tokens, self.max_tokens) {
             (Some(count), _) => Some(("max_completion_tokens", count)),
             (None, count) => count.map(|count| ("max_tokens", count)),

@@ -158,7 +158,7 @@ impl CompletionContext {
             Prompt::Text(text) => app.text.text_prompt(&text)?,
             Prompt::Tokens(tokens) => tokens,
         };
-        let left = app.engine.context().saturating_sub(prompt.len());
+        let left = app.engines.context().saturating_sub(prompt.len());
         let stop = fields.stop.as_ref().map(|stop| match stop {
             Stop::One(string) => vec![string.clone()],
             Stop::Several(strings) => strings.clone(),

@@ -16,7 +16,7 @@ fn model(app: &App, name: &str) -> Value {
     let base = &app.options.model;
     json!({
         "id": name, "object": "model", "created": app.started, "owned_by": "gemma4",
-        "max_model_len": app.engine.context(), "parent": (name != base).then_some(base),
+        "max_model_len": app.engines.context(), "parent": (name != base).then_some(base),
     })
 }
 

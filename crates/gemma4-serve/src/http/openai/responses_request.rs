@@ -142,7 +142,7 @@ impl ResponsesRequest {
         let format = self.text.and_then(|text| text.format);
         let format = format.map(response_format).transpose()?;
         let prompt = app.text.chat_prompt(&messages, &tools.tools, thinking)?;
-        let left = app.engine.context().saturating_sub(prompt.len());
+        let left = app.engines.context().saturating_sub(prompt.len());
         let overrides = Overrides {
             max_tokens: self
                 .max_output_tokens
