@@ -21,7 +21,7 @@ const PROMPT: &str = "/// Returns the number of tokens in the cache.\npub fn ";
 const TOKENS: usize = 24;
 
 /// Writes adapters of the embedded model, each into the subfolder `name` of one folder. The numbers depend on the seed.
-fn adapters<const N: usize>(names: [(&str, usize, u64); N]) -> TempDir {
+pub fn adapters<const N: usize>(names: [(&str, usize, u64); N]) -> TempDir {
     let root = TempDir::new().expect("a folder");
     let tracked = Gemma4::embedded(&Device::flex().autodiff(), LoadOptions::new());
     let model = tracked.expect("the model loads").model().clone();
@@ -60,7 +60,7 @@ fn write(path: &Path, tensors: &[(String, Vec<usize>, Vec<u8>)]) {
 }
 
 /// Returns the greedy answer of a model without a server.
-fn alone(gemma: &Gemma4, tokens: usize) -> String {
+pub fn alone(gemma: &Gemma4, tokens: usize) -> String {
     let options = GenerateOptions {
         max_tokens: tokens,
         sampling: Sampling::greedy(),
@@ -76,21 +76,21 @@ fn alone(gemma: &Gemma4, tokens: usize) -> String {
     text
 }
 
-fn merged(folder: &Path, tokens: usize) -> String {
+pub fn merged(folder: &Path, tokens: usize) -> String {
     alone(
         &gemma().merge_adapter(folder).expect("the adapter fits"),
         tokens,
     )
 }
 
-fn request(model: &str, tokens: usize) -> Value {
+pub fn request(model: &str, tokens: usize) -> Value {
     json!({
         "model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
     })
 }
 
 /// Returns the text of the answer of `model`, and the number of reused prompt tokens.
-async fn answer(harness: &Harness, model: &str, tokens: usize) -> (String, u64) {
+pub async fn answer(harness: &Harness, model: &str, tokens: usize) -> (String, u64) {
     let request = request(model, tokens);
     let answer = harness.post("/v1/completions", &request).await.ok();
     assert_eq!(answer["model"], model);
@@ -99,20 +99,20 @@ async fn answer(harness: &Harness, model: &str, tokens: usize) -> (String, u64) 
     (text.to_owned(), cached.as_u64().expect("a number"))
 }
 
-async fn load(harness: &Harness, name: &str, path: &str) -> (StatusCode, String) {
+pub async fn load(harness: &Harness, name: &str, path: &str) -> (StatusCode, String) {
     let body = json!({"lora_name": name, "lora_path": path});
     let answer = harness.post("/v1/load_lora_adapter", &body).await;
     (answer.status, answer.text)
 }
 
-async fn unload(harness: &Harness, name: &str) -> (StatusCode, String) {
+pub async fn unload(harness: &Harness, name: &str) -> (StatusCode, String) {
     let body = json!({"lora_name": name});
     let answer = harness.post("/v1/unload_lora_adapter", &body).await;
     (answer.status, answer.text)
 }
 
 /// Returns a server whose clients can load adapters from `root`.
-fn with_root(root: &TempDir, max_adapters: usize) -> Harness {
+pub fn with_root(root: &TempDir, max_adapters: usize, engines: usize) -> Harness {
     let engine = EngineOptions {
         max_adapters,
         ..EngineOptions::default()
@@ -121,7 +121,7 @@ fn with_root(root: &TempDir, max_adapters: usize) -> Harness {
         adapter_root: Some(root.path().to_owned()),
         ..ServerOptions::default()
     };
-    Harness::new(engine, options)
+    Harness::with_engines(engines, engine, options)
 }
 
 #[tokio::test]
@@ -222,7 +222,7 @@ async fn unknown_adapter_is_not_found_in_the_form_of_each_api() {
 async fn unload_lets_running_answers_finish_and_frees_the_name() {
     const LONG: usize = 200;
     let root = adapters([("one", 2, 1), ("two", 3, 2)]);
-    let harness = Arc::new(with_root(&root, 1));
+    let harness = Arc::new(with_root(&root, 1, 1));
     let [one, two] = ["one", "two"].map(|name| root.path().join(name));
     let (status, text) = load(&harness, "mine", "one").await;
     assert_eq!(status, 200, "{text}");
@@ -273,7 +273,7 @@ async fn load_of_an_adapter_that_does_not_fit_is_refused() {
         assert_eq!(answer.status, 404, "{}", answer.text);
         assert!(answer.text.contains("--adapter-root"), "{}", answer.text);
     }
-    let harness = with_root(&root, 8);
+    let harness = with_root(&root, 8, 1);
     for (name, path, part) in [
         ("a", "../one", "outside"),
         ("a", "/etc", "outside"),

@@ -77,10 +77,16 @@ impl Answer {
 impl Harness {
     /// Creates a server with the given options and the chat template of the checkpoint.
     pub fn new(engine: EngineOptions, options: ServerOptions) -> Self {
-        Self::with_template(engine, options, None)
+        Self::with_template(1, engine, options, None)
+    }
+
+    /// Creates a server with several engines on the CPU, whose devices are called `flex:0`, `flex:1`, and so on.
+    pub fn with_engines(engines: usize, engine: EngineOptions, options: ServerOptions) -> Self {
+        Self::with_template(engines, engine, options, None)
     }
 
     fn with_template(
+        engines: usize,
         engine: EngineOptions,
         options: ServerOptions,
         template: Option<ChatTemplate>,
@@ -89,7 +95,8 @@ impl Harness {
             model: MODEL.into(),
             ..options
         };
-        let server = Server::with_template(gemma(), engine, options, template);
+        let models = (0..engines).map(|number| (format!("flex:{number}"), gemma()));
+        let server = Server::of_devices(models.collect(), engine, options, template);
         let server = server.expect("the options fit the model");
         let router = server.router();
         Self { server, router }
@@ -102,13 +109,13 @@ impl Harness {
 
     /// Creates a server whose chat template supports tools and thoughts.
     pub fn with_tools() -> Self {
-        Self::with_tools_and(EngineOptions::default())
+        Self::with_tools_and(1, EngineOptions::default())
     }
 
-    /// Creates a server whose chat template supports tools and thoughts, and whose engine has the options `engine`.
-    pub fn with_tools_and(engine: EngineOptions) -> Self {
+    /// Creates a server whose chat template supports tools and thoughts, and whose engines have the options `engine`.
+    pub fn with_tools_and(engines: usize, engine: EngineOptions) -> Self {
         let template = ChatTemplate::from_source(TEMPLATE).expect("the template parses");
-        Self::with_template(engine, ServerOptions::default(), Some(template))
+        Self::with_template(engines, engine, ServerOptions::default(), Some(template))
     }
 
     pub fn router(&self) -> Router {

@@ -8,6 +8,7 @@ mod socket;
 mod adapters;
 mod anthropic;
 mod concurrency;
+mod devices;
 mod files;
 mod malformed;
 mod malformed_fields;

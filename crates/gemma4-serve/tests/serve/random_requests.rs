@@ -4,7 +4,7 @@
 use crate::cases::{Case, case, compare};
 use crate::harness::Harness;
 use crate::socket::{Listening, Response, exchange, post, receive};
-use gemma4_serve::engine::EngineOptions;
+use gemma4_serve::engine::{EngineOptions, Metrics};
 use rand::{SeedableRng, rngs::StdRng};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -69,34 +69,47 @@ fn check_alone(address: SocketAddr, cases: &[Case], responses: &[Response]) -> (
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
+    check_random(1, REQUESTS, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_requests_to_two_engines_equal_the_same_requests_alone() {
+    check_random(2, REQUESTS / 2, 2).await;
+}
+
+/// Sends random requests to a server with some engines, and compares the responses with those to the requests alone.
+async fn check_random(engines: usize, requests: usize, seed: u64) {
     let options = EngineOptions {
         max_running: 9,
-        max_queue: REQUESTS,
+        max_queue: requests,
         context: 2048,
         // Only few requests fit into the KV cache together, so that some must wait.
         kv_tokens: Some(9 * 1024),
         prefill_chunk: Some(50),
         ..EngineOptions::default()
     };
-    let server = Listening::start(Harness::with_tools_and(options).server).await;
-    let mut rng = StdRng::seed_from_u64(1);
-    let cases: Vec<Case> = (0..REQUESTS).map(|_| case(&mut rng)).collect();
+    let server = Listening::start(Harness::with_tools_and(engines, options).server).await;
+    let mut rng = StdRng::seed_from_u64(seed);
+    let cases: Vec<Case> = (0..requests).map(|_| case(&mut rng)).collect();
     let (address, metrics) = (server.address, server.metrics());
     let all = cases.clone();
     let responses = tokio::task::spawn_blocking(move || send_together(address, &all));
     let responses = responses.await.expect("the clients end");
     let gauges = || {
-        [
-            ("queued", &metrics.queued),
-            ("prefilling", &metrics.prefilling),
-            ("running", &metrics.running),
-            ("reserved_tokens", &metrics.reserved_tokens),
-            ("cache_bytes", &metrics.cache_bytes),
-        ]
-        .map(|(name, gauge)| (name, gauge.get()))
+        let gauges = |one: &Metrics| {
+            [
+                &one.queued,
+                &one.prefilling,
+                &one.running,
+                &one.reserved_tokens,
+                &one.cache_bytes,
+            ]
+            .map(|gauge| gauge.get())
+        };
+        metrics.iter().map(gauges).collect::<Vec<_>>()
     };
     let started = std::time::Instant::now();
-    while gauges().iter().any(|(_, value)| *value != 0) {
+    while gauges().iter().flatten().any(|value| *value != 0) {
         assert!(
             started.elapsed() < Duration::from_secs(20),
             "{:?}",
@@ -104,7 +117,12 @@ async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
         );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let outcome = |name: &str| metrics.requests.with_label_values(&[name]).get();
+    let outcome = |name: &str| -> u64 {
+        let counts = metrics
+            .iter()
+            .map(|one| one.requests.with_label_values(&[name]).get());
+        counts.sum()
+    };
     assert_eq!((outcome("failed"), outcome("refused")), (0, 0));
     assert!(outcome("cancelled") > 0, "no request was cancelled");
     let compared = tokio::task::spawn_blocking(move || check_alone(address, &cases, &responses));
@@ -113,6 +131,6 @@ async fn random_requests_of_all_apis_equal_the_same_requests_alone() {
         "{whole} whole answers, {cut} streams whose clients left, {} cancelled",
         outcome("cancelled")
     );
-    assert!(whole > REQUESTS / 2 && cut > 0, "{whole} {cut}");
+    assert!(whole > requests / 2 && cut > 0, "{whole} {cut}");
     assert_eq!(server.stop().await.expect("the server ends"), Ok(()));
 }

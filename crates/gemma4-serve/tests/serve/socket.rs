@@ -37,9 +37,9 @@ impl Listening {
         }
     }
 
-    /// Returns the metrics of the first engine.
-    pub fn metrics(&self) -> Metrics {
-        self.engines.metrics().next().expect("an engine").clone()
+    /// Returns the metrics of each engine.
+    pub fn metrics(&self) -> Vec<Metrics> {
+        self.engines.metrics().cloned().collect()
     }
 
     /// Begins the shutdown. The result completes when the server has ended.
