@@ -339,7 +339,7 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     // dequantize the weights that the adapter changes.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
-        device: DeviceName::Flex,
+        device: DeviceName::Flex.into(),
         dtype: Some(Dtype::F32),
         quantize: Some(WeightForm::Q8),
         per_layer_table: Table::Auto,

@@ -51,6 +51,8 @@ pub struct Chosen {
     pub description: String,
     /// The backend of the device.
     pub name: DeviceName,
+    /// The number of the device on its backend, if the user gave a number.
+    pub number: Option<usize>,
     /// True if the device is a software driver, that is, if the CPU executes the device's work.
     pub software: bool,
 }
@@ -74,6 +76,36 @@ impl Chosen {
         }
     }
 
+    /// Returns the device with the given number on the backend of this device. On the CPU, every number means the CPU.
+    ///
+    /// # Errors
+    /// Returns an error if no device has the number, or if the device cannot be opened.
+    pub fn numbered(&self, number: usize) -> Result<Self, Error> {
+        let device = several(self, &[number])?.remove(0);
+        #[cfg(feature = "cube")]
+        let (software, description) = match self.name {
+            DeviceName::Flex => (self.software, self.description.clone()),
+            name => (rank(&device) == SOFTWARE, describe(&device, name)?),
+        };
+        #[cfg(not(feature = "cube"))]
+        let (software, description) = (self.software, self.description.clone());
+        Ok(Self {
+            device,
+            description,
+            name: self.name,
+            number: Some(number),
+            software,
+        })
+    }
+
+    /// Returns the name of the device on the command line, such as `cuda:1`, or `cuda` if the user gave no number.
+    pub fn label(&self) -> String {
+        match self.number {
+            Some(number) => format!("{}:{number}", self.name.as_str()),
+            None => self.name.as_str().to_owned(),
+        }
+    }
+
     /// True if the devices of this backend copy memory to one another directly. CUDA devices copy directly if NCCL is
     /// installed.
     pub fn has_transport(&self) -> bool {
@@ -87,7 +119,7 @@ impl Chosen {
 
 impl std::fmt::Display for Chosen {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}", self.name.as_str(), self.description)
+        write!(f, "{}: {}", self.label(), self.description)
     }
 }
 
@@ -300,6 +332,7 @@ fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
             device: Device::flex(),
             description: "this machine's processor".into(),
             name,
+            number: None,
             software: true,
         }),
         #[cfg(feature = "cuda")]
@@ -336,15 +369,22 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
             "note: Mesa's software driver is known to crash on kernels in SPIR-V; --device wgpu uses WGSL instead",
         );
     }
-    let identity = catch_panic(|| device.identity())
-        .map_err(|reason| Unusable { name: word, reason })?
-        .map_or_else(|| "unnamed".into(), |identity| identity.name);
+    let description = describe(&device, name)?;
     Ok(Chosen {
         software,
         device,
-        description: identity,
+        description,
         name,
+        number: None,
     })
+}
+
+/// Opens a device, and returns the name that its driver gives it.
+#[cfg(feature = "cube")]
+fn describe(device: &Device, name: DeviceName) -> Result<String, Unusable> {
+    let name = name.as_str();
+    let identity = catch_panic(|| device.identity()).map_err(|reason| Unusable { name, reason })?;
+    Ok(identity.map_or_else(|| "unnamed".into(), |identity| identity.name))
 }
 
 /// The rank of a software driver in the order of preference.

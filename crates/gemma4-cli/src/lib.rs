@@ -15,9 +15,11 @@
 pub mod cache_file;
 pub mod commands;
 pub mod device;
+pub mod device_list;
 mod dtype;
 mod error;
 pub mod hub;
+pub mod loading;
 pub mod mesa_layer;
 pub mod messages;
 pub mod model;

@@ -1,19 +1,18 @@
-//! The arguments of the commands that run a Gemma 4 model, and the loading of the model.
+//! The arguments of the commands that run a Gemma 4 model.
 
 use crate::cache_file::CacheFile;
-use crate::device::{Chosen, DeviceName, choose};
-use crate::hub;
+use crate::device_list::{DeviceList, DeviceListParser};
+use crate::loading::Loaded;
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn::tensor::DType;
 use burn_gemma4::{
     Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, Generation, GenerationDefaults,
-    KvPrecision, LoadOptions, LoadProgress, PerLayerTable, Quantization, Sampling,
+    KvPrecision, PerLayerTable, Quantization, Sampling,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
 /// The arguments that choose the model and its device.
 #[derive(clap::Args, Debug)]
@@ -23,9 +22,10 @@ pub struct ModelArguments {
     /// such as google/gemma-4-E2B-it [default: a tiny checkpoint that the program contains].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// Device to run on.
-    #[arg(long, value_enum, default_value_t)]
-    pub device: DeviceName,
+    /// Device to run on. NAME:NUMBER takes one of several devices, such as cuda:1. `serve` also takes a list, such as
+    /// cuda:0,cuda:1.
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = DeviceListParser)]
+    pub device: DeviceList,
     /// Compute type [default: the checkpoint's; on a CPU f32].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
@@ -124,80 +124,6 @@ impl From<WeightForm> for Quantization {
             WeightForm::Q8 => Self::Q8,
             WeightForm::Q4 => Self::Q4,
         }
-    }
-}
-
-/// A model that has been loaded to its device.
-pub struct Loaded {
-    /// The model.
-    pub gemma: Gemma4,
-    /// The device.
-    pub chosen: Chosen,
-    /// The duration of loading.
-    pub time: Duration,
-}
-
-impl Loaded {
-    /// Returns the name of the model's compute dtype, for messages to the user.
-    pub fn dtype(&self) -> String {
-        let dtype = self.gemma.dtype();
-        Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
-    }
-}
-
-impl ModelArguments {
-    /// Loads the model, and attaches the adapter in the folder `adapter`. A progress bar is shown on standard error if
-    /// that is a terminal.
-    ///
-    /// # Errors
-    /// Returns an error if the device does not exist, or if the checkpoint or the adapter is invalid.
-    pub fn load(&self, adapter: Option<&Path>) -> Result<Loaded, Error> {
-        let path = self.model.as_deref().map(hub::resolve).transpose()?;
-        let chosen = choose(self.device)?;
-        note(&chosen);
-        let bar = progress_bar()?;
-        let mut options = LoadOptions::new().on_progress(|progress: LoadProgress<'_>| {
-            bar.set_length(progress.total_bytes as u64);
-            bar.set_position(progress.bytes as u64);
-            bar.set_message(progress.tensor.to_string());
-        });
-        if let Some(dtype) = self.dtype {
-            options = options.dtype(chosen.dtype(Some(dtype))?.burn());
-        }
-        if let Some(form) = self.quantize {
-            options = options.quantization(form.into());
-        }
-        options = options.per_layer_table(self.per_layer_table.into());
-        let start = Instant::now();
-        let gemma = match &path {
-            Some(path) => Gemma4::load(path, &chosen.device, options),
-            None => {
-                note(
-                    "no --model: using the small model in this program, which was trained on this project's text",
-                );
-                Gemma4::embedded(&chosen.device, options)
-            }
-        };
-        bar.finish_and_clear();
-        let mut gemma = gemma?;
-        self.per_layer_table.tell(gemma.model());
-        if path.is_some() && self.dtype.is_none() {
-            tell_dtype(gemma.model());
-        }
-        if let Some(folder) = adapter {
-            gemma = gemma.attach_adapter(folder)?;
-        }
-        for warning in gemma.warnings() {
-            note(format_args!("warning: {warning}"));
-        }
-        if chosen.name != DeviceName::Flex {
-            note("note: compiling kernels; the first run on a device takes up to a minute longer");
-        }
-        Ok(Loaded {
-            gemma,
-            chosen,
-            time: start.elapsed(),
-        })
     }
 }
 

@@ -2,7 +2,8 @@
 
 use crate::{
     Error,
-    model::{AdaptedModelArguments, Loaded},
+    loading::Loaded,
+    model::AdaptedModelArguments,
     terminal::{Output, exit_code, note},
 };
 use clap::Parser;

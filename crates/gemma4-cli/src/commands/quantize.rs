@@ -151,7 +151,7 @@ impl Quantize {
         };
         let arguments = ModelArguments {
             model: Some(path.to_owned()),
-            device: self.device,
+            device: self.device.into(),
             dtype,
             quantize: None,
             per_layer_table: Table::Auto,

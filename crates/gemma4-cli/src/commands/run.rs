@@ -2,7 +2,8 @@
 
 use crate::{
     Error,
-    model::{AdaptedModelArguments, GenerationArguments, Loaded, tell_length},
+    loading::Loaded,
+    model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };

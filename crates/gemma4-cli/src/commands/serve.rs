@@ -20,6 +20,8 @@ use tokio::sync::watch;
 
 /// Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
 ///
+/// --device cuda:0,cuda:1 serves on several devices, each with a copy of the model and an engine of its own.
+///
 /// The server listens on this machine only, unless --host names another address. SIGTERM and Ctrl-C finish the requests in
 /// progress; a second signal ends the program at once.
 #[derive(Parser)]
@@ -188,11 +190,11 @@ impl AdapterArguments {
     }
 }
 
-/// The arguments of the engine that decodes many requests together.
+/// The arguments of the engine that decodes many requests together. With several devices, they hold for each engine.
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Engine")]
 pub struct EngineArguments {
-    /// Largest number of answers to decode together.
+    /// Largest number of answers to decode together. With several devices, this and the other limits hold for each device.
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = positive)]
     max_running: usize,
     /// Largest number of requests that wait. Further requests are refused with the status 429.
@@ -284,7 +286,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
     let local = listener.local_addr()?;
     cli.adapters.check()?;
     let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
-    let loaded = cli.model.load(of_model)?;
+    let loaded = cli.model.load_all(of_model)?;
     let name = cli.name.clone();
     let name = name.unwrap_or_else(|| default_name(cli.model.model.as_deref()));
     let options = ServerOptions {
@@ -301,9 +303,17 @@ fn run(cli: &Serve) -> Result<(), Error> {
         precision: cli.cache.kv.into(),
     };
     let engine = cli.engine.options(cache, cli.adapters.max_adapters);
-    let server = Server::with_template(loaded.gemma, engine, options, template)?;
+    let models = loaded.into_iter();
+    let models: Vec<_> = models.map(|one| (one.chosen.label(), one.gemma)).collect();
+    let server = Server::of_devices(models, engine, options, template)?;
     cli.adapters.load(&server)?;
     note(format_args!("serving {name} on http://{local}"));
+    if let devices @ [_, _, ..] = server.engines().devices() {
+        let count = devices.len();
+        note(format_args!(
+            "{count} engines, one a device; the limits of running, queued and cached tokens hold for each"
+        ));
+    }
     if !local.ip().is_loopback() && cli.api_key.is_empty() && cli.api_key_file.is_none() {
         note("warning: other machines can use this server without a key; --api-key sets one");
     }

@@ -1,0 +1,167 @@
+//! The loading of a model to its devices.
+
+use crate::device::{Chosen, DeviceName};
+use crate::model::{ModelArguments, progress_bar, tell_dtype};
+use crate::terminal::note;
+use crate::{Dtype, Error, hub};
+use burn_gemma4::{Gemma4, LoadOptions, LoadProgress};
+use indicatif::ProgressBar;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A model that has been loaded to its device.
+pub struct Loaded {
+    /// The model.
+    pub gemma: Gemma4,
+    /// The device.
+    pub chosen: Chosen,
+    /// The duration of loading.
+    pub time: Duration,
+}
+
+impl Loaded {
+    /// Returns the name of the model's compute dtype, for messages to the user.
+    pub fn dtype(&self) -> String {
+        let dtype = self.gemma.dtype();
+        Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
+    }
+}
+
+impl ModelArguments {
+    /// Loads the model, and attaches the adapter in the folder `adapter`. A progress bar is shown on standard error if
+    /// that is a terminal.
+    ///
+    /// # Errors
+    /// Returns an error if the arguments name several devices, if the device does not exist, or if the checkpoint or the
+    /// adapter is invalid.
+    pub fn load(&self, adapter: Option<&Path>) -> Result<Loaded, Error> {
+        let mut loaded = self.load_to(|| Ok(vec![self.device.choose_one()?]), adapter)?;
+        Ok(loaded.remove(0))
+    }
+
+    /// Loads the model to each device, and attaches the adapter in the folder `adapter`. The devices are loaded at the
+    /// same time, each by a thread of its own. The threads share the pages of the memory-mapped checkpoint, so host memory
+    /// holds one copy of the weights at most. Engines on the CPU share one copy of the weights.
+    ///
+    /// # Errors
+    /// Returns an error if a device does not exist, or if the checkpoint or the adapter is invalid.
+    pub fn load_all(&self, adapter: Option<&Path>) -> Result<Vec<Loaded>, Error> {
+        self.load_to(|| self.device.choose_all(), adapter)
+    }
+
+    fn load_to(
+        &self,
+        devices: impl FnOnce() -> Result<Vec<Chosen>, Error>,
+        adapter: Option<&Path>,
+    ) -> Result<Vec<Loaded>, Error> {
+        let path = self.model.as_deref().map(hub::resolve).transpose()?;
+        let devices = devices()?;
+        devices.iter().for_each(note);
+        if path.is_none() {
+            note(
+                "no --model: using the small model in this program, which was trained on this project's text",
+            );
+        }
+        let bar = progress_bar()?;
+        let start = Instant::now();
+        let is_on_cpu = devices[0].name == DeviceName::Flex;
+        let copies = if is_on_cpu { 1 } else { devices.len() };
+        let progress = Progress::new(&bar, copies);
+        let load = |index: usize| {
+            self.load_one(path.as_deref(), &devices[index], &progress, index, adapter)
+        };
+        let mut models = match copies {
+            1 => vec![load(0)?],
+            _ => thread::scope(|scope| {
+                let loads: Vec<_> = (0..copies)
+                    .map(|index| {
+                        scope.spawn(move || load(index).map_err(|error| error.to_string()))
+                    })
+                    .collect();
+                let models = loads.into_iter().zip(&devices).map(|(load, device)| {
+                    let loaded = load
+                        .join()
+                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                    loaded.map_err(|error| Error::from(format!("{}: {error}", device.label())))
+                });
+                models.collect::<Result<Vec<_>, Error>>()
+            })?,
+        };
+        bar.finish_and_clear();
+        let time = start.elapsed();
+        let first = models[0].clone();
+        self.per_layer_table.tell(first.model());
+        if path.is_some() && self.dtype.is_none() {
+            tell_dtype(first.model());
+        }
+        for warning in first.warnings() {
+            note(format_args!("warning: {warning}"));
+        }
+        if !is_on_cpu {
+            note("note: compiling kernels; the first run on a device takes up to a minute longer");
+        }
+        models.resize(devices.len(), first);
+        let loaded = models.into_iter().zip(devices);
+        let loaded = loaded.map(|(gemma, chosen)| Loaded {
+            gemma,
+            chosen,
+            time,
+        });
+        Ok(loaded.collect())
+    }
+
+    /// Loads the model to a device. `index` is the index of the device in the progress.
+    fn load_one(
+        &self,
+        path: Option<&Path>,
+        chosen: &Chosen,
+        progress: &Progress<'_>,
+        index: usize,
+        adapter: Option<&Path>,
+    ) -> Result<Gemma4, Error> {
+        let mut options = LoadOptions::new()
+            .on_progress(|loaded| progress.update(index, loaded))
+            .per_layer_table(self.per_layer_table.into());
+        if let Some(dtype) = self.dtype {
+            options = options.dtype(chosen.dtype(Some(dtype))?.burn());
+        }
+        if let Some(form) = self.quantize {
+            options = options.quantization(form.into());
+        }
+        let gemma = match path {
+            Some(path) => Gemma4::load(path, &chosen.device, options),
+            None => Gemma4::embedded(&chosen.device, options),
+        }?;
+        match adapter {
+            Some(folder) => Ok(gemma.attach_adapter(folder)?),
+            None => Ok(gemma),
+        }
+    }
+}
+
+/// The progress of all devices in one bar.
+struct Progress<'a> {
+    bar: &'a ProgressBar,
+    /// The number of bytes that each device has got.
+    bytes: Vec<AtomicUsize>,
+}
+
+impl<'a> Progress<'a> {
+    fn new(bar: &'a ProgressBar, devices: usize) -> Self {
+        Self {
+            bar,
+            bytes: (0..devices).map(|_| AtomicUsize::new(0)).collect(),
+        }
+    }
+
+    fn update(&self, index: usize, loaded: LoadProgress<'_>) {
+        self.bytes[index].store(loaded.bytes, Ordering::Relaxed);
+        let bytes = self.bytes.iter().map(|bytes| bytes.load(Ordering::Relaxed));
+        self.bar
+            .set_length((loaded.total_bytes * self.bytes.len()) as u64);
+        self.bar.set_position(bytes.sum::<usize>() as u64);
+        self.bar.set_message(loaded.tensor.to_string());
+    }
+}
