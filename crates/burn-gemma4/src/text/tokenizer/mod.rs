@@ -158,6 +158,11 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
     inner.with_padding(None);
     // Remove the post-processor, which would add special tokens that the caller did not write.
     inner.with_post_processor(None::<PostProcessorWrapper>);
+    // Turn off the cache of encoded pieces. Gemma's tokenizers do not divide a text into words, so each piece is a whole
+    // text. A server would keep the first 10,000 short texts in memory, and would rarely encode one of them again.
+    let mut model = inner.get_model().clone();
+    model.resize_cache(0);
+    inner.with_model(model);
     let mut spelled = inner.get_added_vocabulary().clone();
     spelled.set_encode_special_tokens(true);
     Ok(Tokenizer {
