@@ -235,4 +235,50 @@ mod tests {
         assert!(text.contains(REASON), "{text}");
         assert_eq!(served.await.expect("the server ends"), Err(REASON.into()));
     }
+
+    #[tokio::test]
+    async fn panic_of_one_engine_ends_the_requests_of_all_engines_and_the_server() {
+        let gemma = gemma();
+        let targets = vec![AdapterTargets::of(gemma.model()); 2];
+        let text = TextModel::new(&gemma);
+        let (healthy, healthy_outcome) =
+            Engine::start(gemma, EngineOptions::default()).expect("the engine starts");
+        let (broken, broken_outcome) = Engine::that_panics(1, "kernel 3 failed");
+        let pool = EnginePool::of(vec![
+            ("a".into(), healthy, healthy_outcome),
+            ("b".into(), broken, broken_outcome),
+        ]);
+        let (engines, end) = pool.expect("the metrics are valid");
+        let app = App::new(engines, text, targets, ServerOptions::default());
+        let server = Server {
+            app: Arc::new(app),
+            end,
+        };
+        let router = server.router();
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let served = tokio::spawn(server.serve(listener, std::future::pending()));
+        // The first request goes to the healthy engine, which would answer for long. The second request breaks the other
+        // engine.
+        let long = json!({
+            "model": "gemma4", "prompt": "x", "max_tokens": 8000, "ignore_eos": true, "stream": true,
+        });
+        let request = Request::post("/v1/completions")
+            .header("content-type", "application/json")
+            .body(Body::from(long.to_string()))
+            .expect("a request");
+        let long = router.clone().oneshot(request).await.expect("infallible");
+        assert_eq!(long.status(), StatusCode::OK);
+        const REASON: &str = "the engine of b has failed: kernel 3 failed";
+        let (status, text) = send(router.clone(), "/v1/chat/completions", false).await;
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert!(text.contains(REASON), "{text}");
+        let body = long.into_body().collect().await.expect("a body");
+        let text = String::from_utf8(body.to_bytes().to_vec()).expect("UTF-8");
+        assert!(text.contains(REASON) && !text.contains("[DONE]"), "{text}");
+        let (status, text) = send(router, "/v1/chat/completions", false).await;
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert!(text.contains(REASON), "{text}");
+        let ended = served.await.expect("the server ends");
+        assert_eq!(ended, Err("b: kernel 3 failed".into()));
+    }
 }

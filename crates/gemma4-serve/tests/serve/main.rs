@@ -11,6 +11,7 @@ mod concurrency;
 mod devices;
 mod files;
 mod malformed;
+mod malformed_bytes;
 mod malformed_fields;
 mod malformed_requests;
 mod malformed_tables;

@@ -10,18 +10,18 @@ use gemma4_serve::engine::EngineOptions;
 use serde_json::json;
 use std::time::Duration;
 
-async fn send(harness: &Harness, request: Request<Body>) -> Answer {
+pub async fn send(harness: &Harness, request: Request<Body>) -> Answer {
     let answer = tokio::time::timeout(Duration::from_secs(20), harness.send(request));
     answer.await.expect("an answer without a hang")
 }
 
-fn post(path: &str, body: Vec<u8>) -> Request<Body> {
+pub fn post(path: &str, body: Vec<u8>) -> Request<Body> {
     let request = Request::post(path).header("content-type", "application/json");
     request.body(Body::from(body)).expect("a request")
 }
 
 /// Checks that an error has the JSON format of the API at `path`. Returns the error message.
-fn checked(path: &str, answer: &Answer) -> String {
+pub fn checked(path: &str, answer: &Answer) -> String {
     let json = answer.json();
     let error = &json["error"];
     assert!(error["type"].is_string(), "{path}: {json}");
