@@ -76,36 +76,6 @@ impl Chosen {
         }
     }
 
-    /// Returns the device with the given number on the backend of this device. On the CPU, every number means the CPU.
-    ///
-    /// # Errors
-    /// Returns an error if no device has the number, or if the device cannot be opened.
-    pub fn numbered(&self, number: usize) -> Result<Self, Error> {
-        let device = several(self, &[number])?.remove(0);
-        #[cfg(feature = "cube")]
-        let (software, description) = match self.name {
-            DeviceName::Flex => (self.software, self.description.clone()),
-            name => (rank(&device) == SOFTWARE, describe(&device, name)?),
-        };
-        #[cfg(not(feature = "cube"))]
-        let (software, description) = (self.software, self.description.clone());
-        Ok(Self {
-            device,
-            description,
-            name: self.name,
-            number: Some(number),
-            software,
-        })
-    }
-
-    /// Returns the name of the device on the command line, such as `cuda:1`, or `cuda` if the user gave no number.
-    pub fn label(&self) -> String {
-        match self.number {
-            Some(number) => format!("{}:{number}", self.name.as_str()),
-            None => self.name.as_str().to_owned(),
-        }
-    }
-
     /// True if the devices of this backend copy memory to one another directly. CUDA devices copy directly if NCCL is
     /// installed.
     pub fn has_transport(&self) -> bool {
@@ -381,7 +351,7 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
 
 /// Opens a device, and returns the name that its driver gives it.
 #[cfg(feature = "cube")]
-fn describe(device: &Device, name: DeviceName) -> Result<String, Unusable> {
+pub(crate) fn describe(device: &Device, name: DeviceName) -> Result<String, Error> {
     let name = name.as_str();
     let identity = catch_panic(|| device.identity()).map_err(|reason| Unusable { name, reason })?;
     Ok(identity.map_or_else(|| "unnamed".into(), |identity| identity.name))
@@ -389,12 +359,12 @@ fn describe(device: &Device, name: DeviceName) -> Result<String, Unusable> {
 
 /// The rank of a software driver in the order of preference.
 #[cfg(feature = "cube")]
-const SOFTWARE: usize = 4;
+pub(crate) const SOFTWARE: usize = 4;
 
 /// Returns the rank of a device in the order of preference, from 0, the most preferred. Discrete GPUs come first, and
 /// software drivers last.
 #[cfg(feature = "cube")]
-fn rank(device: &Device) -> usize {
+pub(crate) fn rank(device: &Device) -> usize {
     match device.as_dispatch() {
         #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal"))]
         DispatchDevice::Cube(CubeDevice::Wgpu(device)) => {

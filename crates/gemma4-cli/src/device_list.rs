@@ -1,7 +1,9 @@
 //! The argument `--device` of commands that run a model: one device, or several devices of one backend.
 
 use crate::Error;
-use crate::device::{Chosen, DeviceName, choose};
+#[cfg(feature = "cube")]
+use crate::device;
+use crate::device::{Chosen, DeviceName, choose, several};
 use crate::terminal::WrongArgument;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
@@ -54,6 +56,41 @@ impl DeviceList {
                 let numbers = self.numbers.iter();
                 numbers.map(|number| chosen.numbered(*number)).collect()
             }
+        }
+    }
+}
+
+impl Chosen {
+    /// Returns the device with the given number on the backend of this device. On the CPU, every number means the CPU.
+    ///
+    /// # Errors
+    /// Returns an error if no device has the number, or if the device cannot be opened.
+    pub fn numbered(&self, number: usize) -> Result<Self, Error> {
+        let device = several(self, &[number])?.remove(0);
+        #[cfg(feature = "cube")]
+        let (software, description) = match self.name {
+            DeviceName::Flex => (self.software, self.description.clone()),
+            name => (
+                device::rank(&device) == device::SOFTWARE,
+                device::describe(&device, name)?,
+            ),
+        };
+        #[cfg(not(feature = "cube"))]
+        let (software, description) = (self.software, self.description.clone());
+        Ok(Self {
+            device,
+            description,
+            name: self.name,
+            number: Some(number),
+            software,
+        })
+    }
+
+    /// Returns the name of the device on the command line, such as `cuda:1`, or `cuda` if the user gave no number.
+    pub fn label(&self) -> String {
+        match self.number {
+            Some(number) => format!("{}:{number}", self.name.as_str()),
+            None => self.name.as_str().to_owned(),
         }
     }
 }

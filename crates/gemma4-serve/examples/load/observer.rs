@@ -4,8 +4,23 @@ use crate::client::{get, receive};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+/// The longest wait for the next byte of a response, and for an idle server.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+/// The gauges of a server's load. An idle server has zeros.
+const LOAD: [&str; 3] = [
+    "gemma4_queued_requests",
+    "gemma4_prefilling_requests",
+    "gemma4_running_answers",
+];
+/// The time after which an idle server has updated all its gauges.
+const SETTLED: Duration = Duration::from_millis(500);
+/// The limits of the growth of resident memory, from the mean of the first third to the mean of the last third of the
+/// soak: a share of the first mean, and a constant number of MiB for the allocator.
+const GROWTH: f64 = 0.05;
+const GROWTH_MIB: f64 = 16.0;
 /// The gauge of the prefix cache, which stays full after the last request.
 const PREFIX_CACHE: &str = "gemma4_prefix_cache_bytes";
 
@@ -109,5 +124,62 @@ impl fmt::Display for Process {
             files,
         } = self;
         write!(f, "{memory:.1} MiB, {threads} threads, {files} files")
+    }
+}
+
+/// Waits until all gauges have the values of `expected`, or until the server is idle if `expected` is `None`.
+pub fn idle(address: SocketAddr, expected: Option<&Metrics>) -> Result<Metrics, String> {
+    let started = Instant::now();
+    loop {
+        let metrics = Metrics::read(address)?;
+        let is_zero = |name: &str| metrics.gauges.get(name) == Some(&0.0);
+        let is_idle = match expected {
+            Some(expected) => metrics.gauges == expected.gauges,
+            None => LOAD.iter().all(|name| is_zero(name)),
+        };
+        if is_idle && (expected.is_some() || started.elapsed() > SETTLED) {
+            return Ok(metrics);
+        }
+        if started.elapsed() > PATIENCE {
+            let expected = expected.map(|expected| &expected.gauges);
+            return Err(format!(
+                "the gauges are {:?}; expected {expected:?}",
+                metrics.gauges
+            ));
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Checks the growth of memory, and waits until all connections are closed.
+pub fn check_process(id: u32, before: Process, memory: &[f64]) -> Result<(), String> {
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let third = memory.len() / 3;
+    let (first, last) = (
+        mean(&memory[..third]),
+        mean(&memory[memory.len() - third..]),
+    );
+    let peak = memory.iter().copied().fold(0.0, f64::max);
+    let started = Instant::now();
+    let after = loop {
+        let after = Process::read(id)?;
+        if after.files <= before.files || started.elapsed() > PATIENCE {
+            break after;
+        }
+        thread::sleep(Duration::from_millis(100));
+    };
+    println!("process before: {before}\nprocess after:  {after}");
+    println!(
+        "resident memory: first third {first:.1} MiB, last third {last:.1} MiB, peak {peak:.1} MiB"
+    );
+    if after.files > before.files {
+        return Err(format!(
+            "{} files are open; expected {}",
+            after.files, before.files
+        ));
+    }
+    match last - first > first * GROWTH + GROWTH_MIB {
+        true => Err(format!("memory has grown from {first:.1} to {last:.1} MiB")),
+        false => Ok(()),
     }
 }

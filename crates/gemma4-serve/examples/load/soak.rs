@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, case, compare};
 use crate::client::{Response, get, parse, post, receive};
-use crate::observer::{Metrics, Process};
+use crate::observer::{Metrics, PATIENCE, Process, check_process, idle};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -15,20 +15,6 @@ use std::time::{Duration, Instant};
 
 /// The number of requests whose answers are known before the soak. Clients send each of them many times.
 const KNOWN: usize = 200;
-/// The longest wait for the next byte of a response, and for an idle server.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// The gauges of a server's load. An idle server has zeros.
-const LOAD: [&str; 3] = [
-    "gemma4_queued_requests",
-    "gemma4_prefilling_requests",
-    "gemma4_running_answers",
-];
-/// The time after which an idle server has updated all its gauges.
-const SETTLED: Duration = Duration::from_millis(500);
-/// The limits of the growth of resident memory, from the mean of the first third to the mean of the last third of the
-/// soak: a share of the first mean, and a constant number of MiB for the allocator.
-const GROWTH: f64 = 0.05;
-const GROWTH_MIB: f64 = 16.0;
 /// The paths and fields of malformed requests.
 const MALFORMED: [(&str, &str, &str); 4] = [
     ("/v1/chat/completions", "temperature", "\"hot\""),
@@ -91,7 +77,7 @@ pub fn run(soak: &Soak) -> Result<(), String> {
         Ok(Answered { case, response })
     });
     let known = known.collect::<Result<Vec<_>, String>>()?;
-    let metrics = idle(soak, None)?;
+    let metrics = idle(soak.address, None)?;
     let process = soak.process.map(Process::read).transpose()?;
     println!("{KNOWN} requests were answered alone; the soak begins, with the models {models:?}");
     let state = State {
@@ -115,7 +101,7 @@ pub fn run(soak: &Soak) -> Result<(), String> {
         }
         memory
     })?;
-    let after = idle(soak, Some(&metrics))?;
+    let after = idle(soak.address, Some(&metrics))?;
     let new = state
         .new
         .into_inner()
@@ -123,7 +109,7 @@ pub fn run(soak: &Soak) -> Result<(), String> {
     for Answered { case, response } in &new {
         compare(case, &whole(soak, case)?, response)?;
     }
-    idle(soak, Some(&metrics))?;
+    idle(soak.address, Some(&metrics))?;
     let counts = state
         .counts
         .into_inner()
@@ -333,30 +319,6 @@ fn connect(soak: &Soak) -> Result<TcpStream, String> {
     Ok(stream)
 }
 
-/// Waits until all gauges have the values of `expected`, or until the server is idle if `expected` is `None`.
-fn idle(soak: &Soak, expected: Option<&Metrics>) -> Result<Metrics, String> {
-    let started = Instant::now();
-    loop {
-        let metrics = Metrics::read(soak.address)?;
-        let is_zero = |name: &str| metrics.gauges.get(name) == Some(&0.0);
-        let is_idle = match expected {
-            Some(expected) => metrics.gauges == expected.gauges,
-            None => LOAD.iter().all(|name| is_zero(name)),
-        };
-        if is_idle && (expected.is_some() || started.elapsed() > SETTLED) {
-            return Ok(metrics);
-        }
-        if started.elapsed() > PATIENCE {
-            let expected = expected.map(|expected| &expected.gauges);
-            return Err(format!(
-                "the gauges are {:?}; expected {expected:?}",
-                metrics.gauges
-            ));
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
 /// Reads the memory of the process every second, until the end of the soak. Prints the state once a minute.
 fn observe(state: &State<'_>) -> Result<Vec<f64>, String> {
     let mut memory = Vec::new();
@@ -390,37 +352,4 @@ fn observe(state: &State<'_>) -> Result<Vec<f64>, String> {
     }
     println!("peaks of gauges, sampled each second: {peak:?}");
     Ok(memory)
-}
-
-/// Checks the growth of memory, and waits until all connections are closed.
-fn check_process(id: u32, before: Process, memory: &[f64]) -> Result<(), String> {
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
-    let third = memory.len() / 3;
-    let (first, last) = (
-        mean(&memory[..third]),
-        mean(&memory[memory.len() - third..]),
-    );
-    let peak = memory.iter().copied().fold(0.0, f64::max);
-    let started = Instant::now();
-    let after = loop {
-        let after = Process::read(id)?;
-        if after.files <= before.files || started.elapsed() > PATIENCE {
-            break after;
-        }
-        thread::sleep(Duration::from_millis(100));
-    };
-    println!("process before: {before}\nprocess after:  {after}");
-    println!(
-        "resident memory: first third {first:.1} MiB, last third {last:.1} MiB, peak {peak:.1} MiB"
-    );
-    if after.files > before.files {
-        return Err(format!(
-            "{} files are open; expected {}",
-            after.files, before.files
-        ));
-    }
-    match last - first > first * GROWTH + GROWTH_MIB {
-        true => Err(format!("memory has grown from {first:.1} to {last:.1} MiB")),
-        false => Ok(()),
-    }
 }

@@ -1,7 +1,6 @@
 //! The handle to the engine, through which the server submits requests.
 
 use super::adapters::AdapterRegistry;
-use super::affinity::EngineState;
 use super::load::EventSender;
 use super::metrics::Metrics;
 use super::request::{Event, Request};
@@ -268,19 +267,6 @@ impl Engine {
             None => format!("the engine has failed: {reason}"),
         };
         Some(RequestError::new(ErrorKind::Internal, message))
-    }
-
-    /// Returns the load of the engine, from which a pool chooses the engine of a request.
-    pub(super) fn state(&self) -> EngineState {
-        let Limits {
-            max_running,
-            kv_tokens,
-            ..
-        } = self.shared.limits;
-        EngineState {
-            occupancy: self.shared.load.occupancy(max_running, kv_tokens),
-            has_room: self.shared.has_room_in_queue(),
-        }
     }
 
     /// The metrics of the engine.

@@ -1,9 +1,10 @@
 //! A pool of engines with the same model, one for each device.
 
-use super::affinity::{Prefixes, Reason, Router};
+use super::affinity::{EngineState, Prefixes, Reason, Router};
 use super::handle::{Engine, EngineOptions};
 use super::metrics::{DEVICE, Metrics, text_of};
 use super::request::{Event, Request};
+use super::shared::Limits;
 use super::{ServedAdapter, adapters};
 use crate::error::RequestError;
 use burn_gemma4::{AdapterWeights, Gemma4, Gemma4Error};
@@ -273,6 +274,21 @@ impl EnginePool {
     /// The names of the loaded adapters in alphabetical order.
     pub fn adapter_names(&self) -> Vec<String> {
         self.0.engines[0].adapter_names()
+    }
+}
+
+impl Engine {
+    /// Returns the load of the engine, from which the pool chooses the engine of a request.
+    fn state(&self) -> EngineState {
+        let Limits {
+            max_running,
+            kv_tokens,
+            ..
+        } = self.shared.limits;
+        EngineState {
+            occupancy: self.shared.load.occupancy(max_running, kv_tokens),
+            has_room: self.shared.has_room_in_queue(),
+        }
     }
 }
 
