@@ -18,8 +18,14 @@ struct Server {
 
 impl Server {
     fn start(arguments: &[&str]) -> Self {
+        Self::start_on("cpu", arguments)
+    }
+
+    fn start_on(devices: &str, arguments: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_gemma4"))
-            .args(["serve", "--device", "cpu", "--name", "tiny", "--port", "0"])
+            .args([
+                "serve", "--device", devices, "--name", "tiny", "--port", "0",
+            ])
             .args(arguments)
             .env_remove("RUST_LOG")
             .stderr(Stdio::piped())
@@ -153,6 +159,57 @@ fn first_sigterm_finishes_streams_and_refuses_new_requests() {
         "{text}"
     );
     assert_eq!(server.end().code(), Some(0));
+}
+
+#[test]
+fn two_devices_serve_behind_one_address() {
+    let mut server = Server::start_on("flex:0,flex:1", &[]);
+    server.line_with("2 engines");
+    let body = json!({"messages": user(), "max_tokens": 8, "temperature": 0});
+    let [first, second] = [(); 2].map(|()| server.chat(&body));
+    let content = |response: &str| {
+        let body = response.split("\r\n\r\n").nth(1).expect("a body");
+        let body: Value = serde_json::from_str(body).expect("JSON");
+        body["choices"][0]["message"]["content"].clone()
+    };
+    assert_eq!(content(&first), content(&second));
+    let mut stream = TcpStream::connect(&server.address).expect("a connection");
+    let request = "GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+    stream
+        .write_all(request.as_bytes())
+        .expect("the request is sent");
+    let health = rest(stream);
+    assert!(
+        health.contains("\"devices\":[\"flex:0\",\"flex:1\"]"),
+        "{health}"
+    );
+    server.signal(libc::SIGTERM);
+    assert_eq!(server.end().code(), Some(0));
+}
+
+#[test]
+fn wrong_device_lists_end_with_the_argument_at_fault() {
+    for (command, devices, part) in [
+        ("serve", "flex:0,wgpu:0", "several backends"),
+        ("serve", "flex,flex", "without numbers"),
+        ("serve", "flop", "\"flop\" is not a device"),
+        (
+            "run",
+            "flex:0,flex:1",
+            "only `gemma4 serve` runs on several",
+        ),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_gemma4"))
+            .args([command, "--device", devices])
+            .output()
+            .expect("a process");
+        assert_eq!(output.status.code(), Some(2), "{devices}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            text.contains("--device") && text.contains(part),
+            "{part}: {text}"
+        );
+    }
 }
 
 #[test]
