@@ -55,6 +55,9 @@ struct Pool {
     front: Option<Front>,
 }
 
+/// Receives the reason of a failure of an engine, or `Ok` after a drain.
+type Outcome = oneshot::Receiver<Result<(), String>>;
+
 /// The choice of an engine for each request to several engines.
 #[derive(Debug)]
 struct Front {
@@ -105,7 +108,7 @@ impl EnginePool {
 
     /// Creates a pool of engines that have started. Each engine comes with the name of its device and its outcome.
     pub(crate) fn of(
-        started: Vec<(String, Engine, oneshot::Receiver<Result<(), String>>)>,
+        started: Vec<(String, Engine, Outcome)>,
     ) -> Result<(Self, PoolEnd), Gemma4Error> {
         let is_single = started.len() == 1;
         let adapters = started
