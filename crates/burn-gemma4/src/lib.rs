@@ -50,6 +50,7 @@ pub use model::{
     observe::Part,
 };
 pub use op::device_memory::DeviceMemory;
+pub use op::device_use::DeviceUse;
 pub use session::{SavedSession, Session};
 pub use speculative::drafter::{Draft, Drafter, MaskedEmbedding};
 pub use speculative::drafts::{DraftCounts, Drafts};

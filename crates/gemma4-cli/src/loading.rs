@@ -4,7 +4,7 @@ use crate::device::{Chosen, DeviceName};
 use crate::model::{ModelArguments, progress_bar, tell_dtype};
 use crate::terminal::note;
 use crate::{Dtype, Error, hub};
-use burn_gemma4::{Gemma4, LoadOptions, LoadProgress};
+use burn_gemma4::{DeviceUse, Gemma4, LoadOptions, LoadProgress};
 use indicatif::ProgressBar;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -119,6 +119,8 @@ impl ModelArguments {
         chosen: &Chosen,
         progress: &Progress<'_>,
         index: usize,
+        // No engine of this process may capture a CUDA graph while another device loads.
+        let _in_use = DeviceUse::begin(&chosen.device);
         adapter: Option<&Path>,
     ) -> Result<Gemma4, Error> {
         let mut options = LoadOptions::new()

@@ -1,5 +1,6 @@
 //! A computation whose launches are captured in a CUDA graph once. Later runs replay the graph.
 
+use crate::op::device_use::capture_alone;
 use burn::{
     backend::{Backend, BackendGraph, Dispatch, DispatchDevice, fusion::custom::StreamId},
     tensor::{Device, ExecutionError},
@@ -78,7 +79,7 @@ impl<C: Computation> CapturedGraph<C> {
             log::debug!("CUDA graph: no capture, because tensors were allocated on another thread");
             *may_capture = false;
         } else if is_due {
-            match self.capture() {
+            match capture_alone(&self.computation.device(), || self.capture()) {
                 Ok(graph) => self.graph = Some(graph),
                 Err(error) => {
                     log::debug!("CUDA graph: capture failed, the launches run one by one: {error}");

@@ -15,6 +15,7 @@ pub(crate) mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;
 pub(crate) mod device_memory;
+pub(crate) mod device_use;
 #[cfg(feature = "cube")]
 pub(crate) mod drafter_head;
 #[cfg(feature = "cube")]

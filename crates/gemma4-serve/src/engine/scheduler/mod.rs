@@ -7,7 +7,9 @@ use super::answer::Answer;
 use super::device_adapters::DeviceAdapters;
 use super::handle::EngineOptions;
 use super::shared::{Job, Message, Shared};
-use burn_gemma4::{Batch, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult};
+use burn_gemma4::{
+    Batch, DeviceUse, Gemma4, Gemma4Error, Prefill, PrefixCache, RowChoice, RowResult,
+};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
@@ -95,7 +97,10 @@ impl<'a> Scheduler<'a> {
             }
             self.remove_abandoned();
             self.batch.expect(self.expected_answers());
+        let device = self.gemma.device();
             self.read_prompts()?;
+            // Captures of other engines run between two iterations, or while this engine waits for a message.
+            let _in_use = DeviceUse::begin(&device);
             self.decode()?;
             self.update_gauges();
         }
@@ -128,12 +133,12 @@ impl<'a> Scheduler<'a> {
     /// Waits for a message. Frees the buffers of the batch if none comes for some time.
     fn wait(&mut self, inbox: &Receiver<Message>) -> Result<Message, TryRecvError> {
         self.update_gauges();
-        match inbox.recv_timeout(BUFFERS_KEPT) {
+        match DeviceUse::pause(|| inbox.recv_timeout(BUFFERS_KEPT)) {
             Ok(message) => return Ok(message),
             Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
             Err(RecvTimeoutError::Timeout) => self.free_buffers(),
         }
-        inbox.recv().map_err(|_| TryRecvError::Disconnected)
+        DeviceUse::pause(|| inbox.recv()).map_err(|_| TryRecvError::Disconnected)
     }
 
     fn free_buffers(&mut self) {
