@@ -475,6 +475,17 @@ impl Gemma4 {
         Ok(prefill.with_graphs(&self.graphs))
     }
 
+    /// Returns the number of tokens of the longest prompt that runs faster as one CUDA graph than with a reused prefix, or
+    /// 0 if there are no such prompts. [`PrefixCache`](crate::PrefixCache) neither keeps nor continues such a prompt if the
+    /// prompt also fits into one chunk. `kind` is the storage format of the KV cache. Must run on the stream of the weights,
+    /// like the prompts: see [`on_stream_of_weights`](Self::on_stream_of_weights).
+    pub fn longest_whole_prompt(&self, kind: CacheKind) -> usize {
+        match crate::op::is_hopper(&self.device()) {
+            true => self.graphs.longest_whole(&self.model, kind),
+            false => 0,
+        }
+    }
+
     /// Runs `work` on the device stream on which the weights were loaded.
     ///
     /// CubeCL gives each thread a stream of its own, and a CUDA graph can only use weights that were loaded on the

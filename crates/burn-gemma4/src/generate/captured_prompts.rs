@@ -132,6 +132,12 @@ impl CapturedPrompts {
         kind.is_plain() && self.state(model, count).is_some()
     }
 
+    /// Returns the number of tokens of the longest whole prompt over which a graph may run, or 0 if no graph may run.
+    pub fn longest_whole(&self, model: &Gemma4Model, kind: CacheKind) -> usize {
+        let state = kind.is_plain().then(|| self.state(model, 1)).flatten();
+        state.and_then(|(_, state)| state.longest).unwrap_or(0)
+    }
+
     /// Runs the model over tokens that follow those in `cache` by replaying a graph, and appends their keys and values
     /// to `cache`. Returns the normalized hidden state of the last token, `[1, 1, hidden]`.
     ///

@@ -94,6 +94,10 @@ mod without_graphs {
             false
         }
 
+        pub fn longest_whole(&self, _model: &Gemma4Model, _kind: CacheKind) -> usize {
+            0
+        }
+
         pub fn read(
             &self,
             _model: &Gemma4Model,

@@ -5,20 +5,22 @@ use super::{Engine, handle::draining};
 use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::AdapterWeights;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 
 /// The longest name of an adapter, in bytes.
 const LONGEST_NAME: usize = 128;
 
 /// An adapter that a request selects. The engines keep the adapter on their devices as long as a clone of this value
-/// exists, so a request that has selected an adapter can finish after the adapter was unloaded.
+/// exists. A request that has selected an adapter can therefore finish after the adapter was unloaded.
 #[derive(Clone, Debug)]
 pub struct ServedAdapter(Arc<Entry>);
 
 #[derive(Debug)]
 struct Entry {
     name: String,
+    /// The number of the load. A name can be loaded again, but no two loads have the same number.
+    load: u64,
     /// The inboxes of the engines that have the adapter.
     inboxes: Vec<mpsc::Sender<Message>>,
 }
@@ -37,6 +39,11 @@ impl ServedAdapter {
     /// The name of the adapter.
     pub fn name(&self) -> &str {
         &self.0.name
+    }
+
+    /// The number of the load, which no other load of the engines has.
+    pub(super) fn load(&self) -> u64 {
+        self.0.load
     }
 
     /// Returns the use of the adapter, which does not keep the adapter on the device.
@@ -84,6 +91,8 @@ pub(super) struct AdapterRegistry {
     /// The largest number of adapters.
     most: usize,
     count: Arc<AtomicUsize>,
+    /// The number of loads so far.
+    loads: AtomicU64,
     /// The adapters by name. An adapter is `None` while it is being loaded.
     named: Mutex<BTreeMap<String, Option<ServedAdapter>>>,
 }
@@ -93,6 +102,7 @@ impl AdapterRegistry {
         Self {
             most,
             count: Arc::new(AtomicUsize::new(0)),
+            loads: AtomicU64::new(0),
             named: Mutex::default(),
         }
     }
@@ -134,6 +144,7 @@ impl AdapterRegistry {
         let place = Place(self.count.clone());
         let adapter = ServedAdapter(Arc::new(Entry {
             name: name.to_owned(),
+            load: self.loads.fetch_add(1, Ordering::SeqCst),
             inboxes: engines.iter().map(|engine| engine.inbox.clone()).collect(),
         }));
         let reserved = Reserved {
@@ -173,8 +184,8 @@ impl Drop for Reserved<'_> {
 }
 
 impl Engine {
-    /// Loads an adapter, which requests to this engine can then select. The call waits until the engine's thread has uploaded the
-    /// adapter between two decode steps, so it must not run in an asynchronous task.
+    /// Loads an adapter, which requests to this engine can then select. The call waits until the engine's thread has
+    /// uploaded the adapter between two decode steps. The call must therefore not run in an asynchronous task.
     ///
     /// # Errors
     /// Returns an error if the name is malformed or taken, or if the number of adapters has reached

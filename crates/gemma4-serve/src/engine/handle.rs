@@ -1,6 +1,7 @@
 //! The handle to the engine, through which the server submits requests.
 
 use super::adapters::AdapterRegistry;
+use super::affinity::Prefixes;
 use super::load::EventSender;
 use super::metrics::Metrics;
 use super::request::{Event, Request};
@@ -155,6 +156,15 @@ impl Engine {
         request: Request,
     ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
         self.check(&request)?;
+    ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
+        self.submit_with(request, None)
+    }
+
+    /// Submits a request, whose prefixes the engine records when it has kept their keys and values.
+    pub(super) fn submit_with(
+        &self,
+        request: Request,
+        prefixes: Option<Prefixes>,
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -178,6 +188,7 @@ impl Engine {
             arrived: Instant::now(),
         };
         match self.inbox.send(Message::Submit(Box::new(job))) {
+            prefixes,
             Ok(()) => Ok(receiver),
             Err(_) => {
                 self.shared.leave_queue(1);
@@ -228,8 +239,8 @@ impl Engine {
             );
             return Err(RequestError::new(ErrorKind::ContextLength, message));
         }
-        let slots = Shared::slots(request.choices, reserved(request));
-        if slots > limits.kv_tokens {
+        if !limits.fit(request.choices, reserved(request)) {
+            let slots = Shared::slots(request.choices, reserved(request));
             let message = format!(
                 "the KV cache has {} tokens, but this request needs {slots}; lower n or max_tokens",
                 limits.kv_tokens

@@ -23,6 +23,7 @@ mod constraint;
 #[cfg(all(test, feature = "flex"))]
 mod constraint_tests;
 mod device_adapters;
+mod front;
 mod handle;
 mod load;
 mod metrics;

@@ -1,28 +1,27 @@
 //! A pool of engines with the same model, one for each device.
 
-use super::affinity::{EngineState, Prefixes, Reason, Router};
+use super::front::Front;
 use super::handle::{Engine, EngineOptions};
-use super::metrics::{DEVICE, Metrics, text_of};
+use super::metrics::{Metrics, text_of};
 use super::request::{Event, Request};
-use super::shared::Limits;
 use super::{ServedAdapter, adapters};
 use crate::error::RequestError;
 use burn_gemma4::{AdapterWeights, Gemma4, Gemma4Error};
 use futures_util::future::{Fuse, FutureExt, pending, select_all, try_join_all};
-use prometheus::{IntCounterVec, Opts, Registry, proto::MetricFamily};
+use prometheus::proto::MetricFamily;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
 /// A pool of engines with the same model, one for each device. Clones share the engines.
 ///
-/// A request goes to the engine that has most recently read the longest prefix of its prompt, unless another engine has
-/// much less to do. The limits of [`EngineOptions`] hold for each engine. A pool of one engine behaves like the engine
-/// alone.
+/// A request goes to the engine that has kept the longest prefix of its prompt, unless the load of this engine costs more
+/// time than the prefix saves. The limits of [`EngineOptions`] hold for each engine. A pool of one engine behaves like the
+/// engine alone.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -58,16 +57,8 @@ struct Pool {
 /// Receives the reason of a failure of an engine, or `Ok` after a drain.
 type Outcome = oneshot::Receiver<Result<(), String>>;
 
-/// The choice of an engine for each request to several engines.
-#[derive(Debug)]
-struct Front {
-    router: Mutex<Router>,
-    registry: Registry,
-    routed: IntCounterVec,
-}
-
-/// Completes when all engines of a pool have ended: with the reason as soon as one engine fails, or with `Ok` after a
-/// drain of all engines.
+/// Completes with the reason as soon as one engine of a pool fails, or with `Ok` when all engines have ended after a
+/// drain.
 pub struct PoolEnd(Pin<Box<dyn Future<Output = Result<(), String>> + Send + Sync>>);
 
 impl Future for PoolEnd {
@@ -226,7 +217,7 @@ impl EnginePool {
         let of_engines = engines.iter().zip(devices);
         let of_engines =
             of_engines.flat_map(|(engine, device)| engine.metrics().families_of(device));
-        for mut family in of_engines.chain(front.registry.gather()) {
+        for mut family in of_engines.chain(front.families()) {
             match merged.get_mut(family.name()) {
                 None => drop(merged.insert(family.name().to_owned(), family)),
                 Some(all) => MetricFamily::mut_metric(all).append(&mut family.take_metric()),
@@ -280,21 +271,6 @@ impl EnginePool {
     }
 }
 
-impl Engine {
-    /// Returns the load of the engine, from which the pool chooses the engine of a request.
-    fn state(&self) -> EngineState {
-        let Limits {
-            max_running,
-            kv_tokens,
-            ..
-        } = self.shared.limits;
-        EngineState {
-            occupancy: self.shared.load.occupancy(max_running, kv_tokens),
-            has_room: self.shared.has_room_in_queue(),
-        }
-    }
-}
-
 /// Checks the models of a pool.
 fn check(models: &[(String, Gemma4)]) -> Result<(), Gemma4Error> {
     let refuse = |reason: String| {
@@ -319,48 +295,6 @@ fn check(models: &[(String, Gemma4)]) -> Result<(), Gemma4Error> {
         }
     }
     Ok(())
-}
-
-impl Front {
-    fn new(devices: &[String]) -> prometheus::Result<Self> {
-        let registry = Registry::new_custom(Some("gemma4".into()), None)?;
-        let help = "Requests by engine, and by the reason why the engine was chosen";
-        let options = Opts::new("routed_requests_total", help);
-        let routed = IntCounterVec::new(options, &[DEVICE, "reason"])?;
-        registry.register(Box::new(routed.clone()))?;
-        for device in devices {
-            for reason in [Reason::Prefix, Reason::Load] {
-                routed.with_label_values(&[device.as_str(), reason.name()]);
-            }
-        }
-        Ok(Self {
-            router: Mutex::new(Router::new(devices.len())),
-            registry,
-            routed,
-        })
-    }
-
-    /// Chooses an engine for a request, and submits the request. Returns the index of the engine.
-    fn submit(
-        &self,
-        engines: &[Engine],
-        devices: &[String],
-        request: Request,
-    ) -> Result<(usize, UnboundedReceiver<Event>), RequestError> {
-        let adapter = request.adapter.as_ref().map(ServedAdapter::name);
-        let prefixes = Prefixes::of(&request.prompt, adapter, engines[0].context());
-        // Ignore a poisoned lock: a wrong table of prefixes makes no answer wrong. The lock is held during the submission,
-        // so that no other request takes the chosen engine's place in the queue.
-        let mut router = self.router.lock().unwrap_or_else(PoisonError::into_inner);
-        let states: Vec<_> = engines.iter().map(Engine::state).collect();
-        let (index, reason) = router.choose(&prefixes, &states);
-        let receiver = engines[index].submit(request)?;
-        router.record(index, &prefixes);
-        drop(router);
-        let labels = [devices[index].as_str(), reason.name()];
-        self.routed.with_label_values(&labels).inc();
-        Ok((index, receiver))
-    }
 }
 
 /// Completes with the error of the first engine that fails.

@@ -1,6 +1,7 @@
 //! The state that the handles and the engine's thread share, and the messages between them.
 
 use super::adapters::Load;
+use super::affinity::{Prefixes, RecentPrefixes};
 use super::load::{EngineLoad, EventSender};
 use super::metrics::Metrics;
 use super::request::Request;
@@ -21,11 +22,20 @@ pub(crate) struct Limits {
     pub max_adapters: usize,
 }
 
+impl Limits {
+    /// True if the batch and the KV cache have room for `answers` answers of up to `longest` tokens.
+    pub fn fit(&self, answers: usize, longest: usize) -> bool {
+        answers <= self.max_running && Shared::slots(answers, longest) <= self.kv_tokens
+    }
+}
+
 /// A request on its way to the engine's thread.
 pub(super) struct Job {
     pub request: Request,
     pub events: EventSender,
     pub arrived: Instant,
+    /// The prefixes of the prompt, if the engine is one of several.
+    pub prefixes: Option<Prefixes>,
 }
 
 impl Job {
@@ -37,7 +47,8 @@ impl Job {
 
 /// The largest number of tokens that an answer of `request` can have in the KV cache.
 pub(super) fn reserved(request: &Request) -> usize {
-    request.prompt.len() + request.options.max_tokens
+    let prompt = request.prompt.len();
+    prompt.saturating_add(request.options.max_tokens)
 }
 
 /// A message to the engine's thread.
@@ -56,6 +67,7 @@ pub(super) struct Shared {
     outcome: watch::Sender<Option<Result<(), String>>>,
     pub limits: Limits,
     pub load: Arc<EngineLoad>,
+    pub recent_prefixes: RecentPrefixes,
     pub metrics: Metrics,
 }
 
@@ -67,6 +79,7 @@ impl Shared {
             outcome: watch::Sender::new(None),
             limits,
             load: Arc::default(),
+            recent_prefixes: RecentPrefixes::new(),
             metrics: Metrics::new(),
         }
     }

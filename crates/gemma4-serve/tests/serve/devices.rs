@@ -9,7 +9,7 @@ use gemma4_serve::engine::{EngineOptions, EnginePool};
 use gemma4_serve::{ErrorKind, RequestError, ServerOptions};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinHandle, spawn_blocking};
 
 const TOKENS: usize = 24;
 
@@ -101,35 +101,78 @@ async fn requests_at_once_with_one_shared_prefix_are_spread_over_the_engines() {
 }
 
 #[tokio::test]
-async fn full_queue_of_one_engine_sends_requests_to_the_other() {
-    let harness = Arc::new(two(EngineOptions {
-        max_running: 1,
-        max_queue: 2,
-        ..EngineOptions::default()
-    }));
-    let shared = prompt(1, 64);
-    let tasks = (0..16).map(|_| {
-        let (harness, shared) = (harness.clone(), shared.clone());
-        tokio::spawn(async move {
-            let body = json!({
-                "prompt": shared, "max_tokens": 100, "temperature": 0, "ignore_eos": true,
-            });
-            harness.complete(body).await
-        })
+async fn short_shared_prefix_does_not_gather_requests_on_one_engine() {
+    let harness = Arc::new(two(EngineOptions::default()));
+    let shared = prompt(1, 16);
+    // One engine has kept the prefix before the others arrive.
+    complete(&harness, &[&shared[..], &prompt(2, 8)].concat(), 2).await;
+    let tasks = (0..8).map(|seed| {
+        let harness = harness.clone();
+        let prompt = [&shared[..], &prompt(100 + seed, 8)].concat();
+        tokio::spawn(async move { complete(&harness, &prompt, 100).await })
     });
     let tasks: Vec<_> = tasks.collect();
-    let (mut served, mut refused) = (0, 0);
     for task in tasks {
-        let answer = task.await.expect("the task ends");
-        match answer.status.as_u16() {
-            200 => served += 1,
-            429 => refused += 1,
-            status => panic!("{status}: {}", answer.text),
-        }
+        task.await.expect("the answer is complete");
     }
-    // The engines queue two requests each, and 429 is the answer only if both queues are full.
-    assert!(served >= 4 && refused >= 1, "{served} {refused}");
-    assert!(all_routed(&harness, 0).await >= 2.0 && all_routed(&harness, 1).await >= 2.0);
+    let counts = [all_routed(&harness, 0).await, all_routed(&harness, 1).await];
+    assert!(counts.iter().all(|count| *count >= 3.0), "{counts:?}");
+}
+
+#[tokio::test]
+async fn prefixes_attract_no_requests_without_a_prefix_cache() {
+    let harness = two(EngineOptions {
+        prefix_cache_bytes: 0,
+        ..EngineOptions::default()
+    });
+    let conversation = prompt(1, 120);
+    for turn in 0..4 {
+        let (_, cached) = complete(&harness, &conversation[..48 + turn * 24], 2).await;
+        assert_eq!(cached, 0);
+    }
+    for device in 0..2 {
+        assert_eq!(routed(&harness, device, "load").await, 2.0);
+        assert_eq!(routed(&harness, device, "prefix").await, 0.0);
+    }
+}
+
+/// Sends a completion request for `n` answers of `tokens` tokens, in a task of its own.
+fn spawn_answers(harness: &Arc<Harness>, seed: u32, n: usize, tokens: usize) -> JoinHandle<u16> {
+    let harness = harness.clone();
+    let body = json!({
+        "prompt": prompt(seed, 20), "n": n, "max_tokens": tokens, "temperature": 1, "ignore_eos": true,
+    });
+    tokio::spawn(async move { harness.complete(body).await.status.as_u16() })
+}
+
+#[tokio::test]
+async fn full_queue_of_the_less_busy_engine_sends_requests_to_the_other() {
+    let harness = Arc::new(two(EngineOptions {
+        max_running: 4,
+        max_queue: 1,
+        kv_tokens: Some(8192),
+        ..EngineOptions::default()
+    }));
+    let gauge = |name: &str, device: usize| format!("gemma4_{name}{{device=\"flex:{device}\"}}");
+    // The first engine has one answer, which takes so much of the KV cache that no second answer fits.
+    let one = spawn_answers(&harness, 1, 1, 6000);
+    harness.wait_for(&gauge("running_answers", 0), 1.0).await;
+    let four = spawn_answers(&harness, 2, 4, 1500);
+    harness.wait_for(&gauge("running_answers", 1), 4.0).await;
+    // Both engines are full. The first one has fewer answers, so a request enters its queue.
+    let queued = spawn_answers(&harness, 3, 1, 10);
+    harness.wait_for(&gauge("queued_requests", 0), 1.0).await;
+    // The first engine still has fewer answers, but its queue is full.
+    let other = spawn_answers(&harness, 4, 1, 10);
+    harness.wait_for(&gauge("queued_requests", 1), 1.0).await;
+    let refused = spawn_answers(&harness, 5, 1, 10);
+    assert_eq!(refused.await.expect("the task ends"), 429);
+    one.abort();
+    four.abort();
+    assert_eq!(queued.await.expect("the answer is complete"), 200);
+    assert_eq!(other.await.expect("the answer is complete"), 200);
+    let counts = [all_routed(&harness, 0).await, all_routed(&harness, 1).await];
+    assert_eq!(counts, [2.0, 2.0]);
 }
 
 #[tokio::test]

@@ -136,11 +136,11 @@ impl PrefixCache {
     /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the least
     /// recently used prompts until the remaining prompts fit. Ignores unfinished prefills, prompts of fewer than 16
     /// tokens and prompts of other models. Also ignores prompts that exceed the whole memory, and prompts that run
-    /// faster as one CUDA graph than with a reused prefix.
-    pub fn keep(&mut self, prefill: Prefill) {
+    /// faster as one CUDA graph than with a reused prefix. Returns true if the prompt was kept.
+    pub fn keep(&mut self, prefill: Prefill) -> bool {
         let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
         if !is_useful || !self.serves(&prefill) {
-            return;
+            return false;
         }
         let mut new = prefill.into_prefilled();
         let bytes = new.cache.bytes();
@@ -154,7 +154,7 @@ impl PrefixCache {
                     bytes.div_ceil(1 << 20)
                 );
             }
-            return;
+            return false;
         }
         // Replace the earlier prompts that the new prompt begins with, because the new prompt's cache also holds their
         // keys and values.
@@ -172,6 +172,7 @@ impl PrefixCache {
             self.prompts.remove(0);
             self.bytes = self.count_bytes();
         }
+        true
     }
 
     /// The size of the kept keys and values on the device, in bytes.

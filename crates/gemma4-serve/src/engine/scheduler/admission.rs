@@ -3,7 +3,7 @@
 use super::{Prefilling, Scheduler};
 use crate::engine::answer::Answer;
 use crate::engine::request::Event;
-use crate::engine::shared::{Job, Shared};
+use crate::engine::shared::Job;
 use crate::error::RequestError;
 use burn_gemma4::Prefill;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl<'a> Scheduler<'a> {
         }
         for job in &self.queue {
             let (more, longer) = (answers + job.request.choices, longest.max(job.reserved()));
-            if !self.fits(more, longer) {
+            if !self.shared.limits.fit(more, longer) {
                 break;
             }
             (answers, longest) = (more, longer);
@@ -49,13 +49,9 @@ impl<'a> Scheduler<'a> {
     /// True if the KV cache and the batch have room for the answers of a request.
     pub(super) fn has_room(&self, job: &Job) -> bool {
         let answers = self.running.len() + job.request.choices;
-        self.fits(answers, self.longest_reserved().max(job.reserved()))
-    }
-
-    /// True if the batch and the KV cache have room for `answers` answers of up to `longest` tokens.
-    pub(super) fn fits(&self, answers: usize, longest: usize) -> bool {
-        answers <= self.options.max_running
-            && Shared::slots(answers, longest) <= self.shared.limits.kv_tokens
+        self.shared
+            .limits
+            .fit(answers, self.longest_reserved().max(job.reserved()))
     }
 
     /// The largest number of tokens for which an answer in the batch has reserved space in the KV cache.
@@ -72,7 +68,7 @@ impl<'a> Scheduler<'a> {
             if !self.has_room(job) {
                 return;
             }
-            let Some(job) = self.queue.pop_front() else {
+            let Some(mut job) = self.queue.pop_front() else {
                 return;
             };
             self.shared.leave_queue(1);
@@ -80,12 +76,14 @@ impl<'a> Scheduler<'a> {
             metrics.waiting.observe(job.arrived.elapsed().as_secs_f64());
             let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
             let adapter = job.request.adapter.clone();
+            let prefixes = job.prefixes.take();
             match self.begin(job) {
                 Ok((prefill, answers)) => {
                     self.prefilling = Some(Prefilling {
                         prefill,
                         answers,
                         adapter,
+                        prefixes,
                         reserved,
                         arrived,
                     });

@@ -3,6 +3,7 @@
 mod admission;
 
 use super::adapters::ServedAdapter;
+use super::affinity::Prefixes;
 use super::answer::Answer;
 use super::device_adapters::DeviceAdapters;
 use super::handle::EngineOptions;
@@ -29,6 +30,8 @@ struct Prefilling<'a> {
     prefill: Prefill,
     answers: Vec<Answer<'a>>,
     adapter: Option<ServedAdapter>,
+    /// The prefixes of the prompt, if the engine is one of several.
+    prefixes: Option<Prefixes>,
     reserved: usize,
     arrived: Instant,
 }
@@ -71,6 +74,10 @@ impl<'a> Scheduler<'a> {
             false => CPU_CHUNK,
         };
         let chunk = options.prefill_chunk.unwrap_or(chunk).max(1);
+        if options.graph_capture {
+            let whole = gemma.longest_whole_prompt(options.cache).min(chunk);
+            shared.recent_prefixes.set_shortest_prompt(whole + 1);
+        }
         Ok(Self {
             batch: match options.graph_capture {
                 true => batch,
@@ -90,17 +97,17 @@ impl<'a> Scheduler<'a> {
 
     /// Processes requests until [`Engine::drain`](super::Engine::drain) has been called and all requests have ended.
     pub fn run(&mut self, inbox: &Receiver<Message>) -> Result<(), Gemma4Error> {
+        let device = self.gemma.device();
         loop {
+            // Captures of other engines run between two iterations, or while this engine waits for a message.
+            let _in_use = DeviceUse::begin(&device);
             if !self.receive(inbox) {
                 self.free_buffers();
                 return Ok(());
             }
             self.remove_abandoned();
             self.batch.expect(self.expected_answers());
-        let device = self.gemma.device();
             self.read_prompts()?;
-            // Captures of other engines run between two iterations, or while this engine waits for a message.
-            let _in_use = DeviceUse::begin(&device);
             self.decode()?;
             self.update_gauges();
         }
@@ -236,6 +243,7 @@ impl<'a> Scheduler<'a> {
             prefill,
             mut answers,
             adapter,
+            prefixes,
             reserved,
             arrived,
         } = prefilling;
@@ -258,7 +266,11 @@ impl<'a> Scheduler<'a> {
                 });
             }
         }
-        self.prefixes.keep(prefill);
+        if self.prefixes.keep(prefill)
+            && let Some(prefixes) = prefixes
+        {
+            self.shared.recent_prefixes.record(&prefixes);
+        }
         Ok(())
     }
 
