@@ -7,9 +7,9 @@ use super::metrics::Metrics;
 use super::request::{Event, Request};
 use super::scheduler::Scheduler;
 use super::shared::{Job, Limits, Message, Shared, reserved};
+use super::supervise::{report_failure, supervise};
 use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{Batch, CacheKind, Gemma4, Gemma4Error};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 use tokio::sync::{mpsc as channel, oneshot};
@@ -112,16 +112,18 @@ impl Engine {
             max_adapters: options.max_adapters,
         };
         Self::spawn(limits, move |shared, messages| {
-            gemma.on_stream_of_weights(|| Scheduler::new(&gemma, &options, shared)?.run(messages))
+            gemma.on_stream_of_weights(|| {
+                let scheduler = Scheduler::new(&gemma, &options, shared.clone());
+                let mut scheduler = scheduler.map_err(|error| error.to_string())?;
+                report_failure(&shared, || scheduler.run(messages))
+            })
         })
     }
 
     /// Starts a thread that does the engine's `work`.
     fn spawn(
         limits: Limits,
-        work: impl FnOnce(Arc<Shared>, &mpsc::Receiver<Message>) -> Result<(), Gemma4Error>
-        + Send
-        + 'static,
+        work: impl FnOnce(Arc<Shared>, &mpsc::Receiver<Message>) -> Result<(), String> + Send + 'static,
     ) -> Result<(Self, oneshot::Receiver<Result<(), String>>), Gemma4Error> {
         let shared = Arc::new(Shared::new(limits));
         let (inbox, messages) = mpsc::channel();
@@ -155,8 +157,6 @@ impl Engine {
         &self,
         request: Request,
     ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
-        self.check(&request)?;
-    ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
         self.submit_with(request, None)
     }
 
@@ -165,6 +165,8 @@ impl Engine {
         &self,
         request: Request,
         prefixes: Option<Prefixes>,
+    ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
+        self.check(&request)?;
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -186,9 +188,9 @@ impl Engine {
             request,
             events: EventSender::new(events, share),
             arrived: Instant::now(),
+            prefixes,
         };
         match self.inbox.send(Message::Submit(Box::new(job))) {
-            prefixes,
             Ok(()) => Ok(receiver),
             Err(_) => {
                 self.shared.leave_queue(1);
@@ -301,21 +303,6 @@ pub(super) fn draining() -> RequestError {
     RequestError::new(ErrorKind::Draining, message)
 }
 
-/// Runs the work of the engine's thread. Returns the reason if the work fails or panics.
-fn supervise(work: impl FnOnce() -> Result<(), Gemma4Error>) -> Result<(), String> {
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(outcome) => outcome.map_err(|error| error.to_string()),
-        Err(panic) => Err(text(&*panic)),
-    }
-}
-
-/// Returns the message of a panic.
-fn text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()))
-        .unwrap_or_else(|| "a panic without a message".into())
-}
-
 #[cfg(test)]
 impl Engine {
     /// Starts an engine without a model, which answers the first `requests` requests with one word each and then panics.
@@ -399,13 +386,22 @@ mod tests {
         assert_eq!(engine.stopped().await.status(), 503);
     }
 
-    #[test]
-    fn supervise_gives_the_reason_of_an_error_or_panic() {
-        assert_eq!(supervise(|| Ok(())), Ok(()));
-        let failed = supervise(|| Err(Gemma4Error::Device("out of memory".into())));
-        assert_eq!(failed, Err("device: out of memory".into()));
-        let number = 3;
-        let panicked = supervise(|| panic!("kernel {number} failed"));
-        assert_eq!(panicked, Err("kernel 3 failed".into()));
+    #[tokio::test]
+    async fn failure_is_reported_before_the_requests_are_dropped() {
+        let limits = Engine::that_panics(1, "").0.shared.limits;
+        let engine = Engine::spawn(limits, |shared, messages| {
+            let job = messages.recv();
+            let outcome = report_failure(&shared, || panic!("kernel 3 failed"));
+            assert_eq!(shared.failure(), Some("kernel 3 failed".into()));
+            assert_eq!(shared.load.answers().0, 1);
+            drop(job);
+            assert_eq!(shared.load.answers().0, 0);
+            outcome
+        });
+        let (engine, outcome) = engine.expect("a thread");
+        let mut events = engine.submit(request()).expect("the queue has a place");
+        assert_eq!(events.recv().await, None);
+        let reason = outcome.await.expect("the thread reports its end");
+        assert_eq!(reason, Err("kernel 3 failed".into()));
     }
 }

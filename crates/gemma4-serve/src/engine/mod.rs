@@ -34,6 +34,7 @@ mod shared;
 mod stop;
 
 pub use adapters::ServedAdapter;
+mod supervise;
 pub use constraint::{Constraint, Grammar, Grammars};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use metrics::Metrics;
