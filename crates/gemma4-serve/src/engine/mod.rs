@@ -28,13 +28,15 @@ mod handle;
 mod load;
 mod metrics;
 mod pool;
+#[cfg(all(test, feature = "flex"))]
+mod pool_tests;
 mod request;
 mod scheduler;
 mod shared;
 mod stop;
+mod supervise;
 
 pub use adapters::ServedAdapter;
-mod supervise;
 pub use constraint::{Constraint, Grammar, Grammars};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use metrics::Metrics;

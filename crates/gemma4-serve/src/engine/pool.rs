@@ -7,7 +7,8 @@ use super::request::{Event, Request};
 use super::{ServedAdapter, adapters};
 use crate::error::RequestError;
 use burn_gemma4::{AdapterWeights, Gemma4, Gemma4Error};
-use futures_util::future::{Fuse, FutureExt, pending, select_all, try_join_all};
+use futures_util::future::{Fuse, FutureExt, pending, select_all};
+use futures_util::stream::{FuturesUnordered, TryStreamExt};
 use prometheus::proto::MetricFamily;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -80,11 +81,13 @@ impl fmt::Debug for PoolEnd {
 
 impl EnginePool {
     /// Starts an engine for each model. All models have been loaded from the same checkpoint, each by a thread of its
-    /// own. `models` holds a distinct name for each model's device, by which metrics and errors name the device.
+    /// own. `models` holds a distinct name for each model's device, by which metrics and errors name the device. If a
+    /// model is loaded while engines run, the load needs a [`DeviceUse`](burn_gemma4::DeviceUse).
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if there is no model, if the models differ, or if two devices have the same
-    /// name. Also returns the errors of [`Engine::start`].
+    /// Returns [`Gemma4Error::Argument`] if there is no model, or if two devices have the same name. Returns this error
+    /// also if the configurations or dtypes of the models differ. Weights are not compared. Also returns the errors of
+    /// [`Engine::start`].
     pub fn start(
         models: Vec<(String, Gemma4)>,
         options: &EngineOptions,
@@ -128,7 +131,8 @@ impl EnginePool {
                 Gemma4Error::Device(format!("the metrics cannot be created: {error}"))
             })?),
         };
-        let end = try_join_all(ends).map(|ended| ended.map(|_| ()));
+        // The first failure ends the collection, whichever engine fails.
+        let end = FuturesUnordered::from_iter(ends).try_collect::<()>();
         let pool = Pool {
             engines,
             devices,
@@ -146,12 +150,14 @@ impl EnginePool {
         if let Some(error) = self.failure() {
             return Err(error);
         }
+        let open = request.choices;
         let (index, receiver) = match &self.0.front {
             None => (0, self.0.engines[0].submit(request)?),
             Some(front) => front.submit(&self.0.engines, &self.0.devices, request)?,
         };
         Ok(AnswerEvents {
             receiver,
+            open,
             engine: self.0.engines[index].clone(),
             other_failure: self.failure_of_others(index).fuse(),
         })
@@ -303,22 +309,34 @@ type FailureOfOthers = Pin<Box<dyn Future<Output = RequestError> + Send>>;
 /// The events of a request. Dropping this value cancels the request.
 pub struct AnswerEvents {
     receiver: UnboundedReceiver<Event>,
+    /// The number of answers that have not ended.
+    open: usize,
     engine: Engine,
     other_failure: Fuse<FailureOfOthers>,
 }
 
 impl AnswerEvents {
-    /// Waits for the next event. If an engine fails before the answers are complete, returns [`Event::Failed`] with the
-    /// reason, also if the failed engine does not serve this request.
-    pub async fn next(&mut self) -> Event {
-        tokio::select! {
+    /// Waits for the next event. Returns `None` after the end of the last answer, and after a failure. If an engine fails
+    /// before the answers are complete, returns [`Event::Failed`] with the reason. This holds also if the failed engine
+    /// does not serve this request.
+    pub async fn next(&mut self) -> Option<Event> {
+        if self.open == 0 {
+            return None;
+        }
+        let event = tokio::select! {
             biased;
             event = self.receiver.recv() => match event {
                 Some(event) => event,
                 None => Event::Failed(self.engine.stopped().await),
             },
             error = &mut self.other_failure => Event::Failed(error),
+        };
+        match event {
+            Event::End { .. } => self.open -= 1,
+            Event::Failed(_) => self.open = 0,
+            Event::Text { .. } | Event::ToolCall { .. } => (),
         }
+        Some(event)
     }
 }
 

@@ -97,8 +97,8 @@ pub(crate) async fn collect(
     prefix: &str,
 ) -> Result<Vec<CompleteAnswer>, RequestError> {
     let mut answers: Vec<CompleteAnswer> = (0..choices).map(|_| Default::default()).collect();
-    while answers.iter().any(|answer| answer.end.is_none()) {
-        match events.next().await {
+    while let Some(event) = events.next().await {
+        match event {
             Event::Text {
                 choice,
                 kind,

@@ -15,10 +15,9 @@ impl Events {
         Self { answers, log }
     }
 
-    /// Waits for the next event. If the channel of events ends before the answer is complete, returns an event with the
-    /// error.
-    pub async fn next(&mut self) -> Event {
-        let event = self.answers.next().await;
+    /// Waits for the next event: see [`AnswerEvents::next`].
+    pub async fn next(&mut self) -> Option<Event> {
+        let event = self.answers.next().await?;
         match &event {
             Event::Text { .. } | Event::ToolCall { .. } => self.log.has_token(),
             Event::End { usage, .. } => {
@@ -27,6 +26,6 @@ impl Events {
             }
             Event::Failed(error) => self.log.failed(&error.message),
         }
-        event
+        Some(event)
     }
 }

@@ -112,7 +112,7 @@ pub(crate) fn respond(
             if state.is_over {
                 return None;
             }
-            let messages = match state.events.next().await {
+            let messages = match state.events.next().await? {
                 Event::Failed(error) => {
                     state.is_over = true;
                     state.writer.fail(&error)

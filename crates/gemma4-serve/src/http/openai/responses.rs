@@ -42,8 +42,8 @@ async fn answer(
     if stream {
         return Ok(respond(app.options.heartbeat, events, writer));
     }
-    while !writer.has_ended() {
-        match events.next().await {
+    while let Some(event) = events.next().await {
+        match event {
             Event::Failed(error) => return Err(error),
             event => drop(writer.event(event)),
         }
