@@ -109,9 +109,18 @@ const GPUS: [DeviceName; 5] = [
 /// # Errors
 /// Returns an error if this build lacks the backend's feature, or if the machine lacks such a device.
 pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
+    choose_numbered(name, None)
+}
+
+/// Returns the device with the given number on the backend `name`, or the best device without a number. On the CPU, every
+/// number means the CPU. No other device of the backend is opened, because an open device takes memory.
+///
+/// # Errors
+/// Returns the errors of [`choose`], and an error if no device has the number.
+pub fn choose_numbered(name: DeviceName, number: Option<usize>) -> Result<Chosen, Error> {
     #[cfg(all(feature = "persistence", feature = "cube"))]
     keep_kernels();
-    let chosen = find(name)?;
+    let chosen = find(name, number)?;
     log::debug!("device {chosen}");
     Ok(chosen)
 }
@@ -122,9 +131,9 @@ pub fn of_build() -> Vec<DeviceName> {
     all.filter(|name| is_built(*name)).collect()
 }
 
-fn find(name: DeviceName) -> Result<Chosen, Error> {
+fn find(name: DeviceName, number: Option<usize>) -> Result<Chosen, Error> {
     if !matches!(name, DeviceName::Auto | DeviceName::Gpu) {
-        return named(name, Drivers::All);
+        return named(name, number, Drivers::All);
     }
     if !is_built(DeviceName::Cuda) && has_nvidia_driver() {
         note(
@@ -134,7 +143,7 @@ fn find(name: DeviceName) -> Result<Chosen, Error> {
     }
     let mut absences = Vec::new();
     for gpu in GPUS.into_iter().filter(|name| is_built(*name)) {
-        match named(gpu, Drivers::OfGpus) {
+        match named(gpu, number, Drivers::OfGpus) {
             Ok(chosen) => return Ok(chosen),
             Err(error) => {
                 log_absence(&error);
@@ -149,7 +158,7 @@ fn find(name: DeviceName) -> Result<Chosen, Error> {
         };
         return Err(format!("--device gpu: {found}; expected a GPU, or --device cpu").into());
     }
-    named(DeviceName::Flex, Drivers::All).map_err(|_| {
+    named(DeviceName::Flex, number, Drivers::All).map_err(|_| {
         "this machine has no GPU that this build can reach. Build with the feature `flex`, or name a \
          software driver with --device vulkan or --device wgpu"
             .into()
@@ -187,12 +196,7 @@ pub fn several(chosen: &Chosen, numbers: &[usize]) -> Result<Vec<Device>, Error>
         return Ok(vec![chosen.device.clone(); numbers.len()]);
     }
     let listed = numbered(chosen.name);
-    let one = |number: &usize| {
-        listed.get(*number).cloned().ok_or_else(|| {
-            let (name, count) = (chosen.name.as_str(), listed.len());
-            format!("{name} has {count} devices; no device has the number {number}").into()
-        })
-    };
+    let one = |number: &usize| pick(chosen.name, &listed, Some(*number));
     numbers.iter().map(one).collect()
 }
 
@@ -288,7 +292,7 @@ pub(crate) fn is_built(name: DeviceName) -> bool {
     }
 }
 
-fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
+fn named(name: DeviceName, number: Option<usize>, drivers: Drivers) -> Result<Chosen, Error> {
     if !is_built(name) {
         let feature = name.as_str();
         return Err(format!(
@@ -302,19 +306,19 @@ fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
             device: Device::flex(),
             description: "this machine's processor".into(),
             name,
-            number: None,
+            number,
             software: true,
         }),
         #[cfg(feature = "cuda")]
-        DeviceName::Cuda => listed(name, DeviceType::Cuda, drivers),
+        DeviceName::Cuda => listed(name, DeviceType::Cuda, number, drivers),
         #[cfg(feature = "rocm")]
-        DeviceName::Rocm => listed(name, DeviceType::Rocm, drivers),
+        DeviceName::Rocm => listed(name, DeviceType::Rocm, number, drivers),
         #[cfg(feature = "metal")]
-        DeviceName::Metal => listed(name, DeviceType::Metal, drivers),
+        DeviceName::Metal => listed(name, DeviceType::Metal, number, drivers),
         #[cfg(feature = "vulkan")]
-        DeviceName::Vulkan => listed(name, DeviceType::Vulkan, drivers),
+        DeviceName::Vulkan => listed(name, DeviceType::Vulkan, number, drivers),
         #[cfg(feature = "wgpu")]
-        DeviceName::Wgpu => listed(name, DeviceType::Wgpu, drivers),
+        DeviceName::Wgpu => listed(name, DeviceType::Wgpu, number, drivers),
         #[allow(
             unreachable_patterns,
             reason = "with every feature, only `auto` and `gpu` are left"
@@ -323,13 +327,19 @@ fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
     }
 }
 
-/// Returns the best device that a runtime lists. Listing opens no device, and does not panic if the driver is missing.
+/// Returns the device with the given number among those that a runtime lists, or the best device without a number.
+/// Listing opens no device, and does not panic if the driver is missing.
 #[cfg(feature = "cube")]
-fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen, Error> {
+fn listed(
+    name: DeviceName,
+    kind: DeviceType,
+    number: Option<usize>,
+    drivers: Drivers,
+) -> Result<Chosen, Error> {
     let word = name.as_str();
-    let device = catch_panic(|| Device::enumerate(kind).into_iter().min_by_key(rank))
-        .map_err(|reason| Unusable { name: word, reason })?
-        .ok_or_else(|| format!("{word} finds no device on this machine"))?;
+    let listed = catch_panic(|| Device::enumerate(kind).into_iter().collect::<Vec<_>>())
+        .map_err(|reason| Unusable { name: word, reason })?;
+    let device = pick(name, &listed, number)?;
     let software = rank(&device) == SOFTWARE;
     if software && drivers == Drivers::OfGpus {
         return Err(format!("{word} finds only a software driver").into());
@@ -345,13 +355,31 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
         device,
         description,
         name,
-        number: None,
+        number,
+    })
+}
+
+/// Returns the device with the given number, or the best device without a number.
+fn pick(name: DeviceName, listed: &[Device], number: Option<usize>) -> Result<Device, Error> {
+    let (word, count) = (name.as_str(), listed.len());
+    let device = match number {
+        Some(number) => listed.get(number),
+        #[cfg(feature = "cube")]
+        None => listed.iter().min_by_key(|device| rank(device)),
+        #[cfg(not(feature = "cube"))]
+        None => listed.first(),
+    };
+    device.cloned().ok_or_else(|| match number {
+        Some(number) if count > 0 => {
+            format!("{word} has {count} devices; no device has the number {number}").into()
+        }
+        _ => format!("{word} finds no device on this machine").into(),
     })
 }
 
 /// Opens a device, and returns the name that its driver gives it.
 #[cfg(feature = "cube")]
-pub(crate) fn describe(device: &Device, name: DeviceName) -> Result<String, Error> {
+fn describe(device: &Device, name: DeviceName) -> Result<String, Error> {
     let name = name.as_str();
     let identity = catch_panic(|| device.identity()).map_err(|reason| Unusable { name, reason })?;
     Ok(identity.map_or_else(|| "unnamed".into(), |identity| identity.name))
@@ -359,12 +387,12 @@ pub(crate) fn describe(device: &Device, name: DeviceName) -> Result<String, Erro
 
 /// The rank of a software driver in the order of preference.
 #[cfg(feature = "cube")]
-pub(crate) const SOFTWARE: usize = 4;
+const SOFTWARE: usize = 4;
 
 /// Returns the rank of a device in the order of preference, from 0, the most preferred. Discrete GPUs come first, and
 /// software drivers last.
 #[cfg(feature = "cube")]
-pub(crate) fn rank(device: &Device) -> usize {
+fn rank(device: &Device) -> usize {
     match device.as_dispatch() {
         #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal"))]
         DispatchDevice::Cube(CubeDevice::Wgpu(device)) => {

@@ -1,9 +1,7 @@
 //! The argument `--device` of commands that run a model: one device, or several devices of one backend.
 
 use crate::Error;
-#[cfg(feature = "cube")]
-use crate::device;
-use crate::device::{Chosen, DeviceName, choose, several};
+use crate::device::{Chosen, DeviceName, choose, choose_numbered};
 use crate::terminal::WrongArgument;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, TypedValueParser};
@@ -36,7 +34,7 @@ impl DeviceList {
     pub fn choose_one(&self) -> Result<Chosen, Error> {
         match self.numbers.as_slice() {
             [] => choose(self.name),
-            [number] => choose(self.name)?.numbered(*number),
+            [number] => choose_numbered(self.name, Some(*number)),
             _ => Err(WrongArgument(format!(
                 "--device: {self} are several devices; only `gemma4 serve` runs on several"
             ))
@@ -49,43 +47,19 @@ impl DeviceList {
     /// # Errors
     /// Returns an error if a device does not exist.
     pub fn choose_all(&self) -> Result<Vec<Chosen>, Error> {
-        let chosen = choose(self.name)?;
-        match self.numbers.is_empty() {
-            true => Ok(vec![chosen]),
-            false => {
-                let numbers = self.numbers.iter();
-                numbers.map(|number| chosen.numbered(*number)).collect()
-            }
-        }
+        let Some((first, others)) = self.numbers.split_first() else {
+            return Ok(vec![choose(self.name)?]);
+        };
+        let first = choose_numbered(self.name, Some(*first))?;
+        // All devices have the backend of the first one, which a search for a GPU has found.
+        let backend = first.name;
+        let others = others.iter();
+        let others = others.map(|number| choose_numbered(backend, Some(*number)));
+        std::iter::once(Ok(first)).chain(others).collect()
     }
 }
 
 impl Chosen {
-    /// Returns the device with the given number on the backend of this device. On the CPU, every number means the CPU.
-    ///
-    /// # Errors
-    /// Returns an error if no device has the number, or if the device cannot be opened.
-    pub fn numbered(&self, number: usize) -> Result<Self, Error> {
-        let device = several(self, &[number])?.remove(0);
-        #[cfg(feature = "cube")]
-        let (software, description) = match self.name {
-            DeviceName::Flex => (self.software, self.description.clone()),
-            name => (
-                device::rank(&device) == device::SOFTWARE,
-                device::describe(&device, name)?,
-            ),
-        };
-        #[cfg(not(feature = "cube"))]
-        let (software, description) = (self.software, self.description.clone());
-        Ok(Self {
-            device,
-            description,
-            name: self.name,
-            number: Some(number),
-            software,
-        })
-    }
-
     /// Returns the name of the device on the command line, such as `cuda:1`, or `cuda` if the user gave no number.
     pub fn label(&self) -> String {
         match self.number {
