@@ -2,7 +2,7 @@
 
 use crate::device::{Chosen, DeviceName};
 use crate::model::{ModelArguments, progress_bar, tell_dtype};
-use crate::terminal::note;
+use crate::terminal::{is_wrong_argument, note};
 use crate::{Dtype, Error, hub};
 use burn_gemma4::{DeviceUse, Gemma4, LoadOptions, LoadProgress};
 use indicatif::ProgressBar;
@@ -76,15 +76,13 @@ impl ModelArguments {
             1 => vec![load(0)?],
             _ => thread::scope(|scope| {
                 let loads: Vec<_> = (0..copies)
-                    .map(|index| {
-                        scope.spawn(move || load(index).map_err(|error| error.to_string()))
-                    })
+                    .map(|index| scope.spawn(move || load(index)))
                     .collect();
                 let models = loads.into_iter().zip(&devices).map(|(load, device)| {
                     let loaded = load
                         .join()
                         .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                    loaded.map_err(|error| Error::from(format!("{}: {error}", device.label())))
+                    loaded.map_err(|error| with_device(error, device))
                 });
                 models.collect::<Result<Vec<_>, Error>>()
             })?,
@@ -119,10 +117,10 @@ impl ModelArguments {
         chosen: &Chosen,
         progress: &Progress<'_>,
         index: usize,
-        // No engine of this process may capture a CUDA graph while another device loads.
-        let _in_use = DeviceUse::begin(&chosen.device);
         adapter: Option<&Path>,
     ) -> Result<Gemma4, Error> {
+        // No engine of this process may capture a CUDA graph while another device loads.
+        let _in_use = DeviceUse::begin(&chosen.device);
         let mut options = LoadOptions::new()
             .on_progress(|loaded| progress.update(index, loaded))
             .per_layer_table(self.per_layer_table.into());
@@ -140,6 +138,15 @@ impl ModelArguments {
             Some(folder) => Ok(gemma.attach_adapter(folder)?),
             None => Ok(gemma),
         }
+    }
+}
+
+/// Adds the name of the device to an error. A wrong argument does not depend on the device, and keeps the type that
+/// decides the exit code.
+fn with_device(error: Error, device: &Chosen) -> Error {
+    match is_wrong_argument(&error) {
+        true => error,
+        false => format!("{}: {error}", device.label()).into(),
     }
 }
 
@@ -165,5 +172,28 @@ impl<'a> Progress<'a> {
             .set_length((loaded.total_bytes * self.bytes.len()) as u64);
         self.bar.set_position(bytes.sum::<usize>() as u64);
         self.bar.set_message(loaded.tensor.to_string());
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::device::choose;
+    use crate::terminal::code_of;
+    use burn_gemma4::Gemma4Error;
+
+    #[test]
+    fn error_of_a_device_names_the_device_and_keeps_the_exit_code() {
+        let mut device = choose(DeviceName::Flex).expect("the CPU exists");
+        device.number = Some(1);
+        let argument = Gemma4Error::Argument {
+            argument: "quantization",
+            reason: "is not supported".into(),
+        };
+        let argument = with_device(argument.into(), &device);
+        assert_eq!(code_of(&argument), 2);
+        let failed = with_device(Gemma4Error::Device("out of memory".into()).into(), &device);
+        assert_eq!(code_of(&failed), 1);
+        assert_eq!(failed.to_string(), "flex:1: device: out of memory");
     }
 }

@@ -55,11 +55,19 @@ pub fn code_of(error: &Error) -> u8 {
     if let Some(Stopped(signal)) = error.downcast_ref() {
         return signal.exit_code();
     }
+    match is_wrong_argument(error) {
+        true => USAGE,
+        false => FAILURE,
+    }
+}
+
+/// True if the error is about an argument of the user.
+pub(crate) fn is_wrong_argument(error: &Error) -> bool {
     let wrong_argument = error.is::<WrongArgument>()
         || matches!(error.downcast_ref(), Some(Gemma4Error::Argument { .. }));
     #[cfg(feature = "training")]
     let wrong_argument = wrong_argument || error.is::<gemma4_train::InvalidArgument>();
-    if wrong_argument { USAGE } else { FAILURE }
+    wrong_argument
 }
 
 /// Prints a prompt for the user's input on standard error, because the prompt is not part of the program's output.
