@@ -165,17 +165,17 @@ impl<'a> Scheduler<'a> {
     /// Removes the requests whose clients have disconnected.
     fn remove_abandoned(&mut self) {
         let before = self.queue.len();
-        self.queue.retain(|job| !job.events.is_closed());
-        let gone = before - self.queue.len();
-        self.shared.leave_queue(gone);
-        self.count_outcome("cancelled", gone);
-        if self
-            .prefilling
-            .as_ref()
-            .is_some_and(|prefilling| prefilling.answers.iter().all(Answer::is_abandoned))
-        {
-            self.prefilling = None;
-            self.count_outcome("cancelled", 1);
+        let mut answers = 0;
+        self.queue.retain(|job| {
+            let is_closed = job.events.is_closed();
+            answers += usize::from(is_closed) * job.request.choices;
+            !is_closed
+        });
+        self.shared.leave_queue(before - self.queue.len());
+        self.count_outcome("cancelled", answers);
+        let is_abandoned = |one: &mut Prefilling<'_>| one.answers.iter().all(Answer::is_abandoned);
+        if let Some(abandoned) = self.prefilling.take_if(is_abandoned) {
+            self.count_outcome("cancelled", abandoned.answers.len());
         }
         for index in (0..self.running.len()).rev() {
             if self.running[index].answer.is_abandoned() {
