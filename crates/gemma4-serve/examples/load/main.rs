@@ -16,7 +16,8 @@
 //!
 //! A soak sends random requests of all APIs for some minutes. Clients cancel, lose their connections, read slowly and
 //! send malformed requests. Every greedy answer must equal the answer to the same request alone. At the end, the queue,
-//! the batch and the KV cache must be as empty as before, and the memory of the process must not have grown.
+//! the batch and the KV cache must be as empty as before. Each answer that was sent must have been finished, cancelled
+//! or refused. The process must have no more threads and open files than before, and its memory must not have grown.
 //!
 //! ```sh
 //! gemma4 serve --name tiny --chat-template crates/gemma4-serve/tests/serve/tools.jinja --prefix-cache 16 &
@@ -27,6 +28,7 @@
 //! server's process. Without the process id, memory is not checked. The chat template must support tools. The prefix
 //! cache must be small, because memory grows until this cache is full.
 
+mod answers;
 #[path = "../../tests/serve/cases.rs"]
 mod cases;
 #[path = "../../tests/serve/client.rs"]

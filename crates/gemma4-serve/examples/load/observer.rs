@@ -1,14 +1,12 @@
 //! The state of a server from outside: its metrics, and the memory of its process.
 
-use crate::client::{get, receive};
+use crate::client::{PATIENCE, get, receive};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The longest wait for the next byte of a response, and for an idle server.
-pub const PATIENCE: Duration = Duration::from_secs(120);
 /// The gauges of a server's load. An idle server has zeros.
 const LOAD: [&str; 3] = [
     "gemma4_queued_requests",
@@ -17,10 +15,13 @@ const LOAD: [&str; 3] = [
 ];
 /// The time after which an idle server has updated all its gauges.
 const SETTLED: Duration = Duration::from_millis(500);
-/// The limits of the growth of resident memory, from the mean of the first third to the mean of the last third of the
-/// soak: a share of the first mean, and a constant number of MiB for the allocator.
+/// The limit of the growth of resident memory, as a share. The growth is the difference of two means: of the last third
+/// and of the first third of the soak.
 const GROWTH: f64 = 0.05;
+/// The number of MiB by which memory may grow in addition, for the allocator.
 const GROWTH_MIB: f64 = 16.0;
+/// The smallest number of samples of memory, one for each third.
+const LEAST_SAMPLES: usize = 3;
 /// The gauge of the prefix cache, which stays full after the last request.
 const PREFIX_CACHE: &str = "gemma4_prefix_cache_bytes";
 
@@ -40,12 +41,7 @@ pub struct Metrics {
 impl Metrics {
     /// Reads the metrics of a server.
     pub fn read(address: SocketAddr) -> Result<Self, String> {
-        let response = receive(
-            address,
-            &get("/metrics"),
-            usize::MAX,
-            Duration::from_secs(60),
-        );
+        let response = receive(address, &get("/metrics"), usize::MAX, PATIENCE);
         let response = response.map_err(|error| format!("/metrics: {error}"))?;
         match response.status {
             200 => Ok(Self::parse(&response.body)),
@@ -151,9 +147,15 @@ pub fn idle(address: SocketAddr, expected: Option<&Metrics>) -> Result<Metrics, 
     }
 }
 
-/// Checks the growth of memory, and waits until all connections are closed.
+/// Checks the growth of memory, and waits until all connections are closed and additional threads have ended.
 pub fn check_process(id: u32, before: Process, memory: &[f64]) -> Result<(), String> {
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
+    if memory.len() < LEAST_SAMPLES {
+        return Err(format!(
+            "memory has {} samples, one a second; expected at least {LEAST_SAMPLES}, so soak for longer",
+            memory.len()
+        ));
+    }
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let third = memory.len() / 3;
     let (first, last) = (
         mean(&memory[..third]),
@@ -163,7 +165,8 @@ pub fn check_process(id: u32, before: Process, memory: &[f64]) -> Result<(), Str
     let started = Instant::now();
     let after = loop {
         let after = Process::read(id)?;
-        if after.files <= before.files || started.elapsed() > PATIENCE {
+        let is_back = after.files <= before.files && after.threads <= before.threads;
+        if is_back || started.elapsed() > PATIENCE {
             break after;
         }
         thread::sleep(Duration::from_millis(100));
@@ -172,11 +175,13 @@ pub fn check_process(id: u32, before: Process, memory: &[f64]) -> Result<(), Str
     println!(
         "resident memory: first third {first:.1} MiB, last third {last:.1} MiB, peak {peak:.1} MiB"
     );
-    if after.files > before.files {
-        return Err(format!(
-            "{} files are open; expected {}",
-            after.files, before.files
-        ));
+    for (name, after, before) in [
+        ("files", after.files, before.files),
+        ("threads", after.threads, before.threads),
+    ] {
+        if after > before {
+            return Err(format!("the process has {after} {name}; expected {before}"));
+        }
     }
     match last - first > first * GROWTH + GROWTH_MIB {
         true => Err(format!("memory has grown from {first:.1} to {last:.1} MiB")),

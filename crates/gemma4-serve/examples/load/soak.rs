@@ -1,13 +1,15 @@
 //! A soak of a server: random requests for a given time, and checks of answers and resources.
 
+use crate::answers::Sent;
 use crate::cases::{Case, case, compare};
-use crate::client::{Response, get, parse, post, receive};
-use crate::observer::{Metrics, PATIENCE, Process, check_process, idle};
+use crate::client::{PATIENCE, Response, connect, get, parse, post, receive, remaining};
+use crate::observer::{Metrics, Process, check_process, idle};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -51,6 +53,7 @@ struct State<'a> {
     /// The responses to compare after the soak.
     new: Mutex<Vec<Answered>>,
     counts: Mutex<BTreeMap<&'static str, usize>>,
+    sent: Sent,
 }
 
 impl State<'_> {
@@ -89,6 +92,7 @@ pub fn run(soak: &Soak) -> Result<(), String> {
         seed: AtomicU64::new(rng.random()),
         new: Mutex::default(),
         counts: Mutex::default(),
+        sent: Sent::default(),
     };
     let memory = thread::scope(|scope| {
         let clients: Vec<_> = (0..soak.clients)
@@ -134,6 +138,7 @@ pub fn run(soak: &Soak) -> Result<(), String> {
             after.outcomes
         ));
     }
+    state.sent.check(&metrics.outcomes, &after.outcomes)?;
     match (soak.process, process) {
         (Some(id), Some(before)) => check_process(id, before, &memory),
         _ => Ok(()),
@@ -186,7 +191,9 @@ fn whole(soak: &Soak, case: &Case) -> Result<Response, String> {
 fn client(state: &State<'_>) -> Result<(), String> {
     while !state.is_over() {
         let seed = state.seed.fetch_add(1, Ordering::Relaxed);
-        let outcome = step(state, &mut StdRng::seed_from_u64(seed));
+        let step = AssertUnwindSafe(|| step(state, &mut StdRng::seed_from_u64(seed)));
+        // The message of a panic is on standard error.
+        let outcome = catch_unwind(step).unwrap_or_else(|_| Err("the client panicked".into()));
         if outcome.is_err() {
             state.has_failed.store(true, Ordering::Relaxed);
             return outcome.map_err(|error| format!("request with the seed {seed}: {error}"));
@@ -203,11 +210,13 @@ fn step(state: &State<'_>, rng: &mut StdRng) -> Result<(), String> {
     match rng.random_range(0..100) {
         0..50 => {
             compare(&known.case, &known.response, &whole(soak, &known.case)?)?;
+            state.sent.whole(&known.case);
             state.count("known");
         }
         50..60 => {
             let case = draw(rng, state.models);
             let response = whole(soak, &case)?;
+            state.sent.whole(&case);
             let mut new = state.new.lock().unwrap_or_else(PoisonError::into_inner);
             new.push(Answered { case, response });
             state.count("new");
@@ -217,15 +226,15 @@ fn step(state: &State<'_>, rng: &mut StdRng) -> Result<(), String> {
             // The connection is lost while the request is sent.
             let request = post(known.case.path, &known.case.body);
             let sent = rng.random_range(0..request.len());
-            connect(soak)?
-                .write_all(&request[..sent])
-                .map_err(|error| error.to_string())?;
+            let written = connect(soak.address).and_then(|mut one| one.write_all(&request[..sent]));
+            written.map_err(|error| error.to_string())?;
             state.count("lost before the request was complete");
         }
         80..85 => malformed(state, rng)?,
         85..88 => {
             let response = read_slowly(soak, rng, &known.case)?;
             compare(&known.case, &known.response, &response)?;
+            state.sent.whole(&known.case);
             state.count("read slowly");
         }
         88..95 => {
@@ -237,6 +246,7 @@ fn step(state: &State<'_>, rng: &mut StdRng) -> Result<(), String> {
                 case.body["seed"] = json!(rng.random::<u32>());
             }
             whole(soak, &case)?;
+            state.sent.whole(&case);
             state.count("sampled");
         }
         _ => {
@@ -273,6 +283,7 @@ fn leave(state: &State<'_>, rng: &mut StdRng, known: &Answered) -> Result<(), St
     );
     let response = response.map_err(|error| format!("{case:?}: {error}"))?;
     state.count("cancelled");
+    state.sent.left(&case, response.status != 0);
     // A body that is not streamed can be compared only if all of it has arrived.
     if response.status != 0 && case.body["stream"] == true {
         compare(&case, &known.response, &response)?;
@@ -298,25 +309,21 @@ fn malformed(state: &State<'_>, rng: &mut StdRng) -> Result<(), String> {
 /// Sends a request, and reads the response in small pieces with pauses.
 fn read_slowly(soak: &Soak, rng: &mut StdRng, case: &Case) -> Result<Response, String> {
     let failed = |error: std::io::Error| format!("{case:?}: {error}");
-    let mut stream = connect(soak)?;
+    let end = Instant::now() + PATIENCE;
+    let mut stream = connect(soak.address).map_err(failed)?;
     stream
         .write_all(&post(case.path, &case.body))
         .map_err(failed)?;
     let (mut bytes, mut buffer) = (Vec::new(), [0; 512]);
     loop {
         thread::sleep(Duration::from_millis(rng.random_range(0..40)));
+        let timeout = remaining(end).and_then(|time| stream.set_read_timeout(Some(time)));
+        timeout.map_err(failed)?;
         match stream.read(&mut buffer).map_err(failed)? {
             0 => return Ok(parse(&bytes)),
             count => bytes.extend_from_slice(&buffer[..count]),
         }
     }
-}
-
-fn connect(soak: &Soak) -> Result<TcpStream, String> {
-    let stream = TcpStream::connect(soak.address).map_err(|error| error.to_string())?;
-    let timeout = stream.set_read_timeout(Some(PATIENCE));
-    timeout.map_err(|error| error.to_string())?;
-    Ok(stream)
 }
 
 /// Reads the memory of the process every second, until the end of the soak. Prints the state once a minute.

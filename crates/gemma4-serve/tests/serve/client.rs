@@ -3,7 +3,10 @@
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// The longest time for a whole response.
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The part of a response that has arrived so far.
 #[derive(Clone, Debug)]
@@ -50,25 +53,54 @@ pub fn get(path: &str) -> Vec<u8> {
 /// time `patience`. A connection that the server cuts ends the response.
 ///
 /// # Errors
-/// Returns an error if the connection fails before the request is sent.
+/// Returns an error if the connection fails before the request is sent. Returns [`io::ErrorKind::TimedOut`] if the
+/// response takes longer than [`PATIENCE`] in total.
 pub fn receive(
     address: SocketAddr,
     request: &[u8],
     most: usize,
     patience: Duration,
 ) -> io::Result<Response> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(patience))?;
+    let end = Instant::now() + PATIENCE;
+    let mut stream = connect(address)?;
     stream.write_all(request)?;
     let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
     while bytes.len() < most {
+        stream.set_read_timeout(Some(remaining(end)?.min(patience)))?;
         let room = buffer.len().min(most - bytes.len());
         match stream.read(&mut buffer[..room]) {
-            Ok(0) | Err(_) => break,
-            Ok(count) => bytes.extend_from_slice(&buffer[..count]),
+            Ok(count) if count > 0 => bytes.extend_from_slice(&buffer[..count]),
+            ended => {
+                if ended.is_err() {
+                    remaining(end)?;
+                }
+                break;
+            }
         }
     }
     Ok(parse(&bytes))
+}
+
+/// Opens a connection, whose writes fail after [`PATIENCE`].
+pub fn connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(&address, PATIENCE)?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    Ok(stream)
+}
+
+/// Returns the time until `end`.
+///
+/// # Errors
+/// Returns [`io::ErrorKind::TimedOut`] if `end` has passed.
+pub fn remaining(end: Instant) -> io::Result<Duration> {
+    let remaining = end.saturating_duration_since(Instant::now());
+    match remaining.is_zero() {
+        false => Ok(remaining),
+        true => Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("the response takes longer than {} s", PATIENCE.as_secs()),
+        )),
+    }
 }
 
 /// Parses the bytes of a response. The status of an incomplete head is 0.

@@ -58,7 +58,7 @@ pub fn post(path: &str, body: &Value) -> Vec<u8> {
 
 /// Sends a request and returns the whole response.
 pub fn exchange(address: SocketAddr, request: &[u8]) -> Response {
-    receive(address, request, usize::MAX, Duration::from_secs(120))
+    receive(address, request, usize::MAX, client::PATIENCE)
 }
 
 /// Sends a request and reads the response. Closes the connection after `most` bytes, or when no byte arrives for the
