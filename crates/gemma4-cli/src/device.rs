@@ -409,3 +409,25 @@ fn rank(device: &Device) -> usize {
         _ => 0,
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pick_of_a_missing_number_gives_the_number_of_devices() {
+        let listed = [Device::flex(), Device::flex()];
+        assert!(pick(DeviceName::Cuda, &listed, Some(1)).is_ok());
+        for (listed, number, text) in [
+            (
+                &listed[..],
+                2,
+                "cuda has 2 devices; no device has the number 2",
+            ),
+            (&[], 0, "cuda finds no device on this machine"),
+        ] {
+            let error = pick(DeviceName::Cuda, listed, Some(number)).err();
+            assert_eq!(error.expect(text).to_string(), text);
+        }
+    }
+}
