@@ -76,7 +76,14 @@ impl ModelArguments {
             1 => vec![load(0)?],
             _ => thread::scope(|scope| {
                 let loads: Vec<_> = (0..copies)
-                    .map(|index| scope.spawn(move || load(index)))
+                    .map(|index| {
+                        let device = &devices[index].device;
+                        scope.spawn(move || {
+                            // No thread may capture a CUDA graph while another one loads.
+                            let _in_use = DeviceUse::begin(device);
+                            load(index)
+                        })
+                    })
                     .collect();
                 let models = loads.into_iter().zip(&devices).map(|(load, device)| {
                     let loaded = load
@@ -119,8 +126,6 @@ impl ModelArguments {
         index: usize,
         adapter: Option<&Path>,
     ) -> Result<Gemma4, Error> {
-        // No engine of this process may capture a CUDA graph while another device loads.
-        let _in_use = DeviceUse::begin(&chosen.device);
         let mut options = LoadOptions::new()
             .on_progress(|loaded| progress.update(index, loaded))
             .per_layer_table(self.per_layer_table.into());

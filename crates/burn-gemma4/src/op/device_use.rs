@@ -1,7 +1,7 @@
 //! The lock that separates captures of CUDA graphs from all other uses of devices in the process.
 //!
-//! CubeCL 0.11 captures in CUDA's global mode. While one thread captures, allocations, synchronizations and module loads
-//! of all other threads fail, also those for other devices, and invalidate the capture. A thread that uses a device
+//! CubeCL 0.11 captures in CUDA's global mode. While one thread captures, allocations, synchronizations and module
+//! loads of all other threads fail, for all devices. They also invalidate the capture. A thread that uses a device
 //! beside other threads therefore shares this lock, and a capture has the lock alone.
 
 use burn::tensor::Device;
@@ -25,13 +25,15 @@ struct Current {
 }
 
 /// The use of a device by the current thread, beside threads that use other devices. As long as this value exists, no
-/// other thread captures a CUDA graph.
+/// other thread that has such a value captures a CUDA graph.
 ///
 /// A capture makes allocations, synchronizations and module loads of all other threads fail, on all CUDA devices of the
-/// process. A process with one model on each of several devices therefore needs this value: each thread creates the
-/// value before it uses its device, and drops the value from time to time. A capture waits until all values have been
-/// dropped or [paused](Self::pause), except those of its own thread. A process in which one thread uses devices needs no
-/// such value. A thread can have several values.
+/// process. A process with one model on each of several devices therefore needs this value. Each thread creates the
+/// value before it uses its device, and drops the value from time to time. A capture waits until the values of all other
+/// threads have been dropped or [paused](Self::pause). A thread can have several values.
+///
+/// Threads without this value neither wait nor are waited for. A process in which one thread uses devices needs no value.
+/// Threads that wait for each other on their devices, as in training on several GPUs, must not have one.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -76,8 +78,8 @@ impl DeviceUse {
         }
     }
 
-    /// Runs `wait` while captures of other threads may begin. `wait` must not use a device. Without a use of the current
-    /// thread, `wait` runs as usual.
+    /// Runs `wait` while captures of other threads may begin. `wait` must not use a device. Without a use of the
+    /// current thread, `wait` runs as usual.
     pub fn pause<T>(wait: impl FnOnce() -> T) -> T {
         let _paused = Paused::begin();
         wait()
@@ -139,8 +141,11 @@ impl Drop for Paused {
     }
 }
 
-/// Runs a capture on `device` while no other thread uses a device. The thread returns its own share of the lock before it
-/// waits, so two threads that want to capture do not wait for each other.
+/// Runs a capture on `device` while no other thread with a [`DeviceUse`] uses a device. The thread returns its own share
+/// of the lock before it waits, so two threads that want to capture do not wait for each other.
+///
+/// Without a share, `capture` runs at once. Waiting could block training: a rank that captures waits for the gradients of
+/// another rank, which could wait for its own capture.
 #[cfg(any(test, feature = "cube"))]
 pub(crate) fn capture_alone<T>(device: &Device, capture: impl FnOnce() -> T) -> T {
     /// Counts the capture as a use, so that a use within the capture does not wait for the capture's own lock.
@@ -151,7 +156,10 @@ pub(crate) fn capture_alone<T>(device: &Device, capture: impl FnOnce() -> T) -> 
         }
     }
 
-    let _paused = Paused::begin();
+    let paused = Paused::begin();
+    if !paused.had_share {
+        return capture();
+    }
     let devices = DEVICES.write().unwrap_or_else(PoisonError::into_inner);
     CURRENT.with_borrow_mut(|current| current.uses += 1);
     let _capturing = Capturing;
@@ -243,6 +251,7 @@ mod tests {
                 assert!(has_share());
             });
             from_user.recv().expect("the user has begun");
+            let _in_use = DeviceUse::begin(&device);
             capture_alone(&device, || to_user.send(())).expect("the user waits");
         });
     }
@@ -263,8 +272,6 @@ mod tests {
         assert!(has_share());
         drop(inner);
         assert!(!has_share());
-        capture_alone(&device, || assert!(!has_share()));
-        assert!(!has_share());
         assert!(!DeviceUse::pause(has_share));
     }
 
@@ -276,7 +283,19 @@ mod tests {
         assert!(catch_unwind(panic).is_err());
         assert!(has_share());
         drop(in_use);
-        let other = thread::spawn(move || capture_alone(&device, has_share));
+        let other = thread::spawn(move || {
+            let _in_use = DeviceUse::begin(&device);
+            capture_alone(&device, has_share)
+        });
         assert!(!other.join().expect("the thread ends"));
+    }
+
+    #[test]
+    fn capture_without_a_use_does_not_wait_for_uses_of_other_threads() {
+        let device = Device::flex();
+        let _in_use = DeviceUse::begin(&device);
+        let of_training = device.clone();
+        let training = thread::spawn(move || capture_alone(&of_training, || 3));
+        assert_eq!(training.join().expect("the thread ends"), 3);
     }
 }

@@ -9,7 +9,7 @@ use super::scheduler::Scheduler;
 use super::shared::{Job, Limits, Message, Shared, reserved};
 use super::supervise::{report_failure, supervise};
 use crate::error::{ErrorKind, RequestError};
-use burn_gemma4::{Batch, CacheKind, Gemma4, Gemma4Error};
+use burn_gemma4::{Batch, CacheKind, DeviceUse, Gemma4, Gemma4Error};
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 use tokio::sync::{mpsc as channel, oneshot};
@@ -112,11 +112,21 @@ impl Engine {
             max_adapters: options.max_adapters,
         };
         Self::spawn(limits, move |shared, messages| {
-            gemma.on_stream_of_weights(|| {
+            let device = gemma.device();
+            let outcome = gemma.on_stream_of_weights(|| {
+                let in_use = DeviceUse::begin(&device);
                 let scheduler = Scheduler::new(&gemma, &options, shared.clone());
                 let mut scheduler = scheduler.map_err(|error| error.to_string())?;
-                report_failure(&shared, || scheduler.run(messages))
-            })
+                drop(in_use);
+                let outcome = report_failure(&shared, || scheduler.run(messages));
+                let _in_use = DeviceUse::begin(&device);
+                drop(scheduler);
+                outcome
+            });
+            // The drop of the model frees memory of the device.
+            let _in_use = DeviceUse::begin(&device);
+            drop(gemma);
+            outcome
         })
     }
 
