@@ -475,10 +475,12 @@ impl Gemma4 {
         Ok(prefill.with_graphs(&self.graphs))
     }
 
-    /// Returns the number of tokens of the longest prompt that runs faster as one CUDA graph than with a reused prefix, or
-    /// 0 if there are no such prompts. [`PrefixCache`](crate::PrefixCache) neither keeps nor continues such a prompt if the
-    /// prompt also fits into one chunk. `kind` is the storage format of the KV cache. Must run on the stream of the weights,
-    /// like the prompts: see [`on_stream_of_weights`](Self::on_stream_of_weights).
+    /// Returns the number of tokens of the longest prompt that runs faster as one CUDA graph than with a reused prefix.
+    /// Returns 0 if there are no such prompts, or on another [stream](Self::on_stream_of_weights) than that of the
+    /// weights. `kind` is the storage format of the KV cache.
+    ///
+    /// [`PrefixCache`](crate::PrefixCache) neither keeps nor continues such a prompt if the prompt also fits into one
+    /// chunk.
     pub fn longest_whole_prompt(&self, kind: CacheKind) -> usize {
         match crate::op::is_hopper(&self.device()) {
             true => self.graphs.longest_whole(&self.model, kind),

@@ -112,8 +112,8 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
     choose_numbered(name, None)
 }
 
-/// Returns the device with the given number on the backend `name`, or the best device without a number. On the CPU, every
-/// number means the CPU. No other device of the backend is opened, because an open device takes memory.
+/// Returns the device with the given number on the backend `name`, or the best device without a number. On the CPU,
+/// every number means the CPU. No other device of the backend is opened, because an open device takes memory.
 ///
 /// # Errors
 /// Returns the errors of [`choose`], and an error if no device has the number.

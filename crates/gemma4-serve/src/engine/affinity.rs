@@ -1,7 +1,8 @@
 //! The choice of an engine for a request, by the prefix of its prompt and by the load of the engines.
 //!
-//! An engine keeps the keys and values of prompts in its prefix cache. A prompt with the same prefix is therefore cheaper
-//! on this engine than on others. The table of an engine holds the hashes of prefixes that the engine has kept recently.
+//! An engine keeps the keys and values of prompts in its prefix cache. A prompt with the same prefix is therefore
+//! cheaper on this engine than on others. The table of an engine holds the hashes of prefixes that the engine has kept
+//! recently.
 //!
 //! A request goes to the engine on which the request waits least, by the estimate of [`EngineState::wait`]. Of equal
 //! engines, the one that has had no request for the longest time is chosen.
@@ -15,8 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// match prefixes that no engine reuses.
 const BLOCK: usize = 16;
 
-/// The number of blocks in the table of an engine: 1,048,576 tokens. In bf16, their keys and values take 7.3 GB for E2B.
-/// The default of the prefix cache is less.
+/// The number of blocks in the table of an engine: 1,048,576 tokens. In bf16, their keys and values take 7.3 GB for
+/// E2B. The default of the prefix cache is less.
 const TABLE_BLOCKS: NonZeroUsize = NonZeroUsize::new(1 << 16).unwrap();
 
 /// The largest number of blocks that one prompt adds to the table, so that a long prompt replaces a sixteenth at most.
@@ -33,8 +34,8 @@ const SAVED: [(f64, f64); 4] = [
     (32_000.0, 142.0),
 ];
 
-/// The time by which an answer in the batch or in the queue delays another answer of 256 tokens, in milliseconds. On the
-/// same device, each answer in the batch slows a decode step by 0.046 ms.
+/// The time by which an answer in the batch or in the queue delays another answer of 256 tokens, in milliseconds. On
+/// the same device, each answer in the batch slows a decode step by 0.046 ms.
 const ANSWER: f64 = 0.046 * 256.0;
 
 /// The time for which a request waits on an engine without room, in milliseconds. Room comes with the end of an answer,
@@ -60,8 +61,8 @@ pub(super) struct Prefixes {
 }
 
 impl Prefixes {
-    /// Hashes the first blocks of a prompt. Prompts with different adapters share no keys and values, so the adapter is a
-    /// part of each hash. An adapter is identified by its load, because a name can be given to another adapter later.
+    /// Hashes the first blocks of a prompt. Prompts with different adapters share no keys and values, so the adapter is
+    /// a part of each hash. An adapter is identified by its load, because a name can be given to another adapter later.
     pub fn of(prompt: &[u32], adapter: Option<u64>) -> Self {
         let mut hasher = DefaultHasher::new();
         adapter.hash(&mut hasher);
@@ -179,7 +180,8 @@ impl Router {
         }
     }
 
-    /// Returns the index of the engine for a request. Engines whose queues are full are chosen only if all queues are full.
+    /// Returns the index of the engine for a request. Engines whose queues are full are chosen only if all queues are
+    /// full.
     ///
     /// # Panics
     /// Panics if `states` is empty.

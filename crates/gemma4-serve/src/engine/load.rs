@@ -1,5 +1,5 @@
-//! The load of an engine: the answers that have not ended. An answer counts from the submission of its request until its
-//! end, in the queue as well as in the batch.
+//! The load of an engine: the answers that have not ended. An answer counts from the submission of its request until
+//! its end, in the queue as well as in the batch.
 
 use super::request::Event;
 use std::collections::BTreeMap;
@@ -98,8 +98,8 @@ impl EventSender {
         }
     }
 
-    /// Sends an event to the client. The end of an answer ends the answer's load first. A client that then sends the next
-    /// request of a conversation finds the load without the answer.
+    /// Sends an event to the client. The end of an answer ends the answer's load first. A client that then sends the
+    /// next request of a conversation finds the load without the answer.
     ///
     /// # Errors
     /// Returns the event if the client has disconnected.

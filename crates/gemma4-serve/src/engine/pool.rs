@@ -20,9 +20,9 @@ use tokio::sync::oneshot;
 
 /// A pool of engines with the same model, one for each device. Clones share the engines.
 ///
-/// A request goes to the engine that has kept the longest prefix of its prompt, unless the load of this engine costs more
-/// time than the prefix saves. The limits of [`EngineOptions`] hold for each engine. A pool of one engine behaves like the
-/// engine alone.
+/// A request goes to the engine on which it waits least. An estimate compares the load of each engine with the time
+/// that a prefix of the prompt in the engine's prefix cache saves. The limits of [`EngineOptions`] hold for each
+/// engine. A pool of one engine behaves like the engine alone.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -316,9 +316,9 @@ pub struct AnswerEvents {
 }
 
 impl AnswerEvents {
-    /// Waits for the next event. Returns `None` after the end of the last answer, and after a failure. If an engine fails
-    /// before the answers are complete, returns [`Event::Failed`] with the reason. This holds also if the failed engine
-    /// does not serve this request.
+    /// Waits for the next event. Returns `None` after the end of the last answer, and after a failure. If an engine
+    /// fails before the answers are complete, returns [`Event::Failed`] with the reason. This holds also if the failed
+    /// engine does not serve this request.
     pub async fn next(&mut self) -> Option<Event> {
         if self.open == 0 {
             return None;
