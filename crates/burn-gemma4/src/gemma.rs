@@ -2,6 +2,7 @@
 
 use crate::cancellation::Cancellation;
 use crate::checkpoint::gguf::Gguf;
+use crate::checkpoint::vision::LazyVision;
 use crate::checkpoint::{LoadOptions, Quantization};
 use crate::config::Gemma4Config;
 use crate::config::drafter::DrafterConfig;
@@ -10,17 +11,19 @@ use crate::error::Gemma4Error;
 use crate::error::existing;
 use crate::generate;
 use crate::generate::decode::Prefill;
+use crate::generate::encoded::EncodedPrompt;
 use crate::generate::{CapturedPrompts, GenerateOptions, Generation, Token};
-use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
 use crate::model::cache::kind::CacheKind;
 use crate::model::cache::precision::KvPrecision;
+use crate::model::{Gemma4Model, Logits};
 use crate::session::Session;
 use crate::speculative::drafter::Drafter;
 use crate::speculative::drafts::Drafts;
 use crate::text::chat::{ChatOptions, ChatTemplate, Message};
 use crate::text::tokenizer::Tokenizer;
-use burn::tensor::{DType, Device};
+use crate::vision::image::Image;
+use burn::tensor::{DType, Device, Tensor};
 use std::{ops::ControlFlow, path::Path};
 
 /// The token that ends a turn of a conversation in Gemma's chat templates.
@@ -52,6 +55,8 @@ pub struct Gemma4 {
     chat_template: ChatTemplate,
     defaults: GenerationDefaults,
     drafter: Option<Drafter>,
+    /// The part of the model that sees images, or the reason why this model sees none.
+    vision: Result<LazyVision, String>,
     /// The CUDA graphs of the model's forward passes over whole prompts.
     graphs: CapturedPrompts,
 }
@@ -136,6 +141,7 @@ impl Gemma4 {
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
+            vision: Err("GGUF files contain no vision; load the checkpoint's folder".into()),
             graphs: CapturedPrompts::default(),
         })
     }
@@ -153,12 +159,19 @@ impl Gemma4 {
             Some(path) => GenerationDefaults::from_file(path)?,
             None => GenerationDefaults::default(),
         };
+        let model = Gemma4Model::load_weights(folder, &config, device, options)?;
+        let vision = match LazyVision::open(folder, &config, model.dtype(), device) {
+            Ok(vision) => vision.ok_or_else(|| "the checkpoint has no vision".to_owned()),
+            // A model whose vision cannot run still answers texts.
+            Err(error) => Err(error.to_string()),
+        };
         Ok(Self {
-            model: Gemma4Model::load_weights(folder, &config, device, options)?,
+            model,
             tokenizer,
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
+            vision,
             graphs: CapturedPrompts::default(),
         })
     }
@@ -184,6 +197,7 @@ impl Gemma4 {
             tokenizer: Tokenizer::from_bytes(include_bytes!("../embedded/tokenizer.json"))?,
             chat_template: ChatTemplate::gemma4(),
             drafter: None,
+            vision: Err("the embedded model has no vision; load a multimodal checkpoint".into()),
             graphs: CapturedPrompts::default(),
         })
     }
@@ -265,6 +279,71 @@ impl Gemma4 {
         all.map(String::as_str)
     }
 
+    /// Checks that the model sees images. The weights of the vision are loaded when the first image needs them.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_gemma4::{Gemma4, Image, LoadOptions, Message};
+    /// use std::ops::ControlFlow;
+    ///
+    /// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+    /// let image = Image::from_rgb(1, 1, vec![200, 150, 90])?;
+    /// let message = Message::user(vec![image.into(), "What is this?".into()]);
+    /// let answer = gemma.generate(vec![message], &gemma.chat_options(), |_| ControlFlow::Continue(()));
+    /// assert!(gemma.check_vision().is_err() && answer.is_err());
+    /// # }
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no images.
+    pub fn check_vision(&self) -> Result<(), Gemma4Error> {
+        self.vision().map(|_| ())
+    }
+
+    fn vision(&self) -> Result<&LazyVision, Gemma4Error> {
+        self.vision
+            .as_ref()
+            .map_err(|reason| Gemma4Error::Argument {
+                argument: "image",
+                reason: format!("this model sees no images: {reason}"),
+            })
+    }
+
+    /// Computes the soft tokens that stand for an image in a prompt.
+    ///
+    /// # Shapes
+    /// The result is `[soft tokens, hidden]`, in reading order.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model sees no images, or if the image is too narrow. Returns an error if
+    /// the weights of the vision cannot be loaded.
+    pub fn soft_tokens(&self, image: &Image) -> Result<Tensor<2>, Gemma4Error> {
+        self.vision()?.soft_tokens(image)
+    }
+
+    /// Computes the logits of the prompt's positions that `asked` selects, in one call of the model.
+    ///
+    /// # Shapes
+    /// The result is `[1, selected positions, vocabulary]`, or `None` for [`Logits::None`].
+    ///
+    /// # Errors
+    /// Returns the errors of [`generate`](Self::generate) about the prompt.
+    pub fn logits(
+        &self,
+        prompt: impl Into<Prompt>,
+        chat: ChatOptions,
+        asked: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let prompt = self.encode(&prompt.into(), chat, None)?;
+        self.config()
+            .check_tokens(prompt.tokens.iter().map(|token| i64::from(*token)))?;
+        let vision = self.vision.as_ref().ok();
+        let hidden = generate::hidden_of_prompt(&self.model, vision, &prompt, asked)?;
+        Ok(hidden.map(|hidden| self.model.logits(hidden)))
+    }
+
     /// The dtype in which the model computes.
     pub fn dtype(&self) -> DType {
         self.model.dtype()
@@ -317,17 +396,45 @@ impl Gemma4 {
         options
     }
 
-    /// Encodes a prompt to token ids.
+    /// Encodes a prompt to token ids. Each image becomes a begin token, one placeholder token for each of its soft tokens,
+    /// and an end token.
     ///
     /// # Errors
-    /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text.
+    /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text. Returns
+    /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or if the chat template does not write
+    /// one placeholder for each image.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
-        self.tokens_until(prompt, chat, None)
+        Ok(self.encode(prompt, chat, None)?.tokens)
     }
 
-    /// Encodes a prompt like [`tokens`](Self::tokens). Returns an error if `cancellation` is cancelled while the chat
-    /// template renders.
-    pub(crate) fn tokens_until(
+    /// Encodes a prompt like [`tokens`](Self::tokens), with its images. Returns an error if `cancellation` is cancelled
+    /// while the chat template renders.
+    pub(crate) fn encode(
+        &self,
+        prompt: &Prompt,
+        chat: ChatOptions,
+        cancellation: Option<&Cancellation>,
+    ) -> Result<EncodedPrompt, Gemma4Error> {
+        let images: Vec<&Image> = match prompt {
+            Prompt::Chat(messages) => {
+                let contents = messages.iter().map(|message| &message.content);
+                contents.flat_map(|content| content.images()).collect()
+            }
+            Prompt::Text(_) | Prompt::Tokens(_) => Vec::new(),
+        };
+        if !images.is_empty() {
+            // Check the model before the chat template, which may reject images without a reason.
+            self.check_vision()?;
+        }
+        let tokens = self.rendered(prompt, chat, cancellation)?;
+        match &self.vision {
+            Ok(vision) => EncodedPrompt::expand(tokens, &images, vision),
+            Err(_) => Ok(tokens.into()),
+        }
+    }
+
+    /// Encodes a prompt to token ids, in which each image is one placeholder.
+    fn rendered(
         &self,
         prompt: &Prompt,
         chat: ChatOptions,
@@ -350,14 +457,14 @@ impl Gemma4 {
             Prompt::Chat(messages) => {
                 let marking = self
                     .tokenizer
-                    .marking(messages.iter().map(|message| message.content.as_str()))?;
+                    .marking(messages.iter().flat_map(|message| message.content.texts()))?;
                 let marked: Vec<Message> = messages
                     .iter()
                     .map(|message| {
-                        let content = marking.mark(&message.content)?;
+                        let mark = |text: &str| marking.mark(text);
                         Ok(Message {
                             role: message.role,
-                            content,
+                            content: message.content.try_map_texts(mark)?,
                         })
                     })
                     .collect::<Result<_, Gemma4Error>>()?;
@@ -379,12 +486,11 @@ impl Gemma4 {
         options: &GenerateOptions,
         mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
-        let tokens =
-            self.tokens_until(&prompt.into(), options.chat, options.cancellation.as_ref())?;
-        let prompts = std::slice::from_ref(&tokens);
+        let prompt = self.encode(&prompt.into(), options.chat, options.cancellation.as_ref())?;
+        let prompts = std::slice::from_ref(&prompt);
         let max_tokens = generate::check(self.config(), prompts, self.drafter(), options)?;
         let mut cache = options.cache(self.config(), vec![0]);
-        self.run(tokens, &mut cache, options, max_tokens, &mut on_token)
+        self.run(prompt, &mut cache, options, max_tokens, &mut on_token)
     }
 
     /// Generates a continuation of each prompt, in one batch. The prompts may differ in length.
@@ -399,16 +505,14 @@ impl Gemma4 {
         if prompts.is_empty() {
             return Ok(Vec::new());
         }
-        let prompts: Vec<Vec<u32>> = prompts
+        let prompts: Vec<EncodedPrompt> = prompts
             .iter()
-            .map(|prompt| self.tokens_until(prompt, options.chat, options.cancellation.as_ref()))
+            .map(|prompt| self.encode(prompt, options.chat, options.cancellation.as_ref()))
             .collect::<Result<_, _>>()?;
         let max_tokens = generate::check(self.config(), &prompts, self.drafter(), options)?;
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let padding = prompts
-            .iter()
-            .map(|prompt| longest - prompt.len())
-            .collect();
+        let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+        let longest = lengths.clone().max().unwrap_or(0);
+        let padding = lengths.map(|length| longest - length).collect();
         let mut cache = options.cache(self.config(), padding);
         generate::run(
             self.checkpoint(),
@@ -424,7 +528,7 @@ impl Gemma4 {
     /// first tokens of the prompt.
     pub(crate) fn run(
         &self,
-        tokens: Vec<u32>,
+        prompt: EncodedPrompt,
         cache: &mut Cache,
         options: &GenerateOptions,
         max_tokens: usize,
@@ -432,7 +536,7 @@ impl Gemma4 {
     ) -> Result<Generation, Gemma4Error> {
         let mut generations = generate::run(
             self.checkpoint(),
-            vec![tokens],
+            vec![prompt],
             cache,
             options,
             max_tokens,
@@ -441,9 +545,22 @@ impl Gemma4 {
         Ok(generations.remove(0))
     }
 
+    /// Prefills only the first `end` tokens of a prompt. `end` must not divide an image.
+    pub(crate) fn read_beginning(
+        &self,
+        prompt: &EncodedPrompt,
+        end: usize,
+        cache: &mut Cache,
+        options: &GenerateOptions,
+    ) -> Result<(), Gemma4Error> {
+        let vision = self.vision.as_ref().ok();
+        generate::read_beginning(&self.model, vision, prompt, end, cache, options)
+    }
+
     fn checkpoint(&self) -> generate::Checkpoint<'_> {
         generate::Checkpoint {
             model: &self.model,
+            vision: self.vision.as_ref().ok(),
             drafter: self.drafter.as_ref(),
             tokenizer: &self.tokenizer,
             graphs: &self.graphs,

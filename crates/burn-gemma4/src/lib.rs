@@ -19,6 +19,7 @@ mod session;
 mod speculative;
 mod text;
 mod train;
+mod vision;
 
 pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
@@ -55,12 +56,13 @@ pub use session::{SavedSession, Session};
 pub use speculative::drafter::{Draft, Drafter, MaskedEmbedding};
 pub use speculative::drafts::{DraftCounts, Drafts};
 pub use text::{
-    chat::{ChatOptions, ChatTemplate, Message, Role},
+    chat::{ChatOptions, ChatTemplate, Content, Message, MessagePart, Role},
     parts::{Parts, TextKind},
     tokenizer::{Marking, Tokenizer, stream::TextStream},
 };
 pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
+pub use vision::image::Image;
 
 pub mod update {
     //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32. AdamW

@@ -10,6 +10,7 @@ pub(crate) mod unknown_files;
 mod unknown_models;
 pub(crate) mod unsupported;
 pub(crate) mod validate;
+pub(crate) mod vision;
 mod write;
 
 pub(crate) use json::Tokens;

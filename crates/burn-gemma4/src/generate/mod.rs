@@ -3,6 +3,7 @@
 #[cfg(feature = "cube")]
 mod captured_prompts;
 pub(crate) mod decode;
+pub(crate) mod encoded;
 mod generation;
 pub(crate) mod logprobs;
 mod options;
@@ -15,7 +16,7 @@ pub(crate) mod sequence;
 pub(crate) use generation::OnToken;
 pub use generation::{FinishReason, Generation, Timings, Token};
 pub use options::GenerateOptions;
-pub(crate) use prefill::read_beginning;
+pub(crate) use prefill::{hidden_of_prompt, read_beginning};
 pub use prompt_graphs::PromptGraphs;
 pub(crate) use prompt_graphs::{CapturedPrompts, Size};
 pub(crate) use run::{Checkpoint, check, run};

@@ -1,13 +1,16 @@
 //! Prefill of the prompts in chunks. A column of the KV cache is one token position of every sequence.
 
+use super::encoded::{EncodedPrompt, after_images, images_in};
 use super::options::GenerateOptions;
 use super::prompt_graphs::CapturedPrompts;
 use super::sequence::Sequence;
+use crate::checkpoint::vision::LazyVision;
 use crate::error::Gemma4Error;
 use crate::model::cache::Cache;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 use burn::tensor::Tensor;
+use std::ops::Range;
 
 /// The default number of prompt tokens in a prefill chunk on a CPU, summed over the prompts of a batch.
 const PROCESSORS_CHUNK: usize = 512;
@@ -19,34 +22,100 @@ const ACCELERATORS_CHUNK: usize = 8192;
 /// replay one of the `graphs`, which must belong to `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
+    vision: Option<&LazyVision>,
     graphs: &CapturedPrompts,
     sequences: &[Sequence<'_>],
     cache: &mut Cache,
     options: &GenerateOptions,
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
-    let prompts: Vec<&[u32]> = sequences.iter().map(|one| &one.prompt[..]).collect();
-    let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+    let prompts: Vec<&EncodedPrompt> = sequences.iter().map(|one| &one.prompt).collect();
+    let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+    let longest = lengths.max().unwrap_or(0);
     if let [prompt] = prompts[..]
         && options.graph_capture
         && !options.is_cancelled()
-        && let Some(tokens) = prompt.get(cache.len()..)
+        && prompt.images.is_empty()
+        && let Some(tokens) = prompt.tokens.get(cache.len()..)
         && tokens.len() <= chunk(model, 1, options)
         && let Some(hidden) = graphs.read(model, tokens, cache, &mut Vec::new())
     {
         return Ok(Some(hidden));
     }
-    read(model, &prompts, longest, Logits::Last(1), cache, options)
+    let prompts = Prompts {
+        prompts: &prompts,
+        longest,
+        vision,
+    };
+    read(model, prompts, longest, Logits::Last(1), cache, options)
 }
 
-/// Prefills only the first tokens of a prompt, in chunks. The chunk size is that of a generation with the same options.
+/// Prefills only the first `end` tokens of a prompt, in chunks. The chunk size is that of a generation with the same
+/// options. `end` must not divide an image.
 pub(crate) fn read_beginning(
     model: &Gemma4Model,
-    beginning: &[u32],
+    vision: Option<&LazyVision>,
+    prompt: &EncodedPrompt,
+    end: usize,
     cache: &mut Cache,
     options: &GenerateOptions,
 ) -> Result<(), Gemma4Error> {
-    let end = beginning.len();
-    read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
+    let prompts = Prompts {
+        prompts: &[prompt],
+        longest: prompt.tokens.len(),
+        vision,
+    };
+    read(model, prompts, end, Logits::None, cache, options).map(|_| ())
+}
+
+/// Computes the hidden states of the positions of a prompt that `asked` selects, in one call of the model.
+pub(crate) fn hidden_of_prompt(
+    model: &Gemma4Model,
+    vision: Option<&LazyVision>,
+    prompt: &EncodedPrompt,
+    asked: Logits,
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
+    let end = prompt.tokens.len();
+    let prompts = Prompts {
+        prompts: &[prompt],
+        longest: end,
+        vision,
+    };
+    let tokens = prompts.tokens(model, 0..end)?;
+    model.step_hidden(&tokens, &mut model.cache(vec![0]), asked)
+}
+
+/// The prompts of a batch, which are padded on the left to `longest` columns.
+#[derive(Clone, Copy)]
+struct Prompts<'a> {
+    prompts: &'a [&'a EncodedPrompt],
+    longest: usize,
+    /// The part of the model that sees images, if the model has one.
+    vision: Option<&'a LazyVision>,
+}
+
+impl Prompts<'_> {
+    /// Uploads the tokens and the images of some columns. No image may lie only partly in these columns.
+    fn tokens(&self, model: &Gemma4Model, columns: Range<usize>) -> Result<Tokens, Gemma4Error> {
+        let pad = model.config().pad_token;
+        let token = |prompt: &[u32], column: usize| {
+            (column + prompt.len())
+                .checked_sub(self.longest)
+                .map_or(pad, |index| prompt[index])
+        };
+        let prompts = self.prompts.iter();
+        let tokens =
+            prompts.flat_map(|prompt| columns.clone().map(|column| token(&prompt.tokens, column)));
+        let tokens: Vec<u32> = tokens.collect();
+        let shape = [self.prompts.len(), columns.len()];
+        let images = images_in(self.prompts, self.longest, columns, self.vision)?;
+        Ok(Tokens::upload_with_images(
+            tokens,
+            shape,
+            images,
+            pad,
+            &model.device(),
+        ))
+    }
 }
 
 /// Returns the number of tokens of each prompt in one prefill chunk.
@@ -60,39 +129,30 @@ fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usiz
     })
 }
 
-/// Prefills the prompt tokens that the cache does not hold yet, in chunks. `longest` is the length of the longest
-/// prompt. `asked` selects positions in the last chunk.
+/// Prefills the columns before `last` that the cache does not hold yet, in chunks. A chunk that would divide an image ends
+/// after the image. `asked` selects positions in the last chunk.
 ///
 /// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or
 /// the generation was cancelled.
 fn read(
     model: &Gemma4Model,
-    prompts: &[&[u32]],
-    longest: usize,
+    prompts: Prompts<'_>,
+    last: usize,
     asked: Logits,
     cache: &mut Cache,
     options: &GenerateOptions,
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let device = model.device();
-    let pad = model.config().pad_token;
-    let chunk = chunk(model, prompts.len(), options);
+    let chunk = chunk(model, prompts.prompts.len(), options);
     loop {
         if options.is_cancelled() {
             return Ok(None);
         }
         let start = cache.len();
-        let end = start.saturating_add(chunk).min(longest);
-        let column = |prompt: &[u32], column: usize| {
-            (column + prompt.len())
-                .checked_sub(longest)
-                .map_or(pad, |index| prompt[index])
-        };
-        let tokens: Vec<u32> = prompts
-            .iter()
-            .flat_map(|prompt| (start..end).map(|index| column(prompt, index)))
-            .collect();
-        let tokens = Tokens::upload(tokens, [prompts.len(), end - start], &device);
-        if end == longest {
+        let end = start.saturating_add(chunk).min(last);
+        let end = after_images(prompts.prompts, prompts.longest, end).min(last);
+        let tokens = prompts.tokens(model, start..end)?;
+        if end == last {
             return model.step_hidden(&tokens, cache, asked);
         }
         model.step_hidden(&tokens, cache, Logits::None)?;

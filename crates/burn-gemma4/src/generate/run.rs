@@ -1,11 +1,13 @@
 //! The generation loop: prefill of the prompts, then decode steps until all texts have ended.
 
 use super::decode::{Decoder, Next};
+use super::encoded::EncodedPrompt;
 use super::generation::{Generation, OnToken, Timings};
 use super::options::GenerateOptions;
 use super::prefill::prefill;
 use super::prompt_graphs::CapturedPrompts;
 use super::sequence::{Chosen, Sequence, begins, samplers};
+use crate::checkpoint::vision::LazyVision;
 use crate::config::Gemma4Config;
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
@@ -20,6 +22,8 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 pub(crate) struct Checkpoint<'a> {
     pub model: &'a Gemma4Model,
+    /// The part of the model that sees images, if the model has one.
+    pub vision: Option<&'a LazyVision>,
     /// The drafter, which a generation uses if its options select it.
     pub drafter: Option<&'a Drafter>,
     pub tokenizer: &'a Tokenizer,
@@ -30,7 +34,7 @@ pub(crate) struct Checkpoint<'a> {
 /// Checks prompts and options, and returns the maximum number of tokens to generate.
 pub(crate) fn check(
     config: &Gemma4Config,
-    prompts: &[Vec<u32>],
+    prompts: &[EncodedPrompt],
     drafter: Option<&Drafter>,
     options: &GenerateOptions,
 ) -> Result<usize, Gemma4Error> {
@@ -45,7 +49,7 @@ pub(crate) fn check(
     if options.prefill_chunk == Some(0) {
         return refuse("prefill_chunk", "is 0; it should be at least 1".into());
     }
-    for prompt in prompts {
+    for EncodedPrompt { tokens: prompt, .. } in prompts {
         if prompt.is_empty() {
             return refuse("prompt", "has no tokens; it should have at least 1".into());
         }
@@ -62,7 +66,8 @@ pub(crate) fn check(
             );
         }
     }
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+    let longest = lengths.max().unwrap_or(0);
     match config.max_position_embeddings.checked_sub(longest) {
         None | Some(0) => refuse(
             "prompt",
@@ -96,7 +101,7 @@ pub(crate) fn check(
 /// Afterwards the cache holds all tokens of the prompts and all generated tokens, except the last token of each sequence.
 pub(crate) fn run(
     checkpoint: Checkpoint<'_>,
-    prompts: Vec<Vec<u32>>,
+    prompts: Vec<EncodedPrompt>,
     cache: &mut Cache,
     options: &GenerateOptions,
     max_tokens: usize,
@@ -104,13 +109,15 @@ pub(crate) fn run(
 ) -> Result<Vec<Generation>, Gemma4Error> {
     let Checkpoint {
         model,
+        vision,
         drafter,
         tokenizer,
         graphs,
     } = checkpoint;
     let pad = model.config().pad_token;
     let read_before = cache.len();
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+    let longest = lengths.max().unwrap_or(0);
     let mut timings = Timings::default();
     let mut sequences: Vec<Sequence<'_>> = prompts
         .into_iter()
@@ -119,9 +126,9 @@ pub(crate) fn run(
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
-    let hidden = prefill(model, graphs, &sequences, cache, options)?;
+    let hidden = prefill(model, vision, graphs, &sequences, cache, options)?;
     let read = |sequence: &Sequence<'_>| {
-        let first = read_before.max(longest - sequence.prompt.len());
+        let first = read_before.max(longest - sequence.prompt.tokens.len());
         cache.len().saturating_sub(first)
     };
     timings.prefill_tokens = sequences.iter().map(read).sum();

@@ -1,5 +1,6 @@
 //! The state of one generated sequence: its tokens, decoded text, sampler and stop conditions.
 
+use super::encoded::EncodedPrompt;
 use super::generation::{FinishReason, Generation, OnToken, Timings, Token};
 use super::options::GenerateOptions;
 use crate::config::sampling::Sampling;
@@ -99,7 +100,7 @@ pub(crate) fn begins(sequences: &[Sequence<'_>]) -> bool {
 /// A sequence and the state of its generation.
 pub(crate) struct Sequence<'a> {
     index: usize,
-    pub prompt: Vec<u32>,
+    pub prompt: EncodedPrompt,
     sampler: Sampler,
     pub tokens: Vec<u32>,
     parts: Parts<'a>,
@@ -112,7 +113,7 @@ pub(crate) struct Sequence<'a> {
 impl<'a> Sequence<'a> {
     pub fn new(
         index: usize,
-        prompt: Vec<u32>,
+        prompt: EncodedPrompt,
         longest: usize,
         tokenizer: &'a Tokenizer,
         options: &'a GenerateOptions,
@@ -122,14 +123,14 @@ impl<'a> Sequence<'a> {
             seed: seed.map(|seed| seed.wrapping_add(index as u64)),
             ..options.sampling.clone()
         });
-        sampler.read(&prompt);
+        sampler.read(&prompt.tokens);
         sampler.suppress_for(1, &options.begin_suppress_tokens);
         sampler.suppress_for(options.fewest_tokens(longest), &options.stop_tokens);
         Ok(Self {
             index,
             sampler,
             tokens: Vec::new(),
-            parts: Parts::after(&prompt, tokenizer)?,
+            parts: Parts::after(&prompt.tokens, tokenizer)?,
             stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
             logprobs: Vec::new(),
             finished: None,
@@ -174,7 +175,7 @@ impl<'a> Sequence<'a> {
         self.parts.finish()?;
         timings.decode_tokens = self.tokens.len().saturating_sub(1);
         Ok(Generation {
-            prompt_tokens: self.prompt,
+            prompt_tokens: self.prompt.tokens,
             tokens: self.tokens,
             text: self.parts.answer,
             thoughts: self.parts.thoughts,

@@ -18,9 +18,11 @@ pub(crate) mod placement;
 pub(crate) mod prefill_ops;
 #[cfg(feature = "cube")]
 pub(crate) mod prompt_pass;
+pub(crate) mod soft_tokens;
 pub(crate) mod split_table;
 mod text_model;
 pub(crate) mod tokens;
+pub(crate) mod vision;
 pub(crate) mod weights;
 
 pub use logits::Logits;

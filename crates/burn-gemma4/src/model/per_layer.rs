@@ -2,6 +2,7 @@
 //! `columns` for each layer.
 
 use super::placement::TablePlacement;
+use super::soft_tokens::CallImages;
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
 use crate::error::Gemma4Error;
@@ -23,7 +24,11 @@ impl Gemma4Model {
             .map_err(|error| Gemma4Error::Device(format!("cannot read the tokens: {error}")))?;
         self.config.check_tokens(data.iter::<i64>())?;
         let on_host = data.iter::<i64>().map(|token| token as u32).collect();
-        Ok(Tokens { ids, on_host })
+        Ok(Tokens {
+            ids,
+            on_host,
+            images: CallImages::default(),
+        })
     }
 
     /// Returns the tokens' rows of the per-layer embedding table, `[tokens, layers · columns]`, if the table is in host

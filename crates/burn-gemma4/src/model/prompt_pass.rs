@@ -12,6 +12,7 @@ use super::decode_ops::DecodeOps;
 use super::layer::Weight;
 use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use super::soft_tokens::CallImages;
 use super::text_model::Gemma4Model;
 use crate::config::LayerType;
 use crate::op::graph_capture::Computation;
@@ -198,7 +199,8 @@ impl Computation for PromptPass {
         let config = model.config();
         let [length] = self.tokens.dims();
         let ids = self.tokens.clone().reshape([1, length]);
-        let (embedded, embeddings) = model.embedded_rows(&ids, None, None, &mut ());
+        let (embedded, embeddings) =
+            model.embedded_rows(&ids, None, &CallImages::default(), None, &mut ());
         let mut key_values = Vec::new();
         let (destination, last_position, full_length) = match &self.earlier {
             Earlier::None(_) => (

@@ -1,5 +1,6 @@
 //! The tokens of a call.
 
+use super::soft_tokens::CallImages;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 /// The tokens of a call, on the device and on the host. A per-layer embedding table in host memory needs the tokens on
@@ -10,15 +11,41 @@ pub(crate) struct Tokens {
     pub ids: Tensor<2, Int>,
     /// The token ids on the host, sequence by sequence.
     pub on_host: Vec<u32>,
+    /// The images, whose soft tokens stand in the place of some tokens' embeddings.
+    pub images: CallImages,
 }
 
 impl Tokens {
+    /// Uploads token ids as [`upload`](Self::upload) does, with images. The embeddings of the tokens in the places of
+    /// images are those of `pad`, as in Hugging Face Transformers. The per-layer embeddings depend on these tokens.
+    pub fn upload_with_images(
+        mut on_host: Vec<u32>,
+        shape: [usize; 2],
+        images: CallImages,
+        pad: u32,
+        device: &Device,
+    ) -> Self {
+        let [_, columns] = shape;
+        for image in &images.images {
+            let place = image
+                .columns
+                .clone()
+                .map(|column| image.sequence * columns + column);
+            place.for_each(|index| on_host[index] = pad);
+        }
+        Self {
+            images,
+            ..Self::upload(on_host, shape, device)
+        }
+    }
+
     /// Uploads token ids. Every id must be in the vocabulary.
     pub fn upload(on_host: Vec<u32>, shape: [usize; 2], device: &Device) -> Self {
         let ids: Vec<i32> = on_host.iter().map(|token| *token as i32).collect();
         Self {
             ids: Tensor::from_data(TensorData::new(ids, shape), device),
             on_host,
+            images: CallImages::default(),
         }
     }
 }

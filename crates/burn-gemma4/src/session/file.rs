@@ -112,6 +112,7 @@ impl Gemma4 {
             gemma: self,
             cache: saved.cache,
             read: saved.read,
+            images: Vec::new(),
             checkpoints: saved.checkpoints,
         }
     }
@@ -124,11 +125,19 @@ impl Session<'_> {
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot
     /// be read from the device. Passes on the errors of
-    /// [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
+    /// [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json). Returns [`Gemma4Error::Argument`] if the session
+    /// or a message has images.
     ///
     /// # Panics
     /// Panics if the device fails while the file is written.
     pub fn save(&self, path: impl AsRef<Path>, messages: &[Message]) -> Result<(), Gemma4Error> {
+        let mut contents = messages.iter().map(|message| &message.content);
+        if !self.images.is_empty() || contents.any(|content| content.images().count() > 0) {
+            return Err(Gemma4Error::Argument {
+                argument: "session",
+                reason: "has images, which a session file cannot hold".into(),
+            });
+        }
         let model = self.gemma.model();
         let now = self.cache.checkpoint();
         let turn = self.checkpoints.last();

@@ -20,6 +20,7 @@ pub use file::SavedSession;
 use crate::error::Gemma4Error;
 use crate::gemma::{Gemma4, Prompt};
 use crate::generate;
+use crate::generate::encoded::{EncodedPrompt, PlacedImage, before_images};
 use crate::generate::{GenerateOptions, Generation, Token};
 use crate::model::cache::Cache;
 use crate::text::chat::ChatOptions;
@@ -38,6 +39,8 @@ pub struct Session<'a> {
     cache: Cache,
     /// The tokens whose keys and values are in the cache.
     read: Vec<u32>,
+    /// The images whose soft tokens are in the cache.
+    images: Vec<PlacedImage>,
     checkpoints: Checkpoints,
 }
 
@@ -47,6 +50,7 @@ impl<'a> Session<'a> {
             gemma,
             cache: gemma.model().cache(vec![0]),
             read: Vec::new(),
+            images: Vec::new(),
             checkpoints: Checkpoints::default(),
         }
     }
@@ -71,22 +75,22 @@ impl<'a> Session<'a> {
         mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
         let prompt = prompt.into();
-        let tokens =
-            self.gemma
-                .tokens_until(&prompt, options.chat, options.cancellation.as_ref())?;
+        let cancellation = options.cancellation.as_ref();
+        let encoded = self.gemma.encode(&prompt, options.chat, cancellation)?;
+        let images = encoded.images.clone();
         let max_tokens = generate::check(
             self.gemma.config(),
-            std::slice::from_ref(&tokens),
+            std::slice::from_ref(&encoded),
             self.gemma.drafter(),
             options,
         )?;
-        let common = self.go_back(&tokens, options);
+        let common = self.go_back(&encoded, options);
         // Take a checkpoint at the token where this prompt begins to differ from the cached tokens, because the next
         // prompt may begin to differ at the same token. Take another checkpoint at the beginning of the answer.
-        let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
+        let mut boundaries = [common, self.boundary(&prompt, &encoded, options.chat)];
         boundaries.sort_unstable();
         let generation =
-            self.read_and_generate(tokens, boundaries, max_tokens, options, &mut |token| {
+            self.read_and_generate(encoded, boundaries, max_tokens, options, &mut |token| {
                 on_token(token)
             });
         let Ok(generation) = generation else {
@@ -96,12 +100,14 @@ impl<'a> Session<'a> {
         };
         self.read = [&generation.prompt_tokens[..], &generation.tokens].concat();
         self.read.truncate(self.cache.len());
+        self.images = images;
+        self.forget_images();
         Ok(generation)
     }
 
     fn read_and_generate(
         &mut self,
-        tokens: Vec<u32>,
+        prompt: EncodedPrompt,
         boundaries: [usize; 2],
         max_tokens: usize,
         options: &GenerateOptions,
@@ -110,8 +116,8 @@ impl<'a> Session<'a> {
         let (start, before) = (Instant::now(), self.cache.len());
         for boundary in boundaries {
             if boundary > self.cache.len() {
-                let beginning = &tokens[..boundary];
-                generate::read_beginning(self.gemma.model(), beginning, &mut self.cache, options)?;
+                self.gemma
+                    .read_beginning(&prompt, boundary, &mut self.cache, options)?;
             }
             if self.cache.len() == boundary && boundary > before {
                 self.checkpoints.push(&self.cache);
@@ -120,17 +126,18 @@ impl<'a> Session<'a> {
         let (time, count) = (start.elapsed(), self.cache.len() - before);
         let mut generation =
             self.gemma
-                .run(tokens, &mut self.cache, options, max_tokens, on_token)?;
+                .run(prompt, &mut self.cache, options, max_tokens, on_token)?;
         generation.timings.prefill += time;
         generation.timings.prefill_tokens += count;
         Ok(generation)
     }
 
-    /// Restores the cache to the last restorable position in the common prefix of `tokens` and the cached tokens.
+    /// Restores the cache to the last restorable position in the common prefix of `prompt` and the cached tokens.
     /// Returns the length of the common prefix. The restored cache may hold fewer tokens than the common prefix.
-    fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
+    fn go_back(&mut self, prompt: &EncodedPrompt, options: &GenerateOptions) -> usize {
         // Exclude the prompt's last token, which must run through the model for its logits.
-        let common = common(&self.read, tokens).min(tokens.len() - 1);
+        let common = prompt.common(&self.read, &self.images);
+        let common = before_images(&prompt.images, common.min(prompt.tokens.len() - 1));
         if !options.fits(&self.cache) {
             self.cache = options.cache(self.gemma.config(), vec![0]);
             self.checkpoints.clear();
@@ -142,12 +149,19 @@ impl<'a> Session<'a> {
         }
         self.checkpoints.forget_after(self.cache.len());
         self.read.truncate(self.cache.len());
+        self.forget_images();
         common
     }
 
-    /// Returns the probable length of the common prefix of `tokens` and the next prompt. In a conversation, this prefix
+    /// Forgets the images that the cache does not hold whole.
+    fn forget_images(&mut self) {
+        let length = self.cache.len();
+        self.images.retain(|image| image.tokens.end <= length);
+    }
+
+    /// Returns the probable length of the common prefix of `encoded` and the next prompt. In a conversation, this prefix
     /// consists of the tokens before the answer.
-    fn boundary(&self, prompt: &Prompt, tokens: &[u32], chat: ChatOptions) -> usize {
+    fn boundary(&self, prompt: &Prompt, encoded: &EncodedPrompt, chat: ChatOptions) -> usize {
         let history = match prompt {
             Prompt::Chat(_) => {
                 let chat = ChatOptions {
@@ -156,14 +170,18 @@ impl<'a> Session<'a> {
                 };
                 // Ignore an error of the template, which may reject a conversation without a generation prompt at its
                 // end.
-                self.gemma.tokens(prompt, chat).ok()
+                self.gemma.encode(prompt, chat, None).ok()
             }
             Prompt::Text(_) | Prompt::Tokens(_) => None,
         };
-        match history {
-            Some(history) => common(&history, tokens).min(tokens.len() - 1),
-            None => tokens.len().saturating_sub(MARGIN),
-        }
+        let length = encoded.tokens.len();
+        let boundary = match history {
+            Some(history) => encoded
+                .common(&history.tokens, &history.images)
+                .min(length - 1),
+            None => length.saturating_sub(MARGIN),
+        };
+        before_images(&encoded.images, boundary)
     }
 
     /// Removes all tokens from the session.
@@ -171,6 +189,7 @@ impl<'a> Session<'a> {
         let empty = Cache::new(self.gemma.config(), vec![0], self.cache.kind());
         self.cache = empty.forgetting(self.cache.spare());
         self.read.clear();
+        self.images.clear();
         self.checkpoints.clear();
     }
 
@@ -183,10 +202,4 @@ impl<'a> Session<'a> {
     pub fn is_empty(&self) -> bool {
         self.cache.is_empty()
     }
-}
-
-/// Returns the length of the common prefix of two token sequences.
-fn common(one: &[u32], other: &[u32]) -> usize {
-    let pairs = one.iter().zip(other);
-    pairs.take_while(|(one, other)| one == other).count()
 }

@@ -58,6 +58,9 @@ pub(crate) struct Visible {
     /// The index of the packed document of each position, `[batch, kv_len]`, or `None` if the sequences are not packed. A
     /// query sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
+    /// The first key that each query sees, and the first key after those that the query sees, each `[batch, queries]`.
+    /// The intervals replace the causal mask and the window in calls with image blocks.
+    pub interval: Option<[Tensor<2, Int>; 2]>,
 }
 
 impl Visible {
@@ -70,7 +73,8 @@ impl Visible {
         }
     }
 
-    pub fn options(&self) -> AttentionOptions {
+    /// Returns the options of an attention call. The call's queries are the last `queries` queries to which the rules apply.
+    pub fn options(&self, queries: usize) -> AttentionOptions {
         // The scale is 1, because the learned norm weights of queries and keys contain the attention scale.
         let mut options = AttentionOptions::new().scale(1.0);
         if self.causal {
@@ -88,6 +92,13 @@ impl Visible {
         }
         if let Some(segments) = &self.segments {
             options = options.segments(segments.clone(), segments.clone());
+        }
+        if let Some(interval) = &self.interval {
+            let [start, end] = interval.clone().map(|bound| {
+                let [_, all] = bound.dims();
+                bound.narrow(1, all - queries, queries)
+            });
+            options = options.visible_between(start, end);
         }
         options
     }

@@ -16,6 +16,7 @@ mod buffers;
 #[cfg(feature = "cube")]
 mod capacity;
 mod fork;
+mod images;
 mod ragged;
 mod rotated;
 

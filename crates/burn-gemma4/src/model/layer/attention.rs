@@ -90,7 +90,7 @@ impl Attention {
     /// `[batch · positions, q_heads · head_dim]`.
     pub(crate) fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<2> {
         let [batch, heads, positions, head_dim] = query.dims();
-        let options = key_values.visible.options();
+        let options = key_values.visible.options(positions);
         let read = match (key_values.key.clone(), key_values.value.clone()) {
             (
                 Slots::Q8 { words, scales },

@@ -26,7 +26,11 @@ use burn::{
 
 /// Creates normally distributed weights. The values are drawn when the weights are first read, so loading a checkpoint draws
 /// no values.
-fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) -> Param<Tensor<D>> {
+pub(in crate::model) fn random<const D: usize>(
+    shape: [usize; D],
+    deviation: f64,
+    device: &Device,
+) -> Param<Tensor<D>> {
     Initializer::Normal {
         mean: 0.0,
         std: deviation,
@@ -34,6 +38,11 @@ fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) ->
     .init(shape, device)
 }
 
-fn constant<const D: usize>(value: f64, shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
+/// Creates weights that all have the same value.
+pub(in crate::model) fn constant<const D: usize>(
+    value: f64,
+    shape: [usize; D],
+    device: &Device,
+) -> Param<Tensor<D>> {
     Initializer::Constant { value }.init(shape, device)
 }

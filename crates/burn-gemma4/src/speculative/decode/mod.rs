@@ -78,7 +78,7 @@ impl DraftSources {
                 Drafts::None => return None,
                 Drafts::Lookup => {
                     let mut lookup = Lookup::default();
-                    lookup.read(&sequence.prompt);
+                    lookup.read(&sequence.prompt.tokens);
                     (Source::Lookup { lookup, known: 0 }, Cost::LOOKUP)
                 }
                 Drafts::Drafter => (Source::Drafter, Cost::DRAFTER),

@@ -1,11 +1,14 @@
 //! Chat templates: the checkpoint's Jinja template renders a conversation to a prompt.
 
+mod content;
 mod json;
 mod limits;
 mod python;
 mod sandbox;
 mod source;
 mod syntax;
+
+pub use content::{Content, MessagePart};
 
 use crate::cancellation::Cancellation;
 use crate::error::Gemma4Error;
@@ -32,17 +35,27 @@ pub enum Role {
 
 /// One message of a conversation, which is serialized in the usual form of chat models:
 /// `{"role": "user", "content": "…"}`.
+///
+/// ```
+/// use burn_gemma4::{Image, Message, MessagePart};
+///
+/// let text = Message::user("What is a lynx?");
+/// let image = Image::from_rgb(1, 1, vec![200, 150, 90])?;
+/// let parts = Message::user(vec![MessagePart::Image(image), "What is this?".into()]);
+/// assert_eq!((text.content.images().count(), parts.content.images().count()), (0, 1));
+/// # Ok::<(), burn_gemma4::Gemma4Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// The author of the message.
     pub role: Role,
-    /// The text of the message.
-    pub content: String,
+    /// The text of the message, or its parts.
+    pub content: Content,
 }
 
 impl Message {
     /// Creates a system message, which holds instructions for the whole conversation.
-    pub fn system(content: impl Into<String>) -> Self {
+    pub fn system(content: impl Into<Content>) -> Self {
         Self {
             role: Role::System,
             content: content.into(),
@@ -50,7 +63,7 @@ impl Message {
     }
 
     /// Creates a message from the user.
-    pub fn user(content: impl Into<String>) -> Self {
+    pub fn user(content: impl Into<Content>) -> Self {
         Self {
             role: Role::User,
             content: content.into(),
@@ -58,7 +71,7 @@ impl Message {
     }
 
     /// Creates a message from the model.
-    pub fn assistant(content: impl Into<String>) -> Self {
+    pub fn assistant(content: impl Into<Content>) -> Self {
         Self {
             role: Role::Assistant,
             content: content.into(),
@@ -166,7 +179,7 @@ impl ChatTemplate {
         parse(source.into(), SpecialTokens::default()).map_err(refused)
     }
 
-    /// Returns Gemma 4's own text-only template, for checkpoints that have no template.
+    /// Returns a template with Gemma 4's turns, for checkpoints that have no template.
     pub fn gemma4() -> Self {
         parse(source::GEMMA4.into(), SpecialTokens::default())
             .expect("the built-in template is valid Jinja")

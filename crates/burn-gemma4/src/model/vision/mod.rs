@@ -1,0 +1,162 @@
+//! The vision of a multimodal model: from patches to soft tokens, which stand in the place of token embeddings.
+
+mod clipped;
+mod layer_norm;
+mod projection;
+mod rotation;
+mod tower;
+
+pub(crate) use clipped::Clip;
+
+use super::layer::Linear;
+use crate::config::vision::{ProjectionConfig, TowerConfig, VisionConfig};
+use crate::error::Gemma4Error;
+use crate::op::norm::normalize;
+use crate::vision::patches::Patches;
+use burn::{
+    module::Module,
+    tensor::{DType, Device, Int, Tensor, TensorData},
+};
+use projection::PatchProjection;
+use tower::VisionTower;
+
+/// The standard deviation of weights before a checkpoint replaces them.
+const DEVIATION: f64 = 0.02;
+
+/// A part of a model that computes soft tokens from the patches of an image. The path of each parameter is the name of
+/// its tensor in a checkpoint, without the prefix `model.`.
+pub(crate) trait Vision: Module {
+    /// Computes the soft tokens of an image, `[soft tokens, hidden]`.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the image has more rows or columns than the model has positions.
+    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error>;
+}
+
+/// A vision tower, and the projection of its output to the text model.
+#[derive(Module, Debug)]
+pub(crate) struct TowerVision {
+    vision_tower: VisionTower,
+    embed_vision: TextProjection,
+}
+
+/// The vision of a model without a tower, such as 12B.
+#[derive(Module, Debug)]
+pub(crate) struct ProjectedVision {
+    vision_embedder: PatchProjection,
+    embed_vision: TextProjection,
+}
+
+/// A norm without a weight, and a projection to the hidden size of the text model.
+#[derive(Module, Debug)]
+struct TextProjection {
+    embedding_projection: Linear,
+    #[module(skip)]
+    epsilon: f64,
+}
+
+impl TowerVision {
+    /// Creates a tower whose weights are not loaded yet. `hidden` is the hidden size of the text model.
+    pub fn new(config: &VisionConfig, tower: &TowerConfig, hidden: usize, device: &Device) -> Self {
+        Self {
+            vision_tower: VisionTower::new(config, tower, device),
+            embed_vision: TextProjection::new(
+                tower.hidden_size,
+                hidden,
+                tower.rms_norm_eps,
+                device,
+            ),
+        }
+    }
+
+    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
+    pub fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
+        self.vision_tower.clips_mut("vision_tower")
+    }
+}
+
+impl Vision for TowerVision {
+    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+        Ok(self
+            .embed_vision
+            .forward(self.vision_tower.forward(patches)?))
+    }
+}
+
+impl ProjectedVision {
+    /// Creates a projection whose weights are not loaded yet. `hidden` is the hidden size of the text model.
+    pub fn new(
+        config: &VisionConfig,
+        projection: &ProjectionConfig,
+        hidden: usize,
+        device: &Device,
+    ) -> Self {
+        let (columns, epsilon) = (projection.mm_embed_dim, projection.rms_norm_eps);
+        Self {
+            vision_embedder: PatchProjection::new(config, projection, device),
+            embed_vision: TextProjection::new(columns, hidden, epsilon, device),
+        }
+    }
+}
+
+impl Vision for ProjectedVision {
+    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+        Ok(self
+            .embed_vision
+            .forward(self.vision_embedder.forward(patches)?))
+    }
+}
+
+impl TextProjection {
+    fn new(columns: usize, hidden: usize, epsilon: f64, device: &Device) -> Self {
+        Self {
+            embedding_projection: Linear::new(columns, hidden, DEVIATION, device),
+            epsilon,
+        }
+    }
+
+    /// Projects `[soft tokens, columns]` to `[soft tokens, hidden]`.
+    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
+        let normed = normalize(input, self.epsilon);
+        self.embedding_projection.rows(normed)
+    }
+}
+
+/// The columns and rows of the elements of a grid in reading order.
+struct Grid {
+    columns: Vec<i32>,
+    rows: Vec<i32>,
+}
+
+impl Grid {
+    /// Creates the grid, whose sides must not exceed the number of `positions` that the model has.
+    fn new(columns: usize, rows: usize, positions: usize) -> Result<Self, Gemma4Error> {
+        if columns.max(rows) > positions {
+            return Err(Gemma4Error::Argument {
+                argument: "image",
+                reason: format!(
+                    "has {columns} x {rows} places, but the model has {positions} positions in each direction; lower max_soft_tokens"
+                ),
+            });
+        }
+        let cells = || {
+            (0..rows as i32).flat_map(|row| (0..columns as i32).map(move |column| (column, row)))
+        };
+        Ok(Self {
+            columns: cells().map(|(column, _)| column).collect(),
+            rows: cells().map(|(_, row)| row).collect(),
+        })
+    }
+
+    /// Looks up the column in the first table and the row in the second table, each `[positions, channels]`. Returns the
+    /// sums, `[columns · rows, channels]`.
+    fn embeddings(self, [of_column, of_row]: [Tensor<2>; 2]) -> Tensor<2> {
+        let select = |table: Tensor<2>, places: Vec<i32>| {
+            let count = places.len();
+            let places = TensorData::new(places, [count]);
+            let places = Tensor::<1, Int>::from_data(places, (&table.device(), DType::I32));
+            table.select(0, places)
+        };
+        select(of_column, self.columns) + select(of_row, self.rows)
+    }
+}

@@ -1,0 +1,183 @@
+//! An image of a prompt.
+
+use super::decode::decode;
+use crate::error::{Gemma4Error, read};
+use std::{fmt, path::Path, sync::Arc};
+
+/// The numbers of soft tokens to which an image may be limited, as in Hugging Face Transformers.
+pub(crate) const SOFT_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
+
+/// The largest size of an image file in bytes.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// The largest number of pixels of an image. An image of this size takes 192 MiB in memory.
+pub(super) const MOST_PIXELS: usize = 1 << 26;
+
+/// An image for a prompt: pixels in RGB with 8 bits per channel. Clones share the pixels.
+///
+/// ```no_run
+/// use burn_gemma4::{Image, Message, MessagePart};
+///
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// let image = Image::open("cat.jpg")?.with_max_soft_tokens(560)?;
+/// let message = Message::user(vec![MessagePart::Image(image), "What is this?".into()]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Image {
+    pixels: Arc<Pixels>,
+    max_soft_tokens: Option<usize>,
+}
+
+/// Pixels, `[height, width, 3]`.
+#[derive(PartialEq, Eq)]
+pub(crate) struct Pixels {
+    pub width: usize,
+    pub height: usize,
+    pub rgb: Vec<u8>,
+}
+
+impl Image {
+    /// Reads a PNG, JPEG or WebP file. The image is turned upright if the file has an orientation (EXIF). Transparency is
+    /// dropped, and of an animation only the first frame is read.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] in the cases in which
+    /// [`from_bytes`](Self::from_bytes) fails.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let path = path.as_ref();
+        let io = |source| Gemma4Error::Io {
+            path: path.into(),
+            source,
+        };
+        let malformed = |reason| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        };
+        // Check the size before the file is read into memory.
+        check_size(std::fs::metadata(path).map_err(io)?.len()).map_err(malformed)?;
+        let bytes = read(path)?;
+        Ok(Self::of(decode(&bytes).map_err(malformed)?))
+    }
+
+    /// Decodes the contents of a PNG, JPEG or WebP file, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the contents are malformed, truncated or in another format. Returns the same
+    /// error for more than 64 MiB, and for an image of more than 67,108,864 pixels.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
+        let argument = "image";
+        let pixels = check_size(bytes.len() as u64)
+            .and_then(|()| decode(bytes))
+            .map_err(|reason| Gemma4Error::Argument { argument, reason })?;
+        Ok(Self::of(pixels))
+    }
+
+    /// Creates an image from pixels.
+    ///
+    /// # Shapes
+    /// `rgb` is `[height, width, 3]`, row by row.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the number of bytes is wrong, or if the image has no pixels or more than
+    /// 67,108,864.
+    ///
+    /// ```
+    /// use burn_gemma4::Image;
+    ///
+    /// let red = Image::from_rgb(2, 1, vec![255, 0, 0, 255, 0, 0])?;
+    /// assert_eq!((red.width(), red.height()), (2, 1));
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    pub fn from_rgb(width: usize, height: usize, rgb: Vec<u8>) -> Result<Self, Gemma4Error> {
+        let refuse = |reason| {
+            let argument = "image";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        if let Err(reason) = check_pixels(width, height) {
+            return refuse(reason);
+        }
+        if rgb.len() != 3 * width * height {
+            return refuse(format!(
+                "has {} bytes; expected {} for {width} x {height} pixels",
+                rgb.len(),
+                3 * width * height
+            ));
+        }
+        Ok(Self::of(Pixels { width, height, rgb }))
+    }
+
+    fn of(pixels: Pixels) -> Self {
+        Self {
+            pixels: Arc::new(pixels),
+            max_soft_tokens: None,
+        }
+    }
+
+    /// Sets the largest number of soft tokens that represent the image in a prompt: 70, 140, 280, 560 or 1,120. More
+    /// tokens show more detail. The default is the number of the checkpoint's image processor, usually 280.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] for all other numbers.
+    pub fn with_max_soft_tokens(self, count: usize) -> Result<Self, Gemma4Error> {
+        match SOFT_TOKENS.contains(&count) {
+            true => Ok(Self {
+                max_soft_tokens: Some(count),
+                ..self
+            }),
+            false => Err(Gemma4Error::Argument {
+                argument: "max_soft_tokens",
+                reason: format!("is {count}; expected one of {SOFT_TOKENS:?}"),
+            }),
+        }
+    }
+
+    /// The width in pixels.
+    pub fn width(&self) -> usize {
+        self.pixels.width
+    }
+
+    /// The height in pixels.
+    pub fn height(&self) -> usize {
+        self.pixels.height
+    }
+
+    /// The largest number of soft tokens that [`with_max_soft_tokens`](Self::with_max_soft_tokens) set.
+    pub(crate) fn max_soft_tokens(&self) -> Option<usize> {
+        self.max_soft_tokens
+    }
+
+    pub(crate) fn pixels(&self) -> &Pixels {
+        &self.pixels
+    }
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Image")
+            .field("width", &self.width())
+            .field("height", &self.height())
+            .field("max_soft_tokens", &self.max_soft_tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+fn check_size(bytes: u64) -> Result<(), String> {
+    match bytes > MOST_BYTES {
+        true => Err(format!(
+            "has {bytes} bytes; expected at most {MOST_BYTES} for an image"
+        )),
+        false => Ok(()),
+    }
+}
+
+/// Refuses an image without pixels, or with too many of them.
+pub(super) fn check_pixels(width: usize, height: usize) -> Result<(), String> {
+    match width.checked_mul(height) {
+        Some(1..=MOST_PIXELS) => Ok(()),
+        _ => Err(format!(
+            "has {width} x {height} pixels; expected from 1 to {MOST_PIXELS} pixels"
+        )),
+    }
+}
