@@ -19,6 +19,7 @@ pub mod device_list;
 mod dtype;
 mod error;
 pub mod hub;
+pub mod images;
 pub mod loading;
 pub mod mesa_layer;
 pub mod messages;

@@ -3,21 +3,22 @@
 use crate::{
     Error,
     cache_file::CacheFile,
+    images::{ImageSize, content},
     model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
-use burn_gemma4::{FinishReason, Gemma4, GenerateOptions, Message, Role, Session};
+use burn_gemma4::{FinishReason, Gemma4, GenerateOptions, Image, Message, Role, Session};
 use clap::Parser;
 use std::io::{IsTerminal, stdin};
+use std::path::Path;
 use std::process::ExitCode;
 
-const COMMANDS: &str =
-    "Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
+const COMMANDS: &str = "Ctrl-C stops an answer, /image FILE shows an image with the next message, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
 
 /// Talk to a Gemma 4 model in the terminal.
 ///
-/// Ctrl-C stops an answer. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
+/// Ctrl-C stops an answer. /image FILE shows a PNG, JPEG or WebP file with the next message. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
 ///
 /// If messages come from a file or a pipe, one on each line, an empty line separates the answers.
 #[derive(Parser)]
@@ -33,6 +34,8 @@ pub struct Chat {
         help_heading = "Prompt"
     )]
     system: Option<String>,
+    #[command(flatten)]
+    image_size: ImageSize,
     #[command(flatten)]
     generation: GenerationArguments,
 }
@@ -59,6 +62,8 @@ fn run(cli: &Chat) -> Result<(), Error> {
         beginning: beginning(cli, &messages)?,
         messages,
         session,
+        images: Vec::new(),
+        image_size: &cli.image_size,
         options: GenerateOptions {
             cancellation: Some(interrupt.cancellation()),
             ..cli.generation.options(&loaded.gemma, true)
@@ -110,6 +115,13 @@ fn talk(
             "/reset" => {
                 interrupt.catch(|| conversation.reset());
                 conversation.keep(interrupt)?;
+            }
+            command if command == "/image" || command.starts_with("/image ") => {
+                let path = command["/image".len()..].trim();
+                match conversation.show(path) {
+                    Err(error) if is_interactive => note(format_args!("error: {error}")),
+                    outcome => outcome?,
+                }
             }
             word if word.starts_with('/') && !word.contains(char::is_whitespace) => {
                 note(format_args!("{word} is no command. {COMMANDS}"));
@@ -175,13 +187,32 @@ struct Conversation<'a> {
     messages: Vec<Message>,
     /// The session, which holds the KV cache of the conversation so far.
     session: Session<'a>,
+    /// The images that the next message shows.
+    images: Vec<Image>,
+    image_size: &'a ImageSize,
     options: GenerateOptions,
 }
 
 impl Conversation<'_> {
     fn reset(&mut self) {
         self.messages.clone_from(&self.beginning);
+        self.images.clear();
         self.session.reset();
+    }
+
+    /// Reads an image, which the next message shows.
+    fn show(&mut self, path: &str) -> Result<(), Error> {
+        if path.is_empty() {
+            return Err(WrongArgument("/image: expected the path of a file".into()).into());
+        }
+        if self.cache.is_some() {
+            let reason =
+                "/image: the file of --cache cannot hold images; start the chat without --cache";
+            return Err(WrongArgument(reason.into()).into());
+        }
+        self.gemma.check_vision()?;
+        self.images.push(self.image_size.open(Path::new(path))?);
+        Ok(())
     }
 
     /// Writes the conversation to the file of `--cache`. If the program received a signal during the write, the program
@@ -200,7 +231,8 @@ impl Conversation<'_> {
         output: &mut Output,
         interrupt: &Interrupt,
     ) -> Result<(), Error> {
-        self.messages.push(Message::user(message));
+        let content = content(self.images.clone(), message.to_owned());
+        self.messages.push(Message::user(content));
         let prompt = self.messages.clone();
         let answer = output.stream(interrupt, |on_token| {
             self.session.generate(prompt, &self.options, on_token)
@@ -214,7 +246,10 @@ impl Conversation<'_> {
                 // templates.
                 match answer.text.is_empty() {
                     true => drop(self.messages.pop()),
-                    false => self.messages.push(Message::assistant(answer.text)),
+                    false => {
+                        self.messages.push(Message::assistant(answer.text));
+                        self.images.clear();
+                    }
                 }
                 Ok(())
             }

@@ -25,7 +25,7 @@ pub struct PromptsArguments {
         value_name = "FILE",
         requires = "out",
         conflicts_with_all = [
-            "prompt", "chat", "system", "prompt_tokens", "thinking", "special_tokens", "cache", "lookup", "draft", "json",
+            "text", "images", "prompt", "chat", "system", "prompt_tokens", "thinking", "special_tokens", "cache", "lookup", "draft", "json",
             "logprobs", "ignore_eos"
         ]
     )]

@@ -2,6 +2,7 @@
 
 use crate::{
     Error,
+    images::{ImageArguments, content},
     loading::Loaded,
     model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::Stopped,
@@ -29,8 +30,13 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Parser)]
 #[command(version)]
 pub struct Run {
+    /// Text to continue, as with --prompt.
+    #[arg(value_name = "TEXT", conflicts_with_all = ["prompt", "prompt_tokens"])]
+    text: Option<String>,
     #[command(flatten)]
     model: AdaptedModelArguments,
+    #[command(flatten)]
+    images: ImageArguments,
     /// Text to continue; `-` reads the text from standard input. Without this option, standard input is read if it is a
     /// pipe.
     #[arg(
@@ -43,7 +49,7 @@ pub struct Run {
     /// Answer the prompt as a chat message, with the checkpoint's chat template.
     #[arg(long, help_heading = "Prompt")]
     chat: bool,
-    /// System instructions before the message. This option implies --chat, and so does --thinking.
+    /// System instructions before the message. This option implies --chat, and so do --thinking and --image.
     #[arg(
         long,
         help_heading = "Prompt",
@@ -86,7 +92,10 @@ pub struct Run {
 impl Run {
     /// True if the prompt is a message of a conversation.
     fn is_chat(&self) -> bool {
-        self.chat || self.system.is_some() || self.generation.thinking.is_some()
+        self.chat
+            || self.system.is_some()
+            || self.generation.thinking.is_some()
+            || !self.images.is_empty()
     }
 
     /// Executes the command and returns its exit code.
@@ -106,6 +115,9 @@ fn run(cli: &Run) -> Result<(), Error> {
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
     let gemma = &loaded.gemma;
+    if !cli.images.is_empty() {
+        gemma.check_vision()?;
+    }
     let mut options = cli.generation.options(gemma, cli.is_chat());
     options.ignore_stop_tokens = cli.ignore_eos;
     options.logprobs = cli.logprobs;
@@ -160,7 +172,10 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
         return Ok(Prompt::Tokens(tokens.clone()));
     }
     let is_embedded = cli.model.model.model.is_none();
-    let given = match cli.prompt.as_deref() {
+    // Read the images first. An error in them is then reported before the prompt is read from a pipe.
+    let images = cli.images.open()?;
+    let argument = cli.text.as_deref().or(cli.prompt.as_deref());
+    let given = match argument {
         Some("-") => read_input()?,
         Some(text) => text.to_owned(),
         None if stdin().is_terminal() => String::new(),
@@ -174,7 +189,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
     };
     let text = match given.is_empty() {
         false => given,
-        true if is_embedded && cli.prompt.is_none() => {
+        true if is_embedded && argument.is_none() => {
             note(format_args!("the prompt is {SAMPLE:?}"));
             SAMPLE.to_owned()
         }
@@ -188,7 +203,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
     }
     let mut messages = Vec::new();
     messages.extend(cli.system.as_ref().map(Message::system));
-    messages.push(Message::user(text));
+    messages.push(Message::user(content(images, text)));
     Ok(messages.into())
 }
 
