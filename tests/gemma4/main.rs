@@ -56,4 +56,5 @@ mod sampling;
 mod sessions;
 mod templates;
 mod text;
+mod vision;
 mod vocabulary;

@@ -1,0 +1,403 @@
+//! Tests prompts with images: the soft tokens, the logits and the generated tokens equal those of Hugging Face Transformers
+//! (`make_vision.py`), however the prompt is divided into calls.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, folder, greedy, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{
+    ChatOptions, Drafts, Gemma4, GenerateOptions, Generation, Image, KvPrecision, LoadOptions,
+    Logits, Message, MessagePart, Prompt,
+};
+use serde_json::{Value, json};
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+/// The fixtures: models like E2B, 31B and 12B.
+const ALL: [&str; 3] = ["vision-ple", "vision-keqv", "vision-unified"];
+
+fn image(fixture: &str, name: &str) -> Image {
+    Image::open(folder(fixture).join(name)).expect("the image is decodable")
+}
+
+/// The conversation of `make_vision.py`.
+fn conversation(fixture: &str) -> Vec<Message> {
+    let [wide, tall] =
+        ["wide.png", "tall.png"].map(|name| MessagePart::Image(image(fixture, name)));
+    vec![
+        Message::user(vec![wide, "what is this?".into()]),
+        Message::assistant("a red disc"),
+        Message::user(vec!["and in".into(), tall, "the other one?".into()]),
+    ]
+}
+
+/// Calls `test` once for every fixture on every device, with the model in f32.
+fn on_every_device(test: impl Fn(&Fixture, &Gemma4, &str)) {
+    for device in devices() {
+        for name in ALL {
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            test(&fixture, &gemma, &format!("{name} {}", device.name));
+        }
+    }
+}
+
+/// Calls `test` once for every fixture on the CPU.
+fn on_cpu(test: impl Fn(&Fixture, &Gemma4)) {
+    for name in ALL {
+        let fixture = Fixture::open(name);
+        let gemma = fixture.load(&Device::flex(), DType::F32);
+        test(&fixture, &gemma);
+    }
+}
+
+fn generated(gemma: &Gemma4, prompt: Vec<Message>, options: &GenerateOptions) -> Generation {
+    gemma
+        .generate(prompt, options, |_| ControlFlow::Continue(()))
+        .expect("the prompt is valid")
+}
+
+#[test]
+fn soft_tokens_equal_transformers() {
+    on_every_device(|fixture, gemma, what| {
+        for (index, name) in ["wide.png", "tall.png"].into_iter().enumerate() {
+            let found = gemma
+                .soft_tokens(&image(fixture.name, name))
+                .expect("the model sees images");
+            let what = format!("{what} {name}");
+            fixture
+                .reference(&format!("soft.{index}"))
+                .assert_close(found, &what);
+        }
+    });
+}
+
+#[test]
+fn tokens_of_conversation_with_images_equal_transformers() {
+    on_cpu(|fixture, gemma| {
+        let prompt = Prompt::Chat(conversation(fixture.name));
+        let tokens = gemma.tokens(&prompt, ChatOptions::default());
+        assert_eq!(
+            tokens.expect("the prompt is valid"),
+            fixture.prompt,
+            "{}",
+            fixture.name
+        );
+    });
+}
+
+#[test]
+fn logits_of_conversation_with_images_equal_transformers() {
+    on_every_device(|fixture, gemma, what| {
+        let prompt = conversation(fixture.name);
+        let logits = gemma
+            .logits(prompt, ChatOptions::default(), Logits::All)
+            .expect("the prompt is valid")
+            .expect("all positions have logits");
+        fixture.reference("logits").assert_close(logits, what);
+    });
+}
+
+#[test]
+fn generate_with_images_equals_transformers_for_any_chunk() {
+    on_every_device(|fixture, gemma, what| {
+        for chunk in [None, Some(1), Some(7), Some(60), Some(100)] {
+            let options = GenerateOptions {
+                prefill_chunk: chunk,
+                ..greedy(gemma, fixture.generated.len())
+            };
+            let found = generated(gemma, conversation(fixture.name), &options);
+            assert_eq!(found.prompt_tokens, fixture.prompt, "{what} {chunk:?}");
+            assert_eq!(found.tokens, fixture.generated, "{what} {chunk:?}");
+        }
+    });
+}
+
+#[test]
+fn generate_with_images_and_drafts_equals_transformers() {
+    on_cpu(|fixture, gemma| {
+        let options = GenerateOptions {
+            drafts: Drafts::Lookup,
+            ..greedy(gemma, fixture.generated.len())
+        };
+        let found = generated(gemma, conversation(fixture.name), &options);
+        assert_eq!(found.tokens, fixture.generated, "{}", fixture.name);
+    });
+}
+
+/// In an int8 cache the keys and values of a single call are those of several calls.
+#[test]
+fn generate_with_images_in_int8_cache_is_the_same_for_any_chunk() {
+    on_cpu(|fixture, gemma| {
+        let tokens = [None, Some(1), Some(64)].map(|chunk| {
+            let options = GenerateOptions {
+                prefill_chunk: chunk,
+                kv_precision: KvPrecision::Q8,
+                ..greedy(gemma, 6)
+            };
+            generated(gemma, conversation(fixture.name), &options).tokens
+        });
+        assert_eq!(tokens[0], tokens[1], "{}", fixture.name);
+        assert_eq!(tokens[0], tokens[2], "{}", fixture.name);
+    });
+}
+
+#[test]
+fn generate_batch_with_images_equals_single_prompts() {
+    on_cpu(|fixture, gemma| {
+        let whole = conversation(fixture.name);
+        let tall = MessagePart::Image(image(fixture.name, "tall.png"));
+        let short = vec![Message::user(vec!["see".into(), tall])];
+        let text = vec![Message::user("no image")];
+        let options = greedy(gemma, 5);
+        let conversations = [whole, short, text];
+        let prompts = conversations.clone().map(Prompt::Chat);
+        let batch = gemma
+            .generate_batch(&prompts, &options)
+            .expect("the prompts are valid");
+        for (found, prompt) in batch.iter().zip(conversations) {
+            let expected = generated(gemma, prompt, &options);
+            assert_eq!(found.tokens, expected.tokens, "{}", fixture.name);
+        }
+    });
+}
+
+#[test]
+fn session_with_images_reuses_equal_images_only() {
+    on_cpu(|fixture, gemma| {
+        let options = greedy(gemma, 4);
+        let mut session = gemma.session();
+        let mut turn = |messages: &[Message]| {
+            let found = session
+                .generate(messages.to_vec(), &options, |_| ControlFlow::Continue(()))
+                .expect("the prompt is valid");
+            let expected = generated(gemma, messages.to_vec(), &options);
+            assert_eq!(found.tokens, expected.tokens, "{}", fixture.name);
+            found
+        };
+        let messages = conversation(fixture.name);
+        let first = turn(&messages[..1]);
+        assert_eq!(first.timings.prefill_tokens, first.prompt_tokens.len());
+        // The first image stays in the cache.
+        let second = turn(&messages);
+        assert!(second.timings.prefill_tokens < second.prompt_tokens.len() - 55);
+        // Another image of the same size has the same tokens, but other keys and values.
+        let mut other = messages.clone();
+        let pixels = (0..131 * 67 * 3).map(|index| (index % 251) as u8).collect();
+        let pixels = Image::from_rgb(131, 67, pixels).expect("the number of bytes is right");
+        other[0] = Message::user(vec![pixels.into(), "what is this?".into()]);
+        let changed = turn(&other);
+        assert_eq!(changed.prompt_tokens, second.prompt_tokens);
+        assert!(changed.timings.prefill_tokens > second.timings.prefill_tokens);
+        // The conversation without images has a common beginning only.
+        turn(&[Message::user("what is this?")]);
+        turn(&messages);
+    });
+}
+
+#[test]
+fn save_session_with_images_is_refused() {
+    let fixture = Fixture::open("vision-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let folder = tempfile::tempdir().expect("a folder is creatable");
+    let path = folder.path().join("session");
+    let mut session = gemma.session();
+    let messages = conversation(fixture.name);
+    let error = session
+        .save(&path, &messages)
+        .expect_err("a message has images");
+    assert!(error.to_string().contains("images"), "{error}");
+    let options = greedy(&gemma, 1);
+    session
+        .generate(messages, &options, |_| ControlFlow::Continue(()))
+        .expect("the prompt is valid");
+    let error = session
+        .save(&path, &[])
+        .expect_err("the session has images");
+    assert!(error.to_string().contains("images"), "{error}");
+    session.reset();
+    session.save(&path, &[]).expect("the session has no images");
+}
+
+#[test]
+fn image_with_other_soft_tokens_has_that_many_placeholders() {
+    let fixture = Fixture::open("vision-unified");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let placeholder = gemma
+        .tokenizer()
+        .id("<|image|>")
+        .expect("the vocabulary has the token");
+    for most in [70, 140, 280] {
+        let image = image(fixture.name, "wide.png").with_max_soft_tokens(most);
+        let image = image.expect("the number is supported");
+        let rows = gemma
+            .soft_tokens(&image)
+            .expect("the model sees images")
+            .dims()[0];
+        assert!(rows <= most && rows > most * 3 / 4, "{rows} of {most}");
+        let prompt = Prompt::Chat(vec![Message::user(vec![image.into()])]);
+        let tokens = gemma
+            .tokens(&prompt, ChatOptions::default())
+            .expect("the prompt is valid");
+        let count = tokens.iter().filter(|token| **token == placeholder).count();
+        assert_eq!(count, rows);
+    }
+    let error = image(fixture.name, "wide.png").with_max_soft_tokens(100);
+    assert!(
+        error
+            .expect_err("the number is refused")
+            .to_string()
+            .contains("70, 140")
+    );
+}
+
+fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
+    let options = GenerateOptions {
+        chat,
+        ..greedy(gemma, 1)
+    };
+    let outcome = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
+    outcome.expect_err("the prompt is refused").to_string()
+}
+
+#[test]
+fn prompt_with_image_for_model_without_vision_is_refused() {
+    let device = Device::flex();
+    let embedded = Gemma4::embedded(&device, LoadOptions::new()).expect("the model is loadable");
+    let text = Fixture::open("dense-ple-mm-bf16").load(&device, DType::F32);
+    for (gemma, reason) in [(embedded, "embedded"), (text, "no vision")] {
+        let error = refused(&gemma, conversation("vision-ple"), ChatOptions::default());
+        assert!(error.contains(reason), "{error}");
+        let error = gemma
+            .check_vision()
+            .expect_err("the model sees no images")
+            .to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn prompt_with_placeholders_but_no_images_is_refused() {
+    let fixture = Fixture::open("vision-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let special = ChatOptions {
+        special_tokens: true,
+        ..ChatOptions::default()
+    };
+    let with_text = |text: &str| {
+        let image = MessagePart::Image(image(fixture.name, "wide.png"));
+        vec![Message::user(vec![image, text.into()])]
+    };
+    let error = refused(&gemma, with_text("a <|image|>"), special);
+    assert!(
+        error.contains("2 image placeholders, but 1 images"),
+        "{error}"
+    );
+    let error = refused(&gemma, fixture.prompt.clone(), ChatOptions::default());
+    assert!(error.contains("but 0 images"), "{error}");
+    // Without special tokens in messages, a placeholder in a message is plain text.
+    let options = greedy(&gemma, 1);
+    generated(&gemma, with_text("a <|image|>"), &options);
+}
+
+/// Copies a fixture and changes its `config.json`.
+fn changed(fixture: &str, change: impl FnOnce(&mut Value), path: &Path) {
+    for entry in fs::read_dir(folder(fixture)).expect("the fixture is readable") {
+        let entry = entry.expect("the fixture is readable");
+        fs::copy(entry.path(), path.join(entry.file_name())).expect("the file is copyable");
+    }
+    let path = path.join("config.json");
+    let text = fs::read_to_string(&path).expect("the fixture is readable");
+    let mut config = serde_json::from_str(&text).expect("the fixture parses");
+    change(&mut config);
+    fs::write(path, config.to_string()).expect("the file is writable");
+}
+
+#[test]
+fn load_with_unsupported_vision_answers_text_and_refuses_images() {
+    let tower = "vision-ple";
+    for (fixture, field, value, reason) in [
+        (
+            tower,
+            "hidden_activation",
+            json!("silu"),
+            "hidden_activation",
+        ),
+        (tower, "hidden_size", json!(32), "has the shape"),
+        (tower, "num_hidden_layers", json!(3), "layers.2"),
+        (
+            tower,
+            "num_hidden_layers",
+            json!(1),
+            "not part of the model",
+        ),
+        (
+            tower,
+            "use_clipped_linears",
+            json!(false),
+            "not part of the model",
+        ),
+        (tower, "standardize", json!(true), "std_bias is missing"),
+        (tower, "patch_size", json!(8), "patch_size"),
+        (tower, "head_dim", json!(66), "head_dim"),
+        (
+            "vision-keqv",
+            "use_clipped_linears",
+            json!(true),
+            "input_min is missing",
+        ),
+        (
+            "vision-unified",
+            "mm_embed_dim",
+            json!(48),
+            "output_proj_dims",
+        ),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder is creatable");
+        changed(
+            fixture,
+            |config| config["vision_config"][field] = value,
+            folder.path(),
+        );
+        let options = LoadOptions::new().dtype(DType::F32);
+        let gemma = Gemma4::load(folder.path(), &Device::flex(), options)
+            .unwrap_or_else(|error| panic!("{fixture} {field}: {error}"));
+        generated(&gemma, vec![Message::user("no image")], &greedy(&gemma, 1));
+        let error = refused(&gemma, conversation(fixture), ChatOptions::default());
+        assert!(error.contains(reason), "{fixture} {field}: {error}");
+    }
+}
+
+#[test]
+fn image_with_more_rows_than_positions_is_refused() {
+    let gemma = Fixture::open("vision-ple").load(&Device::flex(), DType::F32);
+    let pixels =
+        Image::from_rgb(4000, 10, vec![9; 4000 * 10 * 3]).expect("the number of bytes is right");
+    let error = gemma
+        .soft_tokens(&pixels)
+        .expect_err("the tower has 128 positions")
+        .to_string();
+    assert!(error.contains("128 positions"), "{error}");
+}
+
+#[test]
+fn load_with_normalizing_image_processor_refuses_images() {
+    let folder = tempfile::tempdir().expect("a folder is creatable");
+    changed("vision-ple", |_| (), folder.path());
+    let path = folder.path().join("processor_config.json");
+    for (field, value) in [
+        ("do_normalize", json!(true)),
+        ("do_resize", json!(false)),
+        ("resample", json!(2)),
+        ("rescale_factor", json!(0.5)),
+        ("max_soft_tokens", json!(71)),
+        ("patch_size", json!(14)),
+    ] {
+        let processor = json!({"image_processor": {field: value}});
+        fs::write(&path, processor.to_string()).expect("the file is writable");
+        let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new());
+        let error = gemma.expect("the text model is loadable").check_vision();
+        let error = error.expect_err("the processor is refused").to_string();
+        assert!(error.contains(field), "{error}");
+    }
+}
