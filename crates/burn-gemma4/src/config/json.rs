@@ -20,6 +20,9 @@ const MODEL_TYPES: [&str; 4] = [
     "gemma4_unified_text",
 ];
 
+/// The beginning of the `model_type` of models like 12B, which see images without a vision tower.
+const UNIFIED: &str = "gemma4_unified";
+
 /// The top level of a `config.json`. A text model's fields are at the top level. A multimodal model has one object per
 /// submodel, such as `text_config`.
 #[derive(Deserialize)]
@@ -160,6 +163,12 @@ impl Gemma4Config {
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
+        if file
+            .model_type
+            .is_some_and(|kind| kind.starts_with(UNIFIED))
+        {
+            text.fill_unified_defaults();
+        }
         let config = text.into_config()?;
         config.validate()?;
         Ok(config)
@@ -167,6 +176,14 @@ impl Gemma4Config {
 }
 
 impl Text {
+    /// Fills missing fields with the defaults of Hugging Face Transformers' class for unified models, where they differ
+    /// from those of other models. Unified models have no per-layer embeddings.
+    fn fill_unified_defaults(&mut self) {
+        self.hidden_size_per_layer_input.get_or_insert(0);
+        self.sliding_window.get_or_insert(1024);
+        self.max_position_embeddings.get_or_insert(262_144);
+    }
+
     /// Converts the fields of the file to a configuration. A missing field gets the default value of Hugging Face
     /// Transformers' configuration class.
     pub(super) fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {

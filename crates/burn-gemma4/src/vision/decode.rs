@@ -73,10 +73,12 @@ mod tests {
 
     #[test]
     fn decode_of_header_with_too_many_pixels_is_refused_before_allocation() {
-        for (width, height) in [(65_535, 65_535), (1 << 30, 1 << 30), (8193, 8192)] {
+        for (width, height) in [(65_535, 65_535), (8193, 8192)] {
             let reason = refused(&with_size(png(3, 2), width, height));
             assert!(reason.contains(&format!("{width} x {height}")), "{reason}");
         }
+        let reason = refused(&with_size(png(3, 2), 1 << 30, 1 << 30));
+        assert!(reason.contains("limit"), "{reason}");
     }
 
     #[test]
@@ -111,8 +113,8 @@ mod tests {
         }
     }
 
-    /// Compares with Pillow. Lossy files may differ by the rounding of the transforms and of the colour conversion. On
-    /// 2026-11-29 the largest difference was LARGEST_JPEG in JPEG and LARGEST_WEBP in WebP files.
+    /// Compares with Pillow. JPEG decoders may differ in the rounding of their transforms. On 2026-11-29 the largest
+    /// difference was 3 of 255 in JPEG files, and 0 in all other files.
     #[test]
     fn decode_of_every_format_equals_pillow() {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/images");
@@ -127,11 +129,7 @@ mod tests {
             let differences = pairs.map(|(found, expected)| found.abs_diff(*expected));
             let largest = differences.max().expect("the image has pixels");
             println!("{name}: {largest}");
-            let allowed = match name {
-                "photograph.webp" => 4,
-                _ if name.ends_with(".jpg") => 4,
-                _ => 0,
-            };
+            let allowed = if name.ends_with(".jpg") { 3 } else { 0 };
             assert!(largest <= allowed, "{name}: {largest}");
         }
     }
