@@ -5,6 +5,7 @@
 mod answers;
 mod doctor;
 pub mod folder;
+mod images;
 #[cfg(feature = "training")]
 mod over_quantized;
 #[cfg(feature = "training")]

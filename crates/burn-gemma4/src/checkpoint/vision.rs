@@ -53,8 +53,8 @@ struct Shared {
 
 #[derive(Debug)]
 enum LoadedVision {
-    Tower(TowerVision),
-    Projected(ProjectedVision),
+    Tower(Box<TowerVision>),
+    Projected(Box<ProjectedVision>),
 }
 
 impl LazyVision {
@@ -127,11 +127,11 @@ impl Shared {
         let (config, hidden, device) = (&self.config, self.text.hidden_size, &self.device);
         match &config.encoder {
             EncoderConfig::Tower(tower) => {
-                LoadedVision::Tower(TowerVision::new(config, tower, hidden, device))
+                LoadedVision::Tower(Box::new(TowerVision::new(config, tower, hidden, device)))
             }
-            EncoderConfig::Projection(projection) => {
-                LoadedVision::Projected(ProjectedVision::new(config, projection, hidden, device))
-            }
+            EncoderConfig::Projection(projection) => LoadedVision::Projected(Box::new(
+                ProjectedVision::new(config, projection, hidden, device),
+            )),
         }
     }
 
@@ -155,15 +155,15 @@ impl Shared {
         let weights = module.weights(files);
         Ok(match module {
             LoadedVision::Tower(vision) => {
-                let mut vision = self.loaded(vision, &weights)?;
+                let mut vision = self.loaded(*vision, &weights)?;
                 let clips = weights.clips(&self.folder)?;
                 for ((_, clip), found) in vision.clips_mut().into_iter().zip(clips) {
                     *clip = found;
                 }
-                LoadedVision::Tower(vision)
+                LoadedVision::Tower(Box::new(vision))
             }
             LoadedVision::Projected(vision) => {
-                LoadedVision::Projected(self.loaded(vision, &weights)?)
+                LoadedVision::Projected(Box::new(self.loaded(*vision, &weights)?))
             }
         })
     }
