@@ -2,7 +2,7 @@
 //! (`make_vision.py`), however the prompt is divided into calls.
 
 use crate::devices::devices;
-use crate::fixture::{Fixture, folder, greedy, values};
+use crate::fixture::{Fixture, folder, greedy};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     ChatOptions, Drafts, Gemma4, GenerateOptions, Generation, Image, KvPrecision, LoadOptions,

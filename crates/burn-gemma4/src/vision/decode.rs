@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn decode_of_header_with_too_many_pixels_is_refused_before_allocation() {
-        for (width, height) in [(65_535, 65_535), (8193, 8192)] {
+        for (width, height) in [(65_535, 65_535), (8193, 8192), (1, 65_536), (65_536, 1)] {
             let reason = refused(&with_size(png(3, 2), width, height));
             assert!(reason.contains(&format!("{width} x {height}")), "{reason}");
         }

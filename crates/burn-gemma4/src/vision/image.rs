@@ -13,6 +13,10 @@ const MOST_BYTES: u64 = 64 << 20;
 /// The largest number of pixels of an image. An image of this size takes 192 MiB in memory.
 pub(super) const MOST_PIXELS: usize = 1 << 26;
 
+/// The largest width or height of an image in pixels. Without this limit, resizing a very narrow image could take
+/// gigabytes, because its rows become wider before its columns become shorter.
+const LONGEST_SIDE: usize = 65_535;
+
 /// An image for a prompt: pixels in RGB with 8 bits per channel. Clones share the pixels.
 ///
 /// ```no_run
@@ -65,7 +69,8 @@ impl Image {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the contents are malformed, truncated or in another format. Returns the same
-    /// error for more than 64 MiB, and for an image of more than 67,108,864 pixels.
+    /// error for more than 64 MiB, for an image of more than 67,108,864 pixels, and for a side of more than 65,535
+    /// pixels.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         let argument = "image";
         let pixels = check_size(bytes.len() as u64)
@@ -81,7 +86,7 @@ impl Image {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of bytes is wrong, or if the image has no pixels or more than
-    /// 67,108,864.
+    /// [`from_bytes`](Self::from_bytes) accepts.
     ///
     /// ```
     /// use burn_gemma4::Image;
@@ -175,9 +180,9 @@ fn check_size(bytes: u64) -> Result<(), String> {
 /// Refuses an image without pixels, or with too many of them.
 pub(super) fn check_pixels(width: usize, height: usize) -> Result<(), String> {
     match width.checked_mul(height) {
-        Some(1..=MOST_PIXELS) => Ok(()),
+        Some(1..=MOST_PIXELS) if width.max(height) <= LONGEST_SIDE => Ok(()),
         _ => Err(format!(
-            "has {width} x {height} pixels; expected from 1 to {MOST_PIXELS} pixels"
+            "has {width} x {height} pixels; expected from 1 to {MOST_PIXELS} pixels, and up to {LONGEST_SIDE} on each side"
         )),
     }
 }
