@@ -88,7 +88,7 @@ fn program_run_with_wrong_image_names_it() {
             "no vision",
             text,
             &["--image", &wide, "hi"],
-            1,
+            2,
             &["sees no images"],
         ),
         (

@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[command(version)]
 pub struct Run {
     /// Text to continue, as with --prompt.
-    #[arg(value_name = "TEXT", conflicts_with_all = ["prompt", "prompt_tokens"])]
+    #[arg(value_name = "TEXT", help_heading = "Prompt")]
     text: Option<String>,
     #[command(flatten)]
     model: AdaptedModelArguments,
@@ -168,6 +168,12 @@ fn run(cli: &Run) -> Result<(), Error> {
 
 /// Returns the prompt from the arguments or standard input.
 fn prompt(cli: &Run) -> Result<Prompt, Error> {
+    let has_other = cli.prompt.is_some() || cli.prompt_tokens.is_some();
+    if let Some(text) = cli.text.as_ref().filter(|_| has_other) {
+        let reason =
+            format!("TEXT: is {text:?} beside --prompt or --prompt-tokens; expected one prompt");
+        return Err(WrongArgument(reason).into());
+    }
     if let Some(tokens) = &cli.prompt_tokens {
         return Ok(Prompt::Tokens(tokens.clone()));
     }
