@@ -1,14 +1,18 @@
-//! Decodes image files within limits on memory.
+//! Decodes image files within limits on memory. Truncated files are refused.
 
 use super::image::{MOST_PIXELS, Pixels, check_pixels};
-use ::image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, guess_format};
+use ::image::{
+    DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, RgbImage, guess_format,
+};
 use std::io::Cursor;
+use zune_jpeg::JpegDecoder;
+use zune_jpeg::zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions};
 
 /// The formats of image files that can be decoded.
 const FORMATS: [ImageFormat; 3] = [ImageFormat::Png, ImageFormat::Jpeg, ImageFormat::WebP];
 
-/// The largest number of bytes of one pixel in a decoder's output. The decoders refuse to allocate more than this
-/// number for each of the [`MOST_PIXELS`].
+/// The largest number of bytes of one pixel in a decoder's output. The decoders refuse a larger output than this number
+/// for each of the [`MOST_PIXELS`]. Their other buffers, and later copies of the pixels, are not counted.
 const PIXEL_BYTES: usize = 8;
 
 /// Decodes the contents of an image file. The error is a reason that follows the file's name.
@@ -17,6 +21,9 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
         .ok()
         .filter(|format| FORMATS.contains(format))
         .ok_or("is not a PNG, JPEG or WebP image")?;
+    if is_truncated(bytes, format) {
+        return Err("cannot be decoded as an image: the file is truncated".into());
+    }
     let failed = |error| format!("cannot be decoded as an image: {error}");
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::no_limits();
@@ -27,14 +34,97 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
     // Check the size before the pixels are allocated. The header may promise any size.
     check_pixels(width as usize, height as usize)?;
     let orientation = decoder.orientation().map_err(failed)?;
-    let mut image = DynamicImage::from_decoder(decoder).map_err(failed)?;
+    let mut image = match format {
+        ImageFormat::Jpeg => whole_jpeg(bytes)?,
+        _ => DynamicImage::from_decoder(decoder).map_err(failed)?,
+    };
     image.apply_orientation(orientation);
-    let rgb = image.into_rgb8();
     Ok(Pixels {
-        width: rgb.width() as usize,
-        height: rgb.height() as usize,
-        rgb: rgb.into_raw(),
+        width: image.width() as usize,
+        height: image.height() as usize,
+        rgb: rgb(image),
     })
+}
+
+/// Decodes a JPEG file in strict mode. The decoder of the crate `image` fills pixels with gray after an error.
+fn whole_jpeg(bytes: &[u8]) -> Result<DynamicImage, String> {
+    let failed = |error: &dyn std::fmt::Display| format!("cannot be decoded as an image: {error}");
+    let options = DecoderOptions::default()
+        .set_strict_mode(true)
+        .set_max_width(usize::MAX)
+        .set_max_height(usize::MAX)
+        .jpeg_set_out_colorspace(ColorSpace::RGB);
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
+    let rgb = decoder.decode().map_err(|error| failed(&error))?;
+    let (width, height) = decoder.dimensions().unwrap_or_default();
+    RgbImage::from_raw(width as u32, height as u32, rgb)
+        .map(DynamicImage::from)
+        .ok_or_else(|| failed(&"the number of pixels is wrong"))
+}
+
+/// True if the end of a file is missing in a way that its decoder may not notice.
+fn is_truncated(bytes: &[u8], format: ImageFormat) -> bool {
+    match format {
+        ImageFormat::Jpeg => !has_end_marker(bytes),
+        // The header has the number of the bytes that follow its first eight.
+        ImageFormat::WebP => {
+            let size = bytes.get(4..).and_then(|bytes| bytes.first_chunk());
+            let size = size.map(|size| u64::from(u32::from_le_bytes(*size)));
+            size.is_none_or(|size| size + 8 > bytes.len() as u64)
+        }
+        _ => false,
+    }
+}
+
+/// True if the segments of a JPEG file end with the marker EOI. The decoder does not notice that the last rows of a
+/// file are missing.
+fn has_end_marker(bytes: &[u8]) -> bool {
+    let mut rest = bytes;
+    loop {
+        // Skip compressed data, which contains 0xFF only before a zero or in a restart marker.
+        let is_marker =
+            |pair: &[u8]| pair[0] == 0xFF && !matches!(pair[1], 0 | 1 | 0xD0..=0xD7 | 0xFF);
+        let Some(start) = rest.windows(2).position(is_marker) else {
+            return false;
+        };
+        let (marker, after) = (rest[start + 1], &rest[start + 2..]);
+        rest = match marker {
+            0xD9 => return true,
+            0xD8 => after,
+            _ => {
+                let length = after.first_chunk().map(|bytes| u16::from_be_bytes(*bytes));
+                let segment = length.and_then(|length| after.get(usize::from(length)..));
+                match segment {
+                    Some(segment) => segment,
+                    None => return false,
+                }
+            }
+        };
+    }
+}
+
+/// Returns the channels red, green and blue of each pixel, 8 bits each. A channel of 16 bits becomes its high byte, as
+/// in Pillow.
+fn rgb(image: DynamicImage) -> Vec<u8> {
+    let high = |value: u16| (value >> 8) as u8;
+    let mut rgb = Vec::with_capacity(image.width() as usize * image.height() as usize * 3);
+    match image {
+        DynamicImage::ImageLuma16(image) => {
+            rgb.extend(image.pixels().flat_map(|pixel| [high(pixel[0]); 3]));
+        }
+        DynamicImage::ImageLumaA16(image) => {
+            rgb.extend(image.pixels().flat_map(|pixel| [high(pixel[0]); 3]));
+        }
+        DynamicImage::ImageRgb16(image) => {
+            rgb.extend(image.pixels().flat_map(|pixel| pixel.0.map(high)));
+        }
+        DynamicImage::ImageRgba16(image) => {
+            let channels = image.pixels().map(|pixel| [pixel[0], pixel[1], pixel[2]]);
+            rgb.extend(channels.flat_map(|channels| channels.map(high)));
+        }
+        image => return image.into_rgb8().into_raw(),
+    }
+    rgb
 }
 
 #[cfg(test)]
@@ -51,6 +141,11 @@ mod tests {
             .write_image(&pixels, width, height, ::image::ExtendedColorType::L8)
             .expect("a gray image is encodable");
         bytes
+    }
+
+    fn read(name: &str) -> Vec<u8> {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/images");
+        std::fs::read(folder.join(name)).expect("the fixture is readable")
     }
 
     fn refused(bytes: &[u8]) -> String {
@@ -89,11 +184,53 @@ mod tests {
         assert!(reason.contains("cannot be decoded"), "{reason}");
     }
 
+    /// Truncates files at every length. The last 12 bytes of a PNG file are an empty chunk, which no pixel needs.
     #[test]
     fn decode_of_truncated_file_is_refused() {
-        let whole = png(40, 30);
-        for length in 0..whole.len() - 12 {
-            refused(&whole[..length]);
+        for (name, end) in [
+            ("alpha.png", 12),
+            ("gray.png", 12),
+            ("palette.png", 12),
+            ("photograph.jpg", 0),
+            ("progressive.jpg", 0),
+            ("turned.jpg", 0),
+            ("cmyk.jpg", 0),
+            ("photograph.webp", 0),
+            ("lossless.webp", 0),
+        ] {
+            let whole = read(name);
+            for length in 0..whole.len() - end {
+                let is_refused = decode(&whole[..length]).is_err();
+                assert!(is_refused, "{name}: {length} of {} bytes", whole.len());
+            }
+        }
+    }
+
+    #[test]
+    fn decode_of_jpeg_with_bytes_after_its_end_ignores_them() {
+        let whole = read("photograph.jpg");
+        let expected = decode(&whole).expect("the image is decodable");
+        let found = decode(&[&whole[..], b"trailer"].concat()).expect("the image is decodable");
+        assert!(found == expected);
+    }
+
+    #[test]
+    fn decode_of_16_bits_takes_the_high_byte() {
+        use ::image::ExtendedColorType::{L16, La16, Rgb16, Rgba16};
+        let samples: [u16; 8] = [0x00FF, 0x0100, 0x7FFF, 0xFFFF, 0x12FE, 0x80FF, 0xFE00, 1];
+        let bytes: Vec<u8> = samples.iter().flat_map(|one| one.to_ne_bytes()).collect();
+        for (color, channels, expected) in [
+            (L16, 1, &[0, 0, 0, 1, 1, 1][..]),
+            (La16, 2, &[0, 0, 0, 0x7F, 0x7F, 0x7F]),
+            (Rgb16, 3, &[0, 1, 0x7F, 0xFF, 0x12, 0x80]),
+            (Rgba16, 4, &[0, 1, 0x7F, 0x12, 0x80, 0xFE]),
+        ] {
+            let mut png = Vec::new();
+            PngEncoder::new(&mut png)
+                .write_image(&bytes[..2 * 2 * channels], 2, 1, color)
+                .expect("the image is encodable");
+            let found = decode(&png).expect("the image is decodable");
+            assert_eq!(found.rgb, expected, "{color:?}");
         }
     }
 
@@ -117,11 +254,9 @@ mod tests {
     /// difference was 3 of 255 in JPEG files, and 0 in all other files.
     #[test]
     fn decode_of_every_format_equals_pillow() {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/images");
-        let read = |name: &str| std::fs::read(folder.join(name)).expect("the fixture is readable");
         let decoded = read("decoded.safetensors");
         let decoded = SafeTensors::deserialize(&decoded).expect("the fixture parses");
-        assert_eq!(decoded.len(), 9);
+        assert_eq!(decoded.len(), 11);
         for (name, expected) in decoded.iter() {
             let found = decode(&read(name)).unwrap_or_else(|reason| panic!("{name}: {reason}"));
             assert_eq!([found.height, found.width, 3], expected.shape(), "{name}");

@@ -1,8 +1,8 @@
 //! An image of a prompt.
 
 use super::decode::decode;
-use crate::error::{Gemma4Error, read};
-use std::{fmt, path::Path, sync::Arc};
+use crate::error::Gemma4Error;
+use std::{fmt, fs::File, io::Read, path::Path, sync::Arc};
 
 /// The numbers of soft tokens to which an image may be limited, as in Hugging Face Transformers.
 pub(crate) const SOFT_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
@@ -44,7 +44,7 @@ pub(crate) struct Pixels {
 
 impl Image {
     /// Reads a PNG, JPEG or WebP file. The image is turned upright if the file has an orientation (EXIF). Transparency is
-    /// dropped, and of an animation only the first frame is read.
+    /// dropped, and of an animation only the first frame is read. Channels of 16 bits become their high byte.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] in the cases in which
@@ -59,9 +59,14 @@ impl Image {
             path: path.into(),
             reason,
         };
-        // Check the size before the file is read into memory.
-        check_size(std::fs::metadata(path).map_err(io)?.len()).map_err(malformed)?;
-        let bytes = read(path)?;
+        // Check the size before the file is read into memory. A device or a pipe has no size, and may have no end.
+        let file = File::open(path).map_err(io)?;
+        check_size(file.metadata().map_err(io)?.len()).map_err(malformed)?;
+        let mut bytes = Vec::new();
+        file.take(MOST_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .map_err(io)?;
+        check_size(bytes.len() as u64).map_err(malformed)?;
         Ok(Self::of(decode(&bytes).map_err(malformed)?))
     }
 
@@ -69,8 +74,7 @@ impl Image {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the contents are malformed, truncated or in another format. Returns the same
-    /// error for more than 64 MiB, for an image of more than 67,108,864 pixels, and for a side of more than 65,535
-    /// pixels.
+    /// error for more than 64 MiB, more than 67,108,864 pixels, or a side of more than 65,535 pixels.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         let argument = "image";
         let pixels = check_size(bytes.len() as u64)
@@ -184,5 +188,17 @@ pub(super) fn check_pixels(width: usize, height: usize) -> Result<(), String> {
         _ => Err(format!(
             "has {width} x {height} pixels; expected from 1 to {MOST_PIXELS} pixels, and up to {LONGEST_SIDE} on each side"
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn open_of_device_without_end_is_refused() {
+        let error = Image::open("/dev/zero").expect_err("the device has no end");
+        assert!(error.to_string().contains("at most"), "{error}");
     }
 }

@@ -110,9 +110,9 @@ impl ImageProcessor {
         }
     }
 
-    /// Returns the size in which the model sees an image of `width` and `height` pixels: the largest size with the same
-    /// aspect ratio that has at most `soft_tokens` squares of patches. A very flat or narrow image gets one row or
-    /// column of squares.
+    /// Returns the size in which the model sees an image of `width` and `height` pixels. The size is the largest one
+    /// with the same aspect ratio that has at most `soft_tokens` squares of patches. A very flat or narrow image gets
+    /// one row or column of squares.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the image would have no pixels.
