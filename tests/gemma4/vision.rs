@@ -1,17 +1,16 @@
-//! Tests prompts with images: the soft tokens, the logits and the generated tokens equal those of Hugging Face Transformers
-//! (`make_vision.py`), however the prompt is divided into calls.
+//! Tests prompts with images. The soft tokens, the logits and the generated tokens equal those of Hugging Face
+//! Transformers (`make_vision.py`), for any prefill chunk.
+
+mod refused;
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    ChatOptions, Drafts, Gemma4, GenerateOptions, Generation, Image, KvPrecision, LoadOptions,
-    Logits, Message, MessagePart, Prompt,
+    ChatOptions, Drafts, Gemma4, GenerateOptions, Generation, Image, KvPrecision, Logits, Message,
+    MessagePart, Prompt,
 };
-use serde_json::{Value, json};
-use std::fs;
 use std::ops::ControlFlow;
-use std::path::Path;
 
 /// The fixtures: models like E2B, 31B and 12B.
 const ALL: [&str; 3] = ["vision-ple", "vision-keqv", "vision-unified"];
@@ -269,155 +268,4 @@ fn image_with_other_soft_tokens_has_that_many_placeholders() {
             .to_string()
             .contains("70, 140")
     );
-}
-
-fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
-    let options = GenerateOptions {
-        chat,
-        ..greedy(gemma, 1)
-    };
-    let outcome = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
-    outcome.expect_err("the prompt is refused").to_string()
-}
-
-#[test]
-fn prompt_with_image_for_model_without_vision_is_refused() {
-    let device = Device::flex();
-    let embedded = Gemma4::embedded(&device, LoadOptions::new()).expect("the model is loadable");
-    let text = Fixture::open("dense-ple-mm-bf16").load(&device, DType::F32);
-    for (gemma, reason) in [(embedded, "embedded"), (text, "no vision")] {
-        let error = refused(&gemma, conversation("vision-ple"), ChatOptions::default());
-        assert!(error.contains(reason), "{error}");
-        let error = gemma
-            .check_vision()
-            .expect_err("the model sees no images")
-            .to_string();
-        assert!(error.contains(reason), "{error}");
-    }
-}
-
-#[test]
-fn prompt_with_placeholders_but_no_images_is_refused() {
-    let fixture = Fixture::open("vision-ple");
-    let gemma = fixture.load(&Device::flex(), DType::F32);
-    let special = ChatOptions {
-        special_tokens: true,
-        ..ChatOptions::default()
-    };
-    let with_text = |text: &str| {
-        let image = MessagePart::Image(image(fixture.name, "wide.png"));
-        vec![Message::user(vec![image, text.into()])]
-    };
-    let error = refused(&gemma, with_text("a <|image|>"), special);
-    assert!(
-        error.contains("2 image placeholders, but 1 images"),
-        "{error}"
-    );
-    let error = refused(&gemma, fixture.prompt.clone(), ChatOptions::default());
-    assert!(error.contains("but 0 images"), "{error}");
-    // Without special tokens in messages, a placeholder in a message is plain text.
-    let options = greedy(&gemma, 1);
-    generated(&gemma, with_text("a <|image|>"), &options);
-}
-
-/// Copies a fixture and changes its `config.json`.
-fn changed(fixture: &str, change: impl FnOnce(&mut Value), path: &Path) {
-    for entry in fs::read_dir(folder(fixture)).expect("the fixture is readable") {
-        let entry = entry.expect("the fixture is readable");
-        fs::copy(entry.path(), path.join(entry.file_name())).expect("the file is copyable");
-    }
-    let path = path.join("config.json");
-    let text = fs::read_to_string(&path).expect("the fixture is readable");
-    let mut config = serde_json::from_str(&text).expect("the fixture parses");
-    change(&mut config);
-    fs::write(path, config.to_string()).expect("the file is writable");
-}
-
-#[test]
-fn load_with_unsupported_vision_answers_text_and_refuses_images() {
-    let tower = "vision-ple";
-    for (fixture, field, value, reason) in [
-        (
-            tower,
-            "hidden_activation",
-            json!("silu"),
-            "hidden_activation",
-        ),
-        (tower, "hidden_size", json!(32), "has the shape"),
-        (tower, "num_hidden_layers", json!(3), "layers.2"),
-        (
-            tower,
-            "num_hidden_layers",
-            json!(1),
-            "not part of the model",
-        ),
-        (
-            tower,
-            "use_clipped_linears",
-            json!(false),
-            "not part of the model",
-        ),
-        (tower, "standardize", json!(true), "std_bias is missing"),
-        (tower, "patch_size", json!(8), "patch_size"),
-        (tower, "head_dim", json!(66), "head_dim"),
-        (
-            "vision-keqv",
-            "use_clipped_linears",
-            json!(true),
-            "input_min is missing",
-        ),
-        (
-            "vision-unified",
-            "mm_embed_dim",
-            json!(48),
-            "output_proj_dims",
-        ),
-    ] {
-        let folder = tempfile::tempdir().expect("a folder is creatable");
-        changed(
-            fixture,
-            |config| config["vision_config"][field] = value,
-            folder.path(),
-        );
-        let options = LoadOptions::new().dtype(DType::F32);
-        let gemma = Gemma4::load(folder.path(), &Device::flex(), options)
-            .unwrap_or_else(|error| panic!("{fixture} {field}: {error}"));
-        generated(&gemma, vec![Message::user("no image")], &greedy(&gemma, 1));
-        let error = refused(&gemma, conversation(fixture), ChatOptions::default());
-        assert!(error.contains(reason), "{fixture} {field}: {error}");
-    }
-}
-
-#[test]
-fn image_with_more_rows_than_positions_is_refused() {
-    let gemma = Fixture::open("vision-ple").load(&Device::flex(), DType::F32);
-    let pixels =
-        Image::from_rgb(4000, 10, vec![9; 4000 * 10 * 3]).expect("the number of bytes is right");
-    let error = gemma
-        .soft_tokens(&pixels)
-        .expect_err("the tower has 128 positions")
-        .to_string();
-    assert!(error.contains("128 positions"), "{error}");
-}
-
-#[test]
-fn load_with_normalizing_image_processor_refuses_images() {
-    let folder = tempfile::tempdir().expect("a folder is creatable");
-    changed("vision-ple", |_| (), folder.path());
-    let path = folder.path().join("processor_config.json");
-    for (field, value) in [
-        ("do_normalize", json!(true)),
-        ("do_resize", json!(false)),
-        ("resample", json!(2)),
-        ("rescale_factor", json!(0.5)),
-        ("max_soft_tokens", json!(71)),
-        ("patch_size", json!(14)),
-    ] {
-        let processor = json!({"image_processor": {field: value}});
-        fs::write(&path, processor.to_string()).expect("the file is writable");
-        let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new());
-        let error = gemma.expect("the text model is loadable").check_vision();
-        let error = error.expect_err("the processor is refused").to_string();
-        assert!(error.contains(field), "{error}");
-    }
 }

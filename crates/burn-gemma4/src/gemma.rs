@@ -1,12 +1,15 @@
 //! A loaded checkpoint: the model, the tokenizer, the chat template and the generation defaults.
 
 use crate::cancellation::Cancellation;
+use crate::checkpoint::adapter::adapts_vision;
 use crate::checkpoint::gguf::Gguf;
 use crate::checkpoint::vision::LazyVision;
 use crate::checkpoint::{LoadOptions, Quantization};
 use crate::config::Gemma4Config;
 use crate::config::drafter::DrafterConfig;
 use crate::config::generation::GenerationDefaults;
+use crate::config::placeholders::Placeholders;
+use crate::config::unknown_files::missing;
 use crate::error::Gemma4Error;
 use crate::error::existing;
 use crate::generate;
@@ -24,7 +27,7 @@ use crate::text::chat::{ChatOptions, ChatTemplate, Message};
 use crate::text::tokenizer::Tokenizer;
 use crate::vision::image::Image;
 use burn::tensor::{DType, Device, Tensor};
-use std::{ops::ControlFlow, path::Path};
+use std::{fs, ops::ControlFlow, path::Path};
 
 /// The token that ends a turn of a conversation in Gemma's chat templates.
 const END_OF_TURN: &str = "<turn|>";
@@ -57,6 +60,7 @@ pub struct Gemma4 {
     drafter: Option<Drafter>,
     /// The part of the model that sees images, or the reason why this model sees none.
     vision: Result<LazyVision, String>,
+    placeholders: Placeholders,
     /// The CUDA graphs of the model's forward passes over whole prompts.
     graphs: CapturedPrompts,
 }
@@ -142,6 +146,7 @@ impl Gemma4 {
             defaults: defaults.or_of(&config),
             drafter: None,
             vision: Err("GGUF files contain no vision; load the checkpoint's folder".into()),
+            placeholders: Placeholders::default(),
             graphs: CapturedPrompts::default(),
         })
     }
@@ -152,7 +157,10 @@ impl Gemma4 {
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
         // Read the small files first. An error in them is then reported before the long loading of the weights.
-        let config = Gemma4Config::from_file(folder.join("config.json"))?;
+        let path = folder.join("config.json");
+        let config = Gemma4Config::from_file(&path)?;
+        let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
+        let placeholders = Placeholders::from_json(&json, config.vocab_size)?;
         let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"))?;
         let chat_template = ChatTemplate::from_folder(folder)?;
         let defaults = match existing(folder, "generation_config.json")? {
@@ -172,6 +180,7 @@ impl Gemma4 {
             defaults: defaults.or_of(&config),
             drafter: None,
             vision,
+            placeholders,
             graphs: CapturedPrompts::default(),
         })
     }
@@ -198,25 +207,46 @@ impl Gemma4 {
             chat_template: ChatTemplate::gemma4(),
             drafter: None,
             vision: Err("the embedded model has no vision; load a multimodal checkpoint".into()),
+            placeholders: Placeholders::default(),
             graphs: CapturedPrompts::default(),
         })
     }
 
-    /// Merges the LoRA adapter in `folder` into the weights.
+    /// Merges the LoRA adapter in `folder` into the weights. If the adapter has factors for the vision, the result sees
+    /// no images.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::merge_adapter`].
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_model(|model| model.merge_adapter(folder))
+        self.with_adapter(folder.as_ref(), |model, folder| model.merge_adapter(folder))
     }
 
     /// Adds the LoRA adapter in `folder` to the model. For weights that are not quantized, the adapter is merged into
-    /// the weights. For quantized weights, each forward pass adds the adapter's output.
+    /// the weights. For quantized weights, each forward pass adds the adapter's output. If the adapter has factors for
+    /// the vision, the result sees no images.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_model(|model| model.attach_adapter(folder))
+        self.with_adapter(folder.as_ref(), |model, folder| {
+            model.attach_adapter(folder)
+        })
+    }
+
+    fn with_adapter(
+        self,
+        folder: &Path,
+        change: impl FnOnce(Gemma4Model, &Path) -> Result<Gemma4Model, Gemma4Error>,
+    ) -> Result<Self, Gemma4Error> {
+        let mut adapted = self.with_model(|model| change(model, folder))?;
+        // This crate does not adapt the vision. Images would run through a vision without the adapter's changes.
+        if adapted.vision.is_ok() && adapts_vision(folder)? {
+            adapted.vision = Err(format!(
+                "the adapter {} changes the vision, which is not supported",
+                folder.display()
+            ));
+        }
+        Ok(adapted)
     }
 
     /// Quantizes the weights.
@@ -302,6 +332,12 @@ impl Gemma4 {
         self.vision().map(|_| ())
     }
 
+    /// The tokens that stand for images, audio and video. Check tokens with them that [`tokens`](Self::tokens) has not
+    /// encoded.
+    pub fn placeholders(&self) -> &Placeholders {
+        &self.placeholders
+    }
+
     fn vision(&self) -> Result<&LazyVision, Gemma4Error> {
         self.vision
             .as_ref()
@@ -329,7 +365,8 @@ impl Gemma4 {
     /// The result is `[1, selected positions, vocabulary]`, or `None` for [`Logits::None`].
     ///
     /// # Errors
-    /// Returns the errors of [`generate`](Self::generate) about the prompt.
+    /// Returns the errors of [`tokens`](Self::tokens). Returns [`Gemma4Error::Argument`] if the prompt has no tokens, a
+    /// token outside of the vocabulary, or more tokens than the model has positions.
     pub fn logits(
         &self,
         prompt: impl Into<Prompt>,
@@ -337,8 +374,7 @@ impl Gemma4 {
         asked: Logits,
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
         let prompt = self.encode(&prompt.into(), chat, None)?;
-        self.config()
-            .check_tokens(prompt.tokens.iter().map(|token| i64::from(*token)))?;
+        generate::check_prompts(self.config(), std::slice::from_ref(&prompt))?;
         let vision = self.vision.as_ref().ok();
         let hidden = generate::hidden_of_prompt(&self.model, vision, &prompt, asked)?;
         Ok(hidden.map(|hidden| self.model.logits(hidden)))
@@ -402,7 +438,7 @@ impl Gemma4 {
     /// # Errors
     /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text. Returns
     /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or if the chat template does not write
-    /// one placeholder for each image.
+    /// one placeholder for each image. Returns the same error for placeholders of audio and video.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         Ok(self.encode(prompt, chat, None)?.tokens)
     }
@@ -428,8 +464,14 @@ impl Gemma4 {
         }
         let tokens = self.rendered(prompt, chat, cancellation)?;
         match &self.vision {
-            Ok(vision) => EncodedPrompt::expand(tokens, &images, vision),
-            Err(_) => Ok(tokens.into()),
+            Ok(vision) => {
+                self.placeholders.check_except_images(&tokens)?;
+                EncodedPrompt::expand(tokens, &images, vision)
+            }
+            Err(_) => {
+                self.placeholders.check(&tokens)?;
+                Ok(tokens.into())
+            }
         }
     }
 

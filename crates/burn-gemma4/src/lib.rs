@@ -27,6 +27,7 @@ pub use checkpoint::{
     LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,
 };
 pub use config::generation::GenerationDefaults;
+pub use config::placeholders::Placeholders;
 pub use config::sampling::Sampling;
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,

@@ -18,19 +18,23 @@ pub(super) const MLX: &str = "language_model.model.";
 /// The name of the output projection's matrix, which has no prefix in any checkpoint.
 pub(super) const HEAD: &str = "lm_head.weight";
 
-/// The name prefixes of a multimodal model's tensors outside the text model. This crate does not load these tensors.
-const TOWERS: [&str; 5] = [
-    "vision_tower.",
-    "audio_tower.",
-    "embed_vision.",
-    "embed_audio.",
-    "multi_modal_projector.",
-];
+/// The name prefixes of a multimodal model's tensors that see images. `vision.rs` loads these tensors.
+const VISION: [&str; 3] = ["vision_tower.", "vision_embedder.", "embed_vision."];
+
+/// The name prefixes of a multimodal model's other tensors outside the text model. This crate does not load these
+/// tensors.
+const OTHERS: [&str; 3] = ["audio_tower.", "embed_audio.", "multi_modal_projector."];
 
 /// True if a tensor is part of a vision or audio tower, or of the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
-    let name = name.strip_prefix(TEXT).unwrap_or(name);
-    TOWERS.iter().any(|tower| name.starts_with(tower))
+    let path = name.strip_prefix(TEXT).unwrap_or(name);
+    is_of_vision(name) || OTHERS.iter().any(|tower| path.starts_with(tower))
+}
+
+/// True if a tensor is part of the vision: a tower, or a projection to the text model.
+pub(super) fn is_of_vision(name: &str) -> bool {
+    let path = name.strip_prefix(TEXT).unwrap_or(name);
+    VISION.iter().any(|part| path.starts_with(part))
 }
 
 impl Names {

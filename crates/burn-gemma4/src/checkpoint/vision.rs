@@ -2,6 +2,7 @@
 
 use super::files::TensorFiles;
 use super::loader::{Expected, check, load_module};
+use super::names::is_of_vision;
 use super::options::LoadOptions;
 use super::source::{Source, WeightSource, burn_dtype};
 use crate::config::Gemma4Config;
@@ -26,9 +27,6 @@ use std::{
 
 /// The prefix of the vision's tensors in a checkpoint, before the path of a parameter.
 const PREFIX: &str = "model.";
-
-/// The names of the vision's tensors begin with one of these, after [`PREFIX`].
-const PARTS: [&str; 3] = ["vision_tower.", "vision_embedder.", "embed_vision."];
 
 /// The names of a linear layer's bounds, in the order of [`Clip`]'s fields.
 const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"];
@@ -213,6 +211,17 @@ impl Weights {
                 *bound = self.bound(&format!("{path}.{name}"))?;
             }
             let [input_min, input_max, output_min, output_max] = bounds;
+            for (end, [smallest, largest]) in [
+                ("input", [input_min, input_max]),
+                ("output", [output_min, output_max]),
+            ] {
+                if smallest > largest {
+                    return Err(TensorProblem::Packing {
+                        name: format!("{PREFIX}{path}.{end}_min"),
+                        reason: format!("is {smallest}; expected at most {end}_max, {largest}"),
+                    });
+                }
+            }
             Ok(Clip {
                 input: [input_min, input_max],
                 output: [output_min, output_max],
@@ -284,12 +293,6 @@ impl WeightSource for Weights {
             .map(String::from)
             .collect()
     }
-}
-
-/// True if a tensor is part of the vision.
-fn is_of_vision(name: &str) -> bool {
-    let path = name.strip_prefix(PREFIX);
-    path.is_some_and(|path| PARTS.iter().any(|part| path.starts_with(part)))
 }
 
 /// Reads the image processor from `processor_config.json`, or from `preprocessor_config.json`. If both files lack it,

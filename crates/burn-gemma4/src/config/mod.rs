@@ -3,6 +3,7 @@
 pub(crate) mod drafter;
 pub(crate) mod generation;
 mod json;
+pub(crate) mod placeholders;
 mod presets;
 pub(crate) mod quantization;
 pub(crate) mod sampling;

@@ -19,4 +19,4 @@ pub use options::GenerateOptions;
 pub(crate) use prefill::{hidden_of_prompt, read_beginning};
 pub use prompt_graphs::PromptGraphs;
 pub(crate) use prompt_graphs::{CapturedPrompts, Size};
-pub(crate) use run::{Checkpoint, check, run};
+pub(crate) use run::{Checkpoint, check, check_prompts, run};

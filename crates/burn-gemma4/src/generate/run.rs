@@ -49,6 +49,41 @@ pub(crate) fn check(
     if options.prefill_chunk == Some(0) {
         return refuse("prefill_chunk", "is 0; it should be at least 1".into());
     }
+    let longest = check_prompts(config, prompts)?;
+    match config.max_position_embeddings - longest {
+        0 => refuse(
+            "prompt",
+            format!(
+                "has {longest} tokens, but the model has {} positions; at least one position must be left for the answer",
+                config.max_position_embeddings
+            ),
+        ),
+        room => {
+            let max_tokens = options.max_tokens.min(room);
+            match options
+                .max_length
+                .map(|most| (most, most.checked_sub(longest)))
+            {
+                None => Ok(max_tokens),
+                Some((most, None | Some(0))) => refuse(
+                    "prompt",
+                    format!(
+                        "has {longest} tokens, but max_length is {most}; at least one token must be left for the answer"
+                    ),
+                ),
+                Some((_, Some(left))) => Ok(max_tokens.min(left)),
+            }
+        }
+    }
+}
+
+/// Checks that each prompt has tokens, that these are in the vocabulary, and that the model has positions for them.
+/// Returns the length of the longest prompt.
+pub(crate) fn check_prompts(
+    config: &Gemma4Config,
+    prompts: &[EncodedPrompt],
+) -> Result<usize, Gemma4Error> {
+    let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
     for EncodedPrompt { tokens: prompt, .. } in prompts {
         if prompt.is_empty() {
             return refuse("prompt", "has no tokens; it should have at least 1".into());
@@ -68,30 +103,15 @@ pub(crate) fn check(
     }
     let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
     let longest = lengths.max().unwrap_or(0);
-    match config.max_position_embeddings.checked_sub(longest) {
-        None | Some(0) => refuse(
+    match longest > config.max_position_embeddings {
+        true => refuse(
             "prompt",
             format!(
-                "has {longest} tokens, but the model has {} positions; at least one position must be left for the answer",
+                "has {longest} tokens, but the model has {} positions",
                 config.max_position_embeddings
             ),
         ),
-        Some(room) => {
-            let max_tokens = options.max_tokens.min(room);
-            match options
-                .max_length
-                .map(|most| (most, most.checked_sub(longest)))
-            {
-                None => Ok(max_tokens),
-                Some((most, None | Some(0))) => refuse(
-                    "prompt",
-                    format!(
-                        "has {longest} tokens, but max_length is {most}; at least one token must be left for the answer"
-                    ),
-                ),
-                Some((_, Some(left))) => Ok(max_tokens.min(left)),
-            }
-        }
+        false => Ok(longest),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::config::{AdapterConfig, Scaling};
 use crate::checkpoint::files::uncompiled;
-use crate::checkpoint::names::{HEAD, Names, is_of_tower};
+use crate::checkpoint::names::{HEAD, Names, is_of_tower, is_of_vision};
 use crate::checkpoint::source::floats;
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem, read};
@@ -70,7 +70,7 @@ impl AdapterFiles {
         }
         if of_towers > 0 {
             warnings.push(format!(
-                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them"
+                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them, but images are refused if the vision has factors"
             ));
         }
         let names = Names::among(rest.iter().filter_map(|name| name.strip_prefix(WRAPPED)));
@@ -86,6 +86,19 @@ impl AdapterFiles {
             refusal: None,
         })
     }
+}
+
+/// True if the adapter in `folder` has factors for the vision.
+///
+/// # Errors
+/// Returns an error if the file of the factors is missing or malformed.
+pub(crate) fn adapts_vision(folder: &Path) -> Result<bool, Gemma4Error> {
+    let path = folder.join(WEIGHTS);
+    let bytes = read(&path)?;
+    let tensors = SafeTensors::deserialize(&bytes)
+        .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+    let mut names = tensors.names().into_iter().map(uncompiled);
+    Ok(names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_of_vision)))
 }
 
 fn malformed(path: &Path, reason: String) -> Gemma4Error {

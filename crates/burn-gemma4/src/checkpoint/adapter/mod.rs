@@ -8,4 +8,5 @@ mod merge;
 mod request;
 
 pub use description::Adapter;
+pub(crate) use files::adapts_vision;
 pub use request::{AdapterTargets, AdapterWeights};

@@ -141,6 +141,7 @@ mod tests {
         assert_eq!(slots(&rotated(&there, [2, 0].into_iter())), slots(&buffer));
     }
 
+    #[cfg(feature = "cube")]
     #[test]
     fn has_begun_is_true_after_the_padding() {
         let mut cache = Cache::new(&Gemma4Config::e2b(), vec![0, 3], CacheKind::default());

@@ -115,10 +115,11 @@ impl TextProjection {
         }
     }
 
-    /// Projects `[soft tokens, columns]` to `[soft tokens, hidden]`.
+    /// Projects `[soft tokens, columns]` to `[soft tokens, hidden]`. The result has the dtype of the weights.
     fn forward(&self, input: Tensor<2>) -> Tensor<2> {
         let normed = normalize(input, self.epsilon);
-        self.embedding_projection.rows(normed)
+        let dtype = self.embedding_projection.weight.dtype();
+        self.embedding_projection.rows(normed.cast(dtype))
     }
 }
 

@@ -127,7 +127,7 @@ impl VisionTower {
             .collect()
     }
 
-    /// Computes the pooled output for each square of patches, `[squares, hidden]`.
+    /// Computes the pooled output for each square of patches, `[squares, hidden]` in f32.
     pub fn forward(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
         let table = self.patch_embedder.position_embedding_table.val();
         let (device, dtype) = (table.device(), table.dtype());
@@ -155,7 +155,8 @@ impl VisionTower {
         Ok(self.pooled(stream, patches))
     }
 
-    /// Averages the rows of each square of patches, in f32, and standardizes the averages.
+    /// Averages the rows of each square of patches, and standardizes the averages. The result is f32, because its
+    /// values may exceed the range of f16.
     fn pooled(&self, rows: Tensor<2>, patches: &Patches) -> Tensor<2> {
         let dtype = rows.dtype();
         let [_, hidden] = rows.dims();
@@ -168,18 +169,16 @@ impl VisionTower {
             .mean_dim(3)
             .mean_dim(1)
             .reshape([height * width, hidden]);
-        // Round the averages before the scaling, as Hugging Face Transformers does. The scaled values may exceed the
-        // range of f16, so they stay in f32 until they are standardized.
+        // Round the averages before the scaling, as Hugging Face Transformers does.
         let scaled = means.cast(dtype).cast(DType::F32) * (hidden as f64).sqrt();
-        let standardized = match (&self.std_bias, &self.std_scale) {
+        match (&self.std_bias, &self.std_scale) {
             (Some(bias), Some(scale)) => {
                 let [bias, scale] =
                     [bias, scale].map(|param| param.val().cast(DType::F32).unsqueeze::<2>());
                 (scaled - bias) * scale
             }
             _ => scaled,
-        };
-        standardized.cast(dtype)
+        }
     }
 }
 
