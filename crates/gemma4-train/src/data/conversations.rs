@@ -169,6 +169,7 @@ pub(super) fn of_line(
                 let mut example = Example::default();
                 for (text, learned) in pieces {
                     let tokens = marking.encode(&text)?;
+                    gemma.placeholders().check(&tokens)?;
                     let follows_answer = example.learned.last() == Some(&true);
                     let start = example.tokens.len();
                     // A context piece with a tool's response may begin with the token that ends the model's tool call. The
@@ -293,9 +294,28 @@ impl Conversation {
         ignored: &mut Ignored,
     ) -> Result<Vec<Vec<(String, bool)>>, String> {
         let said = |error: Gemma4Error| error.to_string();
+        self.refuse_media()?;
         let until = self.beginnings(template).map_err(said)?;
         self.refuse_unrendered(template, &until, ignored)?;
         self.pieces(template, &until).map_err(said)
+    }
+
+    /// Refuses parts of messages that are not text. A chat template may write a placeholder for an image, but training
+    /// reads no pixels.
+    fn refuse_media(&self) -> Result<(), String> {
+        for (index, message) in self.messages.iter().enumerate() {
+            let parts = message["content"].as_array().into_iter().flatten();
+            let mut kinds = parts
+                .filter(|part| part.is_object())
+                .map(|part| &part["type"]);
+            if let Some(kind) = kinds.find(|kind| **kind != "text") {
+                let number = index + 1;
+                return Err(format!(
+                    "\"content\" of message {number}: a part of the type {kind} is not supported in training; expected \"text\""
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Renders each beginning of the conversation: its first 0, 1, 2, … messages, up to the whole conversation.
@@ -796,6 +816,14 @@ mod tests {
                 r#""content": [{"type": "image"}]"#,
                 ["\"image\"", "expected \"text\""],
             ),
+            (
+                r#""content": [{"type": "text", "text": "a"}, {"type": "audio", "audio": "b"}]"#,
+                ["\"audio\"", "message 1"],
+            ),
+            (
+                r#""content": [{"image": "a.png"}]"#,
+                ["type null", "expected \"text\""],
+            ),
         ] {
             let line = format!(r#"{{"messages": [{{"role": "assistant", {fields}}}]}}"#);
             let reason = {
@@ -811,6 +839,50 @@ mod tests {
         read_line(empty)
             .examples(&gemma4, &mut Ignored::default())
             .expect("the template renders every field");
+    }
+
+    /// An official template writes a placeholder for an image, which must not be trained on.
+    #[test]
+    fn image_part_is_refused_by_any_template() {
+        let template = "{% for m in messages %}<|turn>{{ m.role }}\n{% if m.content is string %}{{ m.content }}\
+            {% else %}<|image|>{% endif %}<turn|>\n{% endfor %}";
+        let template = ChatTemplate::from_source(template).expect("a template");
+        let line = r#"{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]},
+            {"role": "assistant", "content": "a cat"}]}"#;
+        let reason = read_line(line)
+            .examples(&template, &mut Ignored::default())
+            .expect_err("the image is refused");
+        assert!(
+            reason.contains("message 1") && reason.contains("\"image\""),
+            "{reason}"
+        );
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn placeholder_in_text_or_answer_is_refused_by_name() {
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/fixtures/vision-unified"
+        );
+        let gemma = Gemma4::from_pretrained(folder, &burn::tensor::Device::flex());
+        let gemma = gemma.expect("the fixture is loadable");
+        for medium in ["image", "audio", "video"] {
+            for line in [
+                format!(r#"{{"text": "a <|{medium}|>"}}"#),
+                format!(
+                    r#"{{"messages": [{{"role": "assistant", "content": "a <|{medium}|>"}}]}}"#
+                ),
+            ] {
+                let parsed = parse(&line, &mut Ignored::default()).expect("a line");
+                let reason = of_line(parsed, &gemma, &mut Ignored::default()).expect_err(&line);
+                assert!(reason.contains(medium), "{line}: {reason}");
+            }
+        }
+        let plain = r#"{"messages": [{"role": "user", "content": "<|image|>"}, {"role": "assistant", "content": "b"}]}"#;
+        let parsed = parse(plain, &mut Ignored::default()).expect("a line");
+        of_line(parsed, &gemma, &mut Ignored::default())
+            .expect("a user's placeholder is plain text");
     }
 
     #[test]
