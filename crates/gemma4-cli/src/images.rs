@@ -4,13 +4,16 @@ use crate::{Error, terminal::WrongArgument};
 use burn_gemma4::{Content, Image, MessagePart};
 use std::path::{Path, PathBuf};
 
+/// The values of `--image-tokens`, which are those of [`Image::with_max_soft_tokens`].
+const IMAGE_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
+
 /// The argument for the size of images.
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Prompt")]
 pub struct ImageSize {
     /// Largest number of tokens for each image: 70, 140, 280, 560 or 1120. More tokens show more detail [default: the
     /// checkpoint's, usually 280].
-    #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = image_tokens)]
     image_tokens: Option<usize>,
 }
 
@@ -29,17 +32,13 @@ impl ImageSize {
     /// Reads an image file.
     ///
     /// # Errors
-    /// Passes on the errors of [`Image::open`]. Returns [`WrongArgument`] if `--image-tokens` has a wrong value.
+    /// Passes on the errors of [`Image::open`].
     pub fn open(&self, path: &Path) -> Result<Image, Error> {
         let image = Image::open(path)?;
-        match self.image_tokens {
-            Some(count) => image.with_max_soft_tokens(count).map_err(|_| {
-                let reason =
-                    format!("--image-tokens: is {count}; expected 70, 140, 280, 560 or 1120");
-                WrongArgument(reason).into()
-            }),
-            None => Ok(image),
-        }
+        Ok(match self.image_tokens {
+            Some(count) => image.with_max_soft_tokens(count)?,
+            None => image,
+        })
     }
 }
 
@@ -47,6 +46,21 @@ impl ImageArguments {
     /// True if there are no images.
     pub fn is_empty(&self) -> bool {
         self.images.is_empty()
+    }
+
+    /// Checks that the size of images comes with an image.
+    ///
+    /// # Errors
+    /// Returns [`WrongArgument`] for `--image-tokens` without `--image`.
+    pub fn check(&self) -> Result<(), Error> {
+        match self.size.image_tokens {
+            Some(count) if self.is_empty() => {
+                let reason =
+                    format!("--image-tokens: is {count} without an image; expected --image");
+                Err(WrongArgument(reason).into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Reads the image files.
@@ -57,6 +71,14 @@ impl ImageArguments {
         let images = self.images.iter();
         images.map(|path| self.size.open(path)).collect()
     }
+}
+
+/// Parses the value of `--image-tokens`.
+fn image_tokens(value: &str) -> Result<usize, String> {
+    let count = value.parse().ok();
+    count
+        .filter(|count| IMAGE_TOKENS.contains(count))
+        .ok_or_else(|| "expected 70, 140, 280, 560 or 1120".to_owned())
 }
 
 /// Returns the content of a message with images before its text.

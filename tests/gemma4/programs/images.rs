@@ -99,6 +99,13 @@ fn program_run_with_wrong_image_names_it() {
             &["--image-tokens", "71"],
         ),
         (
+            "size without an image",
+            unified,
+            &["--image-tokens", "140", "hi"],
+            2,
+            &["--image-tokens", "without an image"],
+        ),
+        (
             "cache",
             unified,
             &["--image", &wide, "--cache", "session", "hi"],
@@ -155,6 +162,12 @@ fn program_chat_with_image_answers_about_it() {
         "{shown:?} {blind:?}"
     );
     assert_ne!(shown.stdout, blind.stdout);
+}
+
+#[test]
+fn program_chat_with_wrong_image_tokens_ends_at_once() {
+    let ended = chat(&["--image-tokens", "71"], "hello\n");
+    check("size", &ended, 2, &["--image-tokens", "71", "70, 140"]);
 }
 
 #[test]

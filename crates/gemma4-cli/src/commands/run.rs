@@ -105,6 +105,7 @@ impl Run {
 }
 
 fn run(cli: &Run) -> Result<(), Error> {
+    cli.images.check()?;
     #[cfg(feature = "serve")]
     if let Some(files) = cli.prompts.files() {
         return cli.prompts.run(files, &cli.model, &cli.generation);
