@@ -3,7 +3,9 @@
 use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
 use crate::error::{ErrorKind, RequestError};
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Tokenizer};
+use burn_gemma4::{
+    ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Placeholders, Tokenizer,
+};
 use serde_json::{Map, Value};
 
 /// The largest number of tokens of an answer, if neither the request nor the checkpoint sets a limit.
@@ -17,6 +19,7 @@ pub struct TextModel {
     pub tokenizer: Tokenizer,
     template: ChatTemplate,
     begin: u32,
+    placeholders: Placeholders,
     plain: GenerateOptions,
     chat: GenerateOptions,
     max_tokens: Option<usize>,
@@ -30,6 +33,7 @@ impl TextModel {
             tokenizer: gemma.tokenizer().clone(),
             template: gemma.chat_template().clone(),
             begin: gemma.config().bos_token,
+            placeholders: gemma.placeholders().clone(),
             plain: gemma.options(),
             chat: gemma.chat_options(),
             max_tokens: gemma.defaults().max_new_tokens,
@@ -94,13 +98,20 @@ impl TextModel {
     ///
     /// # Errors
     /// Returns an error if the text has too many characters for the context, or if the tokenizer rejects the text.
+    /// Returns an error if the text has a placeholder of an image, audio or video.
     pub fn text_prompt(&self, text: &str) -> Result<Vec<u32>, RequestError> {
         self.check_length(self.tokenizer.fewest_tokens(text))?;
         let mut tokens = self.tokenizer.encode(text)?;
         if tokens.first() != Some(&self.begin) {
             tokens.insert(0, self.begin);
         }
+        self.check_placeholders(&tokens)?;
         Ok(tokens)
+    }
+
+    /// Refuses tokens that stand for an image, audio or video, because this server reads text only.
+    pub(crate) fn check_placeholders(&self, tokens: &[u32]) -> Result<(), RequestError> {
+        Ok(self.placeholders.check(tokens)?)
     }
 
     /// Encodes a conversation by the chat template. The names of special tokens in messages and tools are encoded as plain
@@ -149,7 +160,9 @@ impl TextModel {
             }
         };
         self.check_length(marking.fewest_tokens(&prompt))?;
-        Ok(marking.encode(&prompt)?)
+        let tokens = marking.encode(&prompt)?;
+        self.check_placeholders(&tokens)?;
+        Ok(tokens)
     }
 
     /// Refuses a prompt if the context has no place for the prompt and one further token. `fewest` is a lower bound of

@@ -10,6 +10,7 @@ mod anthropic;
 mod concurrency;
 mod devices;
 mod files;
+mod images;
 mod malformed;
 mod malformed_bytes;
 mod malformed_fields;

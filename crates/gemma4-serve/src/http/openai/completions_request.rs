@@ -156,7 +156,10 @@ impl CompletionContext {
         let fields = &self.fields;
         let prompt = match prompt {
             Prompt::Text(text) => app.text.text_prompt(&text)?,
-            Prompt::Tokens(tokens) => tokens,
+            Prompt::Tokens(tokens) => {
+                app.text.check_placeholders(&tokens)?;
+                tokens
+            }
         };
         let left = app.engines.context().saturating_sub(prompt.len());
         let stop = fields.stop.as_ref().map(|stop| match stop {
