@@ -1,6 +1,8 @@
 //! Reads `config.json` in two dialects: the dialect of the Hugging Face Hub, and the dialect that `save_pretrained` of
 //! Hugging Face Transformers writes.
 
+mod rope;
+
 use super::quantization::schemes_of;
 use super::unknown_models::refuse_drafter;
 use super::validate::number_of_layers;
@@ -9,6 +11,7 @@ use crate::config::unknown_files::missing;
 use crate::error::Gemma4Error;
 use crate::json;
 use burn::tensor::DType;
+use rope::{Rope, scales};
 use serde::Deserialize;
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -82,14 +85,6 @@ pub(super) struct Text {
 struct PerLayer {
     head_dim: Option<usize>,
     num_key_value_heads: Option<usize>,
-}
-
-#[derive(Deserialize)]
-struct Rope {
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    factor: Option<f64>,
 }
 
 /// One token or a list of tokens.
@@ -348,49 +343,12 @@ impl Text {
     }
 
     fn rope(&self, kind: &str, default: RopeConfig) -> Result<RopeConfig, Gemma4Error> {
-        let Some(rope) = self
-            .rope_parameters
-            .as_ref()
-            .and_then(|kinds| kinds.get(kind))
-        else {
-            return Ok(default);
-        };
-        let partial_rotary_factor = match rope.rope_type.as_deref() {
-            None | Some("default") => match rope.factor {
-                // Refuse a factor other than 1 for the `rope_type` "default". Hugging Face Transformers ignores the
-                // factor, so the meaning of such a file is unclear.
-                Some(factor) if factor != 1.0 => {
-                    return Err(Gemma4Error::Config(format!(
-                        "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"
-                    )));
-                }
-                _ => 1.0,
-            },
-            Some("proportional") => rope.partial_rotary_factor.unwrap_or(1.0),
-            Some(other) => {
-                return Err(Gemma4Error::Config(format!(
-                    "rope_parameters.{kind}.rope_type is {other:?}; expected \"default\" or \"proportional\""
-                )));
-            }
-        };
-        Ok(RopeConfig {
-            theta: rope.rope_theta.unwrap_or(default.theta),
-            partial_rotary_factor,
-            factor: rope.factor.unwrap_or(1.0),
-        })
+        let kinds = self.rope_parameters.as_ref();
+        match kinds.and_then(|kinds| kinds.get(kind)) {
+            Some(rope) => rope.config(kind, default),
+            None => Ok(default),
+        }
     }
-}
-
-/// True if the value of a `rope_scaling` field changes the positions. Older versions of Hugging Face Transformers write
-/// the field even if its value has no effect.
-fn scales(scaling: &serde_json::Value) -> bool {
-    let Some(fields) = scaling.as_object() else {
-        return !scaling.is_null();
-    };
-    let of = |name: &str| fields.get(name).filter(|value| !value.is_null());
-    let is_default = |name| of(name).is_none_or(|kind| kind == "default");
-    let factor = of("factor").is_none_or(|factor| factor.as_f64() == Some(1.0));
-    !(is_default("rope_type") && is_default("type") && factor)
 }
 
 fn required(field: &str, value: Option<usize>) -> Result<usize, Gemma4Error> {
