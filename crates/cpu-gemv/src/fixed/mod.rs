@@ -31,6 +31,7 @@ use crate::kernel::{Format, Kernel, prefetch_scales};
 use crate::layout::{Layout, Rounding, Scales};
 use crate::scales::Groups;
 use crate::simd::Neon;
+use codes::{Codes, EightBits, FiveBits, FourBits, SixBits};
 
 /// The variant for groups that have only a scale.
 const PLAIN: u8 = 0;
@@ -57,6 +58,24 @@ fn variant(layout: Layout) -> Option<u8> {
     }
 }
 
+/// The kernels of an instruction set, for all formats of codes.
+trait Kernels {
+    /// Returns the kernel for the format of codes `C` and the variant `KIND`. `rows` is the number of input rows.
+    fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel;
+
+    /// Returns the kernel of a layout for `rows` input rows. `kind` is the variant of the layout.
+    fn of_layout(layout: Layout, kind: u8, rows: usize) -> Kernel {
+        match (layout.format.bits, kind) {
+            (4, LEAST) => Self::of_codes::<FourBits, LEAST>(layout, rows),
+            (4, _) => Self::of_codes::<FourBits, PLAIN>(layout, rows),
+            (5, LEAST) => Self::of_codes::<FiveBits, LEAST>(layout, rows),
+            (5, _) => Self::of_codes::<FiveBits, PLAIN>(layout, rows),
+            (6, _) => Self::of_codes::<SixBits, HALF_BLOCKS>(layout, rows),
+            _ => Self::of_codes::<EightBits, PLAIN>(layout, rows),
+        }
+    }
+}
+
 /// Returns the kernel of a format for `rows` input rows, or `None` if this module has no kernel for the format. The CPU
 /// has the extensions for which `has_dots` and `has_products` are true: DotProd and I8MM.
 pub(crate) fn kernel(
@@ -70,9 +89,9 @@ pub(crate) fn kernel(
     };
     let kind = variant(layout)?;
     Some(match (has_dots, has_products) {
-        (_, true) if rows > 1 => pairs::kernel(layout, kind, rows),
-        (true, _) => rows::sdot::kernel(layout, kind, rows),
-        (false, _) => rows::plain::kernel(layout, kind, rows),
+        (_, true) if rows > 1 => pairs::Pairs::of_layout(layout, kind, rows),
+        (true, _) => rows::sdot::Rows::of_layout(layout, kind, rows),
+        (false, _) => rows::plain::Rows::of_layout(layout, kind, rows),
     })
 }
 

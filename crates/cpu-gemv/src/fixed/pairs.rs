@@ -3,9 +3,9 @@
 //! One `smmla` multiplies two rows of 8 codes by two rows of 8 limbs. The result is a tile of 2 · 2 sums, so the sum
 //! over a block needs no reduction.
 
-use super::codes::{Codes, EightBits, FiveBits, FourBits, SixBits};
+use super::codes::Codes;
 use super::dots::smmla;
-use super::{HALF_BLOCKS, LEAST, PLAIN, is_interleaved, read_groups};
+use super::{HALF_BLOCKS, Kernels, LEAST, PLAIN, is_interleaved, read_groups};
 use crate::fixed_point::{BLOCK, Order};
 use crate::input::Reads;
 use crate::kernel::{AHEAD, Kernel, Task};
@@ -166,29 +166,22 @@ unsafe fn zip_high(a: int8x16_t, b: int8x16_t) -> int8x16_t {
     }
 }
 
-fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel {
-    let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
-        1 | 2 => (multiply::<C, KIND, 1>, 2),
-        3 | 4 => (multiply::<C, KIND, 2>, 4),
-        5 | 6 => (multiply::<C, KIND, 3>, 6),
-        _ => (multiply::<C, KIND, 4>, 8),
-    };
-    let order = Order {
-        in_pairs: true,
-        is_interleaved: is_interleaved(layout),
-    };
-    let reads = Reads::Fixed(order);
-    Kernel { run, rows, reads }
-}
+/// The kernels of this module.
+pub(super) struct Pairs;
 
-/// Returns the kernel of a layout for `rows` input rows. `kind` is the variant of the layout.
-pub(super) fn kernel(layout: Layout, kind: u8, rows: usize) -> Kernel {
-    match (layout.format.bits, kind) {
-        (4, LEAST) => of_codes::<FourBits, LEAST>(layout, rows),
-        (4, _) => of_codes::<FourBits, PLAIN>(layout, rows),
-        (5, LEAST) => of_codes::<FiveBits, LEAST>(layout, rows),
-        (5, _) => of_codes::<FiveBits, PLAIN>(layout, rows),
-        (6, _) => of_codes::<SixBits, HALF_BLOCKS>(layout, rows),
-        _ => of_codes::<EightBits, PLAIN>(layout, rows),
+impl Kernels for Pairs {
+    fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel {
+        let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
+            1 | 2 => (multiply::<C, KIND, 1>, 2),
+            3 | 4 => (multiply::<C, KIND, 2>, 4),
+            5 | 6 => (multiply::<C, KIND, 3>, 6),
+            _ => (multiply::<C, KIND, 4>, 8),
+        };
+        let order = Order {
+            in_pairs: true,
+            is_interleaved: is_interleaved(layout),
+        };
+        let reads = Reads::Fixed(order);
+        Kernel { run, rows, reads }
     }
 }

@@ -3,9 +3,9 @@
 //! For each block, the kernel decodes 32 codes of both rows, and loads the six vectors of an input row's limbs once. A
 //! block of 4-bit codes then takes 3 instructions to decode, 6 dot products and 4 instructions that sum and scale.
 
-use super::codes::{Codes, EightBits, FiveBits, FourBits, SixBits};
+use super::codes::Codes;
 use super::dots::{Dots, Plain, Sdot};
-use super::{HALF_BLOCKS, LEAST, PLAIN, is_interleaved, read_groups};
+use super::{HALF_BLOCKS, Kernels, LEAST, is_interleaved, read_groups};
 use crate::fixed_point::{BLOCK, Order, STEP};
 use crate::input::Reads;
 use crate::kernel::{AHEAD, Kernel, Task};
@@ -210,30 +210,23 @@ macro_rules! kernels {
                 }
             }
 
-            fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel {
-                let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
-                    1 => (run::<C, KIND, 1>, 1),
-                    2 => (run::<C, KIND, 2>, 2),
-                    3 | 4 => (run::<C, KIND, 4>, 4),
-                    _ => (run::<C, KIND, 8>, 8),
-                };
-                let order = Order {
-                    in_pairs: false,
-                    is_interleaved: is_interleaved(layout),
-                };
-                let reads = Reads::Fixed(order);
-                Kernel { run, rows, reads }
-            }
+            /// The kernels of this module.
+            pub(in crate::fixed) struct Rows;
 
-            /// Returns the kernel of a layout for `rows` input rows. `kind` is the variant of the layout.
-            pub(in crate::fixed) fn kernel(layout: Layout, kind: u8, rows: usize) -> Kernel {
-                match (layout.format.bits, kind) {
-                    (4, LEAST) => of_codes::<FourBits, LEAST>(layout, rows),
-                    (4, _) => of_codes::<FourBits, PLAIN>(layout, rows),
-                    (5, LEAST) => of_codes::<FiveBits, LEAST>(layout, rows),
-                    (5, _) => of_codes::<FiveBits, PLAIN>(layout, rows),
-                    (6, _) => of_codes::<SixBits, HALF_BLOCKS>(layout, rows),
-                    _ => of_codes::<EightBits, PLAIN>(layout, rows),
+            impl Kernels for Rows {
+                fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel {
+                    let (run, rows): (unsafe fn(&Task, Range<usize>), usize) = match rows {
+                        1 => (run::<C, KIND, 1>, 1),
+                        2 => (run::<C, KIND, 2>, 2),
+                        3 | 4 => (run::<C, KIND, 4>, 4),
+                        _ => (run::<C, KIND, 8>, 8),
+                    };
+                    let order = Order {
+                        in_pairs: false,
+                        is_interleaved: is_interleaved(layout),
+                    };
+                    let reads = Reads::Fixed(order);
+                    Kernel { run, rows, reads }
                 }
             }
         }
