@@ -71,8 +71,8 @@ impl Size {
     /// if no graph can continue from `cache`.
     fn of(model: &Gemma4Model, length: usize, cache: &Cache) -> Option<Self> {
         if cache.is_empty() {
-            let serves = cache.kind().is_plain() && cache.batch() == 1 && !cache.is_padded();
             let capacity = None;
+            let serves = cache.has_one_plain_sequence();
             return serves.then_some(Self { length, capacity });
         }
         let end = cache.len() + length;

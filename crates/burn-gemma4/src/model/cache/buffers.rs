@@ -21,6 +21,24 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
+    /// Allocates buffers of `slots` uninitialized slots, in the storage formats of `key` and `value`.
+    pub fn empty(key: &Slots, value: &Slots, slots: usize) -> Self {
+        Self {
+            key: key.empty(slots),
+            value: value.empty(slots),
+        }
+    }
+
+    /// Appends new keys and values to a full-attention layer's buffers that already hold `past` tokens of every
+    /// sequence.
+    pub fn extended(old: Option<Self>, key: Slots, value: Slots, past: usize) -> Self {
+        let (old_key, old_value) = old.map(|old| (old.key, old.value)).unzip();
+        Self {
+            key: extended(old_key, key, past),
+            value: extended(old_value, value, past),
+        }
+    }
+
     pub fn map(self, key: Slots, value: Slots, write: impl Fn(Slots, Slots) -> Slots) -> Self {
         Self {
             key: write(self.key, key),

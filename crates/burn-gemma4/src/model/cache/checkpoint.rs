@@ -95,10 +95,8 @@ impl Cache {
         let written = |ring, columns: &Slots| write_ring(ring, columns.clone(), past);
         for (store, kept) in self.stores.iter_mut().zip(&checkpoint.rings) {
             if let (Store::Ring(ring), Some(kept)) = (store, kept) {
-                let old = ring.take().unwrap_or_else(|| Buffers {
-                    key: kept.key.empty(slots),
-                    value: kept.value.empty(slots),
-                });
+                let old = ring.take();
+                let old = old.unwrap_or_else(|| Buffers::empty(&kept.key, &kept.value, slots));
                 *ring = Some(Buffers {
                     key: written(old.key, &kept.key),
                     value: written(old.value, &kept.value),

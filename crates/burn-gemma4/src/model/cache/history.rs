@@ -3,7 +3,7 @@
 
 use super::{
     Cache, Store,
-    buffers::{Buffers, extended, write_ring},
+    buffers::{Buffers, write_ring},
     key_values::{KeyValues, Visible},
     slots::Slots,
 };
@@ -123,14 +123,15 @@ impl Continuation<'_> {
 }
 
 impl Cache {
-    /// True if the keys and values of this cache can be copied to a [`History`]. They must be those of one sequence
-    /// without padding, in the model's dtype, and fill the window of sliding layers.
+    /// True if the cache has one sequence without padding, with keys and values as the model computes them.
+    pub(crate) fn has_one_plain_sequence(&self) -> bool {
+        !self.ragged && self.batch() == 1 && !self.is_padded() && self.kind.is_plain()
+    }
+
+    /// True if the keys and values of this cache can be copied to a [`History`]. They must be those of
+    /// [one plain sequence](Self::has_one_plain_sequence), and fill the window of sliding layers.
     pub(crate) fn fills_history(&self) -> bool {
-        !self.ragged
-            && self.batch() == 1
-            && !self.is_padded()
-            && self.kind.is_plain()
-            && (2..=self.columns + 1).contains(&self.window)
+        self.has_one_plain_sequence() && (2..=self.columns + 1).contains(&self.window)
     }
 
     /// Copies the keys and values that the next queries see.
@@ -173,21 +174,12 @@ impl Cache {
             let (key, value) = (Slots::Whole(key), Slots::Whole(value));
             match store {
                 Store::Ring(ring) => {
-                    let old = ring.take().unwrap_or_else(|| Buffers {
-                        key: key.empty(ring_slots),
-                        value: value.empty(ring_slots),
-                    });
+                    let old = ring.take();
+                    let old = old.unwrap_or_else(|| Buffers::empty(&key, &value, ring_slots));
                     *ring = Some(old.map(key, value, |old, new| write_ring(old, new, past)));
                 }
                 Store::Growing(store) => {
-                    let (old_key, old_value) = match store.take() {
-                        Some(Buffers { key, value }) => (Some(key), Some(value)),
-                        None => (None, None),
-                    };
-                    *store = Some(Buffers {
-                        key: extended(old_key, key, past),
-                        value: extended(old_value, value, past),
-                    });
+                    *store = Some(Buffers::extended(store.take(), key, value, past));
                 }
                 Store::Compact(..) => panic!("the cache has separate buffers of keys and values"),
             }

@@ -320,10 +320,8 @@ impl Cache {
             Store::Ring(store) => {
                 let (key, value) = apart(key, value);
                 let visible = call.sliding.clone();
-                let buffers = store.take().unwrap_or_else(|| Buffers {
-                    key: key.empty(ring),
-                    value: value.empty(ring),
-                });
+                let buffers = store.take();
+                let buffers = buffers.unwrap_or_else(|| Buffers::empty(&key, &value, ring));
                 if reads_ring {
                     let buffers = buffers.map(key, value, |buffer, new| {
                         write(buffer, new, 0, call.past % ring, 1)
@@ -347,14 +345,7 @@ impl Cache {
                 let (key, value) = apart(key, value);
                 let new = call
                     .reads_itself(|| KeyValues::new(key.clone(), value.clone(), call.full.clone()));
-                let (old_key, old_value) = match store.take() {
-                    Some(Buffers { key, value }) => (Some(key), Some(value)),
-                    None => (None, None),
-                };
-                let buffers = Buffers {
-                    key: extended(old_key, key, call.past),
-                    value: extended(old_value, value, call.past),
-                };
+                let buffers = Buffers::extended(store.take(), key, value, call.past);
                 let read = new.unwrap_or_else(|| buffers.read(call.full.clone()));
                 *store = Some(buffers);
                 read
