@@ -10,8 +10,6 @@ use crate::generate::decode::prefill::Prefill;
 #[cfg(feature = "cube")]
 use crate::model::adapters::{AdapterId, AdapterStack};
 #[cfg(feature = "cube")]
-use crate::op::gemv;
-#[cfg(feature = "cube")]
 use std::sync::Arc;
 
 impl Batch {
@@ -94,9 +92,8 @@ impl Batch {
             /// this number. Rounding keeps the set of different numbers small, because devices tune or compile kernels
             /// for each number of sequences.
             const ROWS: usize = 8;
-            let most = gemv::most_rows(&self.model.device(), self.model.dtype());
             match self.model.is_accelerated() {
-                true if self.capacity <= most => self.capacity,
+                true if self.capacity <= self.most_rows => self.capacity,
                 true => self.len().next_multiple_of(ROWS).min(self.capacity),
                 false => self.len(),
             }

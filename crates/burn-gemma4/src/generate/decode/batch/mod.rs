@@ -63,6 +63,9 @@ pub struct Batch {
     /// The number of sequences that the caller expects to be in the batch soon.
     expected: usize,
     adapters: BatchAdapters,
+    /// The largest number of buffer rows that the decode kernels support.
+    #[cfg(feature = "cube")]
+    most_rows: usize,
     #[cfg(feature = "cube")]
     may_capture: bool,
     #[cfg(feature = "cube")]
@@ -101,6 +104,8 @@ impl Batch {
             capacity: 0,
             expected: 0,
             adapters: BatchAdapters::default(),
+            #[cfg(feature = "cube")]
+            most_rows: gemv::most_rows(&model.device(), model.dtype()),
             #[cfg(feature = "cube")]
             may_capture: true,
             #[cfg(feature = "cube")]
@@ -157,7 +162,7 @@ impl Batch {
     /// graph whenever the rows have doubled.
     pub fn expect(&mut self, sequences: usize) {
         #[cfg(feature = "cube")]
-        let sequences = sequences.min(gemv::most_rows(&self.model.device(), self.model.dtype()));
+        let sequences = sequences.min(self.most_rows);
         self.expected = sequences;
     }
 
@@ -319,10 +324,10 @@ impl Batch {
         #[cfg(feature = "cube")]
         if self.graph.is_some() && choices.len() == self.len() {
             self.prepare(tokens)?;
-            let lengths = self.lengths();
+            let choice = same_choice(choices, || self.lengths());
             let (rows, count) = (&self.rows, self.cache.batch());
             if let Some(graph) = &mut self.graph
-                && let Some(choice) = same_choice(choices, &lengths)
+                && let Some(choice) = choice
                 && let Some(draws) = self
                     .sampler
                     .prepare(&self.model, graph, choice, rows, count)

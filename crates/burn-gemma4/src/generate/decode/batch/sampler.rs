@@ -81,10 +81,10 @@ impl BatchSampler {
 }
 
 /// Returns the choice of all sequences. Returns `None` if their choices differ, or if the sampling options depend on the
-/// text, as penalties do. `lengths` has the number of tokens of each sequence in the KV cache.
+/// text, as penalties do. `lengths` gives the number of tokens of each sequence in the KV cache.
 pub(super) fn same_choice<'a>(
     choices: &[RowChoice<'a>],
-    lengths: &[usize],
+    lengths: impl FnOnce() -> Vec<usize>,
 ) -> Option<SameChoice<'a>> {
     let samplers = choices.iter().map(|choice| match choice {
         RowChoice::Draw(sampler) => Some(*sampler),
@@ -97,12 +97,12 @@ pub(super) fn same_choice<'a>(
     let first = *samplers.first()?;
     // The captured step draws at the position that follows the cached tokens and the step's input token. A sampler that
     // has not recorded all these tokens draws at another position, with other random bits.
-    let serves = |(sampler, length): (&&Sampler, &usize)| {
+    let serves = |(sampler, length): (&&Sampler, usize)| {
         sampler.draws_like(first)
             && sampler.position() == length + 1
             && !sampler.sampling().changes_logits()
             && !sampler.suppresses_now()
     };
-    let all = samplers.iter().zip(lengths).all(serves);
+    let all = samplers.iter().zip(lengths()).all(serves);
     all.then_some(SameChoice::Draw(samplers))
 }
