@@ -301,6 +301,16 @@ fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     command.spawn().expect("the process starts")
 }
 
+/// Runs a command with `input` as its standard input.
+fn run_with_input(command: &mut Command, input: impl AsRef<[u8]>) -> Ended {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("the process starts");
+    write(&mut child, input);
+    Ended::from(child.wait_with_output().expect("the process ends"))
+}
+
 /// Writes `text` to the standard input of a program. A program that refuses its arguments exits without reading its input,
 /// so a broken pipe is no error here.
 fn write(child: &mut Child, text: impl AsRef<[u8]>) {

@@ -2,7 +2,7 @@
 //! change the probabilities of tokens. Ctrl-C ends the prefill.
 
 use super::folder::{Folder, WRITING, written};
-use super::{Ended, endless, gemma4, greedy, refused, report, run, succeed, write};
+use super::{Ended, endless, gemma4, greedy, refused, report, run, run_with_input, succeed, write};
 use crate::fixture;
 use serde_json::{Value, json};
 use std::process::{Child, Command, Stdio};
@@ -58,12 +58,7 @@ fn program_generate_prints_the_answer_without_thoughts() {
 
 fn chat(folder: &Folder, arguments: &[&str], input: &str) -> Ended {
     let mut command = on("chat", folder, arguments);
-    let mut child = command
-        .stdin(Stdio::piped())
-        .spawn()
-        .expect("the process starts");
-    write(&mut child, input);
-    Ended::from(child.wait_with_output().expect("the process ends"))
+    run_with_input(&mut command, input)
 }
 
 #[test]
@@ -278,12 +273,7 @@ fn program_chat_thought_without_answer_is_not_kept() {
     let chat = |input: &str| {
         let arguments = ["--thinking", "on", "--max-tokens", "2", "--cache", path];
         let mut command = on("chat", &folder, &arguments);
-        let mut child = command
-            .stdin(Stdio::piped())
-            .spawn()
-            .expect("the process starts");
-        write(&mut child, input);
-        Ended::from(child.wait_with_output().expect("the process ends"))
+        run_with_input(&mut command, input)
     };
     let first = chat("hi\nand\n");
     assert_eq!(first.code, Some(0), "{first:?}");

@@ -1,12 +1,12 @@
 //! Tests images on the command line of `gemma4 run` and in the conversations of `gemma4 chat`.
 
 use super::refused::check;
-use super::{Ended, gemma4, greedy, report, run, succeed, write};
+use super::{Ended, gemma4, greedy, report, run, run_with_input, succeed};
 use crate::fixture::{Fixture, folder};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{ChatOptions, Gemma4, Image, Message, MessagePart, Prompt};
 use serde_json::json;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 const MODEL: &str = "vision-unified";
 
@@ -141,12 +141,7 @@ fn chat(arguments: &[&str], input: &str) -> Ended {
         "3",
     ]);
     command.args(["--model", &path("")]).args(arguments);
-    let mut child = command
-        .stdin(Stdio::piped())
-        .spawn()
-        .expect("the process starts");
-    write(&mut child, input);
-    Ended::from(child.wait_with_output().expect("the process ends"))
+    run_with_input(&mut command, input)
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 #[cfg(unix)]
 use super::signal;
-use super::{Ended, gemma4, greedy, refused, report, run, succeed, write};
+use super::{Ended, gemma4, greedy, refused, report, run, run_with_input, succeed, write};
 use crate::fixture;
 #[cfg(unix)]
 use gemma4_cli::signals::ignores_hang_up;
@@ -79,12 +79,7 @@ fn program_session_file_is_continued() {
         ]);
         command.arg("--model").arg(fixture::folder("dense-ple"));
         command.args(arguments).arg("--cache").arg(path);
-        let mut child = command
-            .stdin(Stdio::piped())
-            .spawn()
-            .expect("the process starts");
-        write(&mut child, input);
-        Ended::from(child.wait_with_output().expect("the process ends"))
+        run_with_input(&mut command, input)
     };
     let chat = |arguments: &[&str], input: &str| chat_in(&path, arguments, input.as_bytes());
     let first = chat(&["--system", "Be brief."], "the cat\n");
