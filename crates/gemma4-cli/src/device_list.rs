@@ -60,7 +60,7 @@ impl DeviceList {
 }
 
 impl Chosen {
-    /// Returns the name of the device on the command line, such as `cuda:1`, or `cuda` if the user gave no number.
+    /// Returns the device as the user names it: its backend, and its number if one was given, as in `cuda:1`.
     pub fn label(&self) -> String {
         match self.number {
             Some(number) => format!("{}:{number}", self.name.as_str()),
