@@ -6,6 +6,8 @@ use crate::cliffs::hopper;
 use crate::dense::{Dense, Layout, host, read};
 use crate::devices::{TestDevice, devices};
 use crate::inputs::Inputs;
+use crate::properties::{number, sizes};
+use crate::random::{bundle, numbered};
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use attention_cube::internals::device::{DeviceProfile, Feature};
 use attention_cube::internals::select::{Layouts, Pass, select};
@@ -17,6 +19,8 @@ use attention_cube::{
     AttentionError, AttentionOptions, AttentionProblem, attention_with_lse, explain,
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use proptest::strategy::ValueTree;
+use proptest::test_runner::Config;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
 /// The number of pages that no sequence uses.
@@ -184,6 +188,33 @@ fn check(case: Case, page_lens: &[usize]) {
             let same = has_same_kernel(problem, device);
             check_equal(&found, &expected, same, case.dtype, &context);
         }
+    }
+}
+
+/// Checks random problems in pages of a random size. Like the test of all random problems, this test draws more kinds of
+/// problems with `ATTENTION_TEST_SIZES=every`, and `PROPTEST_CASES` sets their number.
+#[test]
+fn paged_random_problems_have_the_bits_of_contiguous_keys() {
+    let sizes = sizes();
+    for problem in 0..number("PROPTEST_CASES").unwrap_or(4) {
+        let drawn = numbered(sizes, problem * bundle(sizes), Config::default()).1;
+        let mut case = drawn.current().case;
+        // `check` stores all heads and sequences of keys and values.
+        for layout in &mut case.layouts[1..3] {
+            if matches!(layout, Layout::SharedBatch | Layout::SharedHeads) {
+                *layout = Layout::Contiguous;
+            }
+        }
+        let mut rng = StdRng::seed_from_u64(problem);
+        let mut divides: Vec<usize> = (1..=case.kv_len)
+            .filter(|page_len| case.kv_len.is_multiple_of(*page_len))
+            .collect();
+        divides.shuffle(&mut rng);
+        // Kernels read pages of whole blocks in place, and copy other pages.
+        let blocks = divides.iter().find(|page_len| page_len.is_multiple_of(16));
+        let sizes: Vec<usize> = blocks.into_iter().chain(divides.first()).copied().collect();
+        println!("problem {problem}: pages of {sizes:?} keys, {case:?}");
+        check(case, &sizes);
     }
 }
 

@@ -23,13 +23,20 @@ use proptest::test_runner::{Config, TestCaseError};
 use std::time::{Duration, Instant};
 
 /// Reads a number from the environment variable `name`. Returns `None` if the variable is not set.
-fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
+///
+/// # Panics
+/// Panics if the value is not a number.
+pub fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
     let text = std::env::var(name).ok()?;
     let number = text.parse().ok();
     Some(number.unwrap_or_else(|| panic!("{name}={text}: expected a number")))
 }
 
-fn sizes() -> Sizes {
+/// Returns the sizes that `ATTENTION_TEST_SIZES` chooses.
+///
+/// # Panics
+/// Panics if the variable has another value than `small` or `every`.
+pub fn sizes() -> Sizes {
     match std::env::var("ATTENTION_TEST_SIZES").as_deref() {
         Err(_) | Ok("small") => Sizes::Small,
         Ok("every") => Sizes::Every,
