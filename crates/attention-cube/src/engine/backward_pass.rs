@@ -55,11 +55,13 @@ impl RestPlans {
             queries: plan.tiles.rows(),
             keys: plan.tiles.columns(),
             stationary_side: Side::Queries,
+            longest_first: false,
         });
         let table = self.table.map(|plan| Blocks {
             queries: plan.tiles.rows(),
             keys: plan.tiles.columns(),
             stationary_side: Side::Queries,
+            longest_first: false,
         });
         bias.into_iter().chain(table)
     }

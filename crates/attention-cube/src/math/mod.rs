@@ -7,6 +7,8 @@ pub(crate) mod gradient;
 pub(crate) mod inputs;
 #[cfg(feature = "cube")]
 pub(crate) mod layout;
+#[cfg(feature = "cube")]
+pub(crate) mod longest_first;
 pub(crate) mod lse_form;
 #[cfg(feature = "cube")]
 pub(crate) mod rounding;

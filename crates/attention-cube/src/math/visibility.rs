@@ -184,7 +184,7 @@ fn own_length(
 
 /// Returns the element at `index` of the packed i32 buffer.
 #[cube]
-fn integer(lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>, index: u32) -> i32 {
+pub(crate) fn integer(lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>, index: u32) -> i32 {
     #[comptime]
     match lengths_and_ids {
         ComptimeOption::Some(lengths_and_ids) => lengths_and_ids[index as usize],

@@ -47,45 +47,13 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the key intervals of each query to the query's record in `packed`, and clamps both ends of each interval to
-/// `0..=kv_len`. A record holds the segment id and the intervals of one query.
+/// Copies the key intervals of each query to the query's record in `packed`, and computes bounds of each query block
+/// from the intervals of the block's queries. Either every query has one interval, or every query has two intervals.
 ///
-/// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. Integers of a type narrower
-/// than i32 are converted before the clamp, because a narrower type may not represent `kv_len`. Integers of wider types
-/// are clamped first, because their values may exceed i32.
-#[cube(launch_unchecked)]
-pub(crate) fn pack_intervals<I: Int>(
-    source: &Tensor<I>,
-    packed: &mut Tensor<i32>,
-    start: u32,
-    q_len: u32,
-    count: u32,
-    kv_len: i32,
-    #[comptime] is_narrow: bool,
-    #[comptime] structure: Structure,
-    #[define(I)] _dtype: ElemType,
-) {
-    let index = ABSOLUTE_POS as u32;
-    if index < count {
-        let values = comptime!(2 * structure.intervals as u32);
-        let query = index / values;
-        let value = index % values;
-        let at = (query / q_len) as usize * source.stride(0)
-            + (query % q_len) as usize * source.stride(1)
-            + value as usize * source.stride(2);
-        let key = if comptime!(is_narrow) {
-            min(max(i32::cast_from(source[at]), 0i32), kv_len)
-        } else {
-            i32::cast_from(min(max(source[at], I::from_int(0)), I::cast_from(kv_len)))
-        };
-        let record = comptime!(structure.query_record() as u32);
-        let ids = comptime!(structure.segments as u32);
-        packed[(start + record * query + ids + value) as usize] = key;
-    }
-}
-
-/// Computes bounds of each query block from the key intervals of the block's queries. Either every query has one
-/// interval, or every query has two intervals.
+/// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. The kernel clamps both ends
+/// of an interval to `0..=kv_len`. Integers of a type narrower than i32 are converted before the clamp, because a
+/// narrower type may not represent `kv_len`. Integers of wider types are clamped first, because their values may exceed
+/// i32.
 ///
 /// For the first intervals of the block's queries, the kernel writes two ranges of key blocks. The first range covers
 /// each key block that has a key in at least one of these intervals. The second range covers each key block that lies
@@ -93,8 +61,8 @@ pub(crate) fn pack_intervals<I: Int>(
 /// way for the second intervals. A query block has `block` queries, and a key block has `keys` keys. See
 /// [`INTERVAL_BOUNDS`].
 ///
-/// The records of the queries start at index `records` of `packed`. The record of a query holds the query's intervals.
-/// The bounds of the query blocks start at index `bounds`. One cube handles one query block.
+/// The records of the queries start at index `records` of `packed`, and the bounds of the query blocks at index
+/// `bounds`. One cube handles one query block.
 ///
 /// If `spans`, the kernel also does the work of [`span_blocks`] for query blocks. The problem must then have no
 /// segments, because this kernel does not read segment ids.
@@ -103,7 +71,8 @@ pub(crate) fn pack_intervals<I: Int>(
     clippy::collapsible_if,
     reason = "the outer condition is evaluated at compile time, the inner at run time"
 )]
-pub(crate) fn bound_intervals(
+pub(crate) fn bound_intervals<I: Int>(
+    source: &Tensor<I>,
     packed: &mut Tensor<i32>,
     records: u32,
     bounds: u32,
@@ -115,8 +84,10 @@ pub(crate) fn bound_intervals(
     #[comptime] block: u32,
     #[comptime] keys: i32,
     #[comptime] spans: bool,
+    #[comptime] is_narrow: bool,
     #[comptime] structure: Structure,
     #[comptime] units: u32,
+    #[define(I)] _dtype: ElemType,
 ) {
     let index = CUBE_POS as u32;
     if index >= count {
@@ -124,7 +95,8 @@ pub(crate) fn bound_intervals(
     }
     let start = (index % blocks) * block;
     let end = min(start + block, length);
-    let row = (index / blocks) * length;
+    let batch = index / blocks;
+    let row = batch * length;
     let record = comptime!(structure.query_record() as u32);
     let at = bounds + comptime!(structure.query_block_bounds() as u32) * index;
     let mut span_first = kv_len;
@@ -138,9 +110,14 @@ pub(crate) fn bound_intervals(
         let mut largest_end = 0i32;
         let mut query = start + UNIT_POS;
         while query < end {
+            let from = batch as usize * source.stride(0)
+                + query as usize * source.stride(1)
+                + comptime!(2 * interval) * source.stride(2);
+            let first = clamped_key::<I>(source[from], kv_len, is_narrow);
+            let last = clamped_key::<I>(source[from + source.stride(2)], kv_len, is_narrow);
             let at = (records + record * (row + query) + own) as usize;
-            let first = packed[at];
-            let last = packed[at + 1];
+            packed[at] = first;
+            packed[at + 1] = last;
             largest_first = max(largest_first, first);
             smallest_end = min(smallest_end, last);
             // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no
@@ -185,11 +162,22 @@ pub(crate) fn bound_intervals(
     }
 }
 
+/// Converts the index of a key to i32, clamped to `0..=kv_len`.
+#[cube]
+fn clamped_key<I: Int>(key: I, kv_len: i32, #[comptime] is_narrow: bool) -> i32 {
+    if comptime!(is_narrow) {
+        min(max(i32::cast_from(key), 0i32), kv_len)
+    } else {
+        i32::cast_from(min(max(key, I::from_int(0)), I::cast_from(kv_len)))
+    }
+}
+
 /// The operation that [`reduced`] applies to the values of all units.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reduction {
     Smallest,
     BitwiseOr,
+    Sum,
 }
 
 /// Combines the values of all `units` units of the cube by `reduction`. Only unit 0 gets the result. All units must
@@ -207,6 +195,8 @@ fn reduced(value: i32, #[comptime] reduction: Reduction, #[comptime] units: u32)
             let other = values[(UNIT_POS + half) as usize];
             result = if comptime!(reduction == Reduction::Smallest) {
                 min(result, other)
+            } else if comptime!(reduction == Reduction::Sum) {
+                result + other
             } else {
                 result | other
             };
@@ -345,4 +335,56 @@ pub(crate) fn span_blocks(
             packed[counter as usize] = 0i32;
         }
     }
+}
+
+/// Computes the order in which cubes take the tiles of each sequence: longer tiles before shorter ones, see
+/// [`crate::math::longest_first`]. A tile keeps a block of queries. The length of a tile is the size of its block range,
+/// which this module's other kernels have written.
+///
+/// In `packed`, the bounds of the query blocks start at index `bounds`, and the order starts at index `order`, with
+/// `blocks` entries per sequence. Entry `i` is the rank that the `i`-th tile of the order has without the order. Ranks
+/// count from the last tile. One cube handles one tile: its units count the tiles that precede it.
+#[cube(launch_unchecked)]
+pub(crate) fn order_blocks(
+    packed: &mut Tensor<i32>,
+    bounds: u32,
+    order: u32,
+    blocks: u32,
+    count: u32,
+    #[comptime] structure: Structure,
+    #[comptime] units: u32,
+) {
+    let index = CUBE_POS as u32;
+    if index >= count {
+        terminate!();
+    }
+    let size = comptime!(structure.query_block_bounds() as u32);
+    let block = index % blocks;
+    let first = index - block;
+    let at = (bounds + size * index) as usize;
+    let own = digits(packed[at + 3], packed[at + 4]);
+    let mut before = 0i32;
+    let mut other = UNIT_POS;
+    while other < blocks {
+        let at = (bounds + size * (first + other)) as usize;
+        let others = digits(packed[at + 3], packed[at + 4]);
+        // A tile after this one precedes it unless it is shorter, and a tile before this one only if it is longer.
+        let is_after = other > block;
+        let a = select(is_after, own, others);
+        let b = select(is_after, others, own);
+        before += i32::cast_from((a & !b > b) != is_after);
+        other += units;
+    }
+    let before = reduced(before, Reduction::Sum, units);
+    if UNIT_POS == 0u32 {
+        packed[(order + first + before as u32) as usize] = (blocks - 1u32 - block) as i32;
+    }
+}
+
+/// Returns the size of the range `first..end`, which may be empty, with one bit for each base-4 digit that is not 0. If
+/// `a & !b > b`, the size of `a` has more digits than the size of `b`.
+#[cube]
+fn digits(first: i32, end: i32) -> u32 {
+    let size = u32::cast_from(max(end - first, 0i32));
+    (size | size << 1u32) & 0xAAAA_AAAAu32
 }

@@ -18,12 +18,13 @@
 //! all of these intervals. With two intervals per query, two further ranges hold the same for the second intervals.
 //!
 //! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter,
-//! initially 0. Persistent cubes claim tiles by incrementing this counter.
+//! initially 0. Persistent cubes claim tiles by incrementing this counter. The counter is followed by the order in which
+//! cubes take the tiles of each sequence (see [`crate::math::longest_first`]).
 
 mod kernel;
 
 use crate::auxiliary::lengths::kernel::{
-    bound_intervals, bound_segments, pack_intervals, pack_lengths_and_ids, span_blocks,
+    bound_intervals, bound_segments, order_blocks, pack_lengths_and_ids, span_blocks,
 };
 use crate::kernel_args::structure;
 use crate::math::side::Side;
@@ -45,6 +46,8 @@ pub(crate) struct Blocks {
     pub queries: usize,
     pub keys: usize,
     pub stationary_side: Side,
+    /// True if cubes take the tiles of queries in the order of [`crate::math::longest_first`].
+    pub longest_first: bool,
 }
 
 impl Blocks {
@@ -54,6 +57,7 @@ impl Blocks {
             queries: tiles.rows,
             keys: tiles.columns(),
             stationary_side: Side::Queries,
+            longest_first: false,
         }
     }
 
@@ -63,6 +67,7 @@ impl Blocks {
             queries: tiles.columns(),
             keys: tiles.rows,
             stationary_side: Side::Keys,
+            longest_first: false,
         }
     }
 }
@@ -85,6 +90,7 @@ impl BoundsOffsets {
                 queries: 1,
                 keys: 1,
                 stationary_side: Side::Queries,
+                longest_first: false,
             },
             query_ids: 0,
             key_ids: 0,
@@ -177,7 +183,13 @@ pub(crate) fn prepare(
             query_bounds: reserve(
                 structure.query_block_bounds() * batch * q_len.div_ceil(blocks.queries),
             ),
-            key_bounds: reserve(BLOCK_BOUNDS * batch * kv_len.div_ceil(blocks.keys) + 1),
+            key_bounds: {
+                let order = match blocks.longest_first {
+                    true => batch * q_len.div_ceil(blocks.queries),
+                    false => 0,
+                };
+                reserve(BLOCK_BOUNDS * batch * kv_len.div_ceil(blocks.keys) + 1 + order)
+            },
         };
         distinct_sizes.push(offsets);
         offsets
@@ -214,11 +226,8 @@ pub(crate) fn prepare(
         );
         pack(keys, &packed, key_ids, kv_len, batch * kv_len, None, 1);
     }
-    if let Some(intervals) = intervals {
-        pack_records(intervals, &packed, query_ids, problem, structure);
-    }
     for offsets in &distinct_sizes {
-        bound_blocks(&packed, offsets, problem, structure);
+        bound_blocks(&packed, offsets, intervals, problem, structure);
     }
     (Some(packed), offsets)
 }
@@ -227,6 +236,7 @@ pub(crate) fn prepare(
 fn bound_blocks(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
+    intervals: Option<&CubeTensor>,
     problem: &AttentionProblem,
     structure: Structure,
 ) {
@@ -240,6 +250,7 @@ fn bound_blocks(
         queries,
         keys,
         stationary_side,
+        longest_first,
     } = offsets.blocks;
     if structure.segments {
         let of_queries = (structure.query_record(), structure.query_block_bounds());
@@ -265,26 +276,37 @@ fn bound_blocks(
     let of_queries = (offsets.query_bounds, q_len.div_ceil(queries));
     let of_keys = (offsets.key_bounds, kv_len.div_ceil(keys));
     let counter = offsets.key_bounds + BLOCK_BOUNDS * batch * of_keys.1;
-    if structure.intervals > 0 {
-        let spans = !structure.segments && stationary_side == Side::Queries;
-        bound_records(packed, offsets, counter, spans, problem, structure);
-        if spans {
-            return;
-        }
+    let spans_of_records =
+        structure.intervals > 0 && !structure.segments && stationary_side == Side::Queries;
+    if let Some(intervals) = intervals {
+        bound_records(
+            intervals,
+            packed,
+            offsets,
+            counter,
+            spans_of_records,
+            problem,
+            structure,
+        );
     }
     let (own, others) = match stationary_side {
         Side::Queries => (of_queries, of_keys),
         Side::Keys => (of_keys, of_queries),
     };
-    span(
-        packed,
-        batch,
-        own,
-        others,
-        counter,
-        stationary_side,
-        structure,
-    );
+    if !spans_of_records {
+        span(
+            packed,
+            batch,
+            own,
+            others,
+            counter,
+            stationary_side,
+            structure,
+        );
+    }
+    if longest_first {
+        order(packed, batch, of_queries, counter + 1, structure);
+    }
 }
 
 /// True if kernels can read this list or table of integers without a copy: its integers are i32, and its rows are contiguous.
@@ -357,41 +379,12 @@ fn pack(
     }
 }
 
-/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records, which start at
-/// offset `start`.
-fn pack_records(
-    intervals: &CubeTensor,
-    packed: &CubeTensor,
-    start: usize,
-    problem: &AttentionProblem,
-    structure: Structure,
-) {
-    let count = problem.batch * problem.q_len * 2 * structure.intervals;
-    let element = dtype_to_storage_type(intervals.dtype);
-    // SAFETY: `count` is the number of elements of `intervals`, and the caller reserves a record per query, starting at
-    // `start`.
-    unsafe {
-        pack_intervals::launch_unchecked(
-            &packed.client,
-            cube_count(&packed.client, count.div_ceil(UNITS)),
-            CubeDim::new_1d(UNITS as u32),
-            intervals.clone().into_tensor_arg(),
-            packed.clone().into_tensor_arg(),
-            start as u32,
-            problem.q_len as u32,
-            count as u32,
-            problem.kv_len as i32,
-            intervals.dtype.size() < DType::I32.size(),
-            structure,
-            element,
-        );
-    }
-}
-
-/// Writes, for each query block, the ranges of key blocks that follow from the key intervals of the block's queries.
+/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records. Also writes, for
+/// each query block, the ranges of key blocks that follow from the key intervals of the block's queries.
 /// The first intervals of the queries give two ranges, and the second intervals, if any, give two more. See
 /// `bound_intervals`. If `spans`, the function also does the work of [`span`] for query blocks.
 fn bound_records(
+    intervals: &CubeTensor,
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
     counter: usize,
@@ -401,13 +394,14 @@ fn bound_records(
 ) {
     let blocks = problem.q_len.div_ceil(offsets.blocks.queries);
     let count = problem.batch * blocks;
-    // SAFETY: records and bounds of all queries lie inside `packed`, because `prepare` has allocated `packed` for records
-    // and bounds.
+    // SAFETY: `intervals` has elements for each query of each sequence. Records and bounds of all queries lie inside
+    // `packed`, because `prepare` has allocated `packed` for records and bounds.
     unsafe {
         bound_intervals::launch_unchecked(
             &packed.client,
             cube_count(&packed.client, count),
             CubeDim::new_1d(UNITS as u32),
+            intervals.clone().into_tensor_arg(),
             packed.clone().into_tensor_arg(),
             offsets.query_ids as u32,
             offsets.query_bounds as u32,
@@ -419,8 +413,10 @@ fn bound_records(
             offsets.blocks.queries as u32,
             offsets.blocks.keys as i32,
             spans,
+            intervals.dtype.size() < DType::I32.size(),
             structure,
             UNITS as u32,
+            dtype_to_storage_type(intervals.dtype),
         );
     }
 }
@@ -455,6 +451,38 @@ fn span(
             count as u32,
             counter as u32,
             side,
+            structure,
+            UNITS as u32,
+        );
+    }
+}
+
+/// Writes the order in which cubes take the tiles of each sequence, at offset `order`. `(bounds, blocks)` holds the
+/// offset of the bounds of query blocks, and the number of query blocks per sequence. A sequence with one tile needs no
+/// order.
+fn order(
+    packed: &CubeTensor,
+    batch: usize,
+    (bounds, blocks): (usize, usize),
+    order: usize,
+    structure: Structure,
+) {
+    if blocks <= 1 {
+        return;
+    }
+    let count = batch * blocks;
+    // SAFETY: cubes whose index is not below `count` stop at once. All other cubes access `packed` only at the bounds of
+    // existing blocks and at the `count` elements from `order` on. The caller has reserved these elements.
+    unsafe {
+        order_blocks::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            bounds as u32,
+            order as u32,
+            blocks as u32,
+            count as u32,
             structure,
             UNITS as u32,
         );

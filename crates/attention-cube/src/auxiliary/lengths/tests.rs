@@ -35,7 +35,18 @@ fn expected(
     stationary_side.chunks(size).map(span).collect()
 }
 
-/// Checks the block ranges of query tiles and key tiles. `queries` and `keys` hold one list of segment ids per sequence.
+/// Returns the expected order of a sequence's tiles of queries, given their block ranges. Tiles are ranked from the last
+/// tile. The order sorts ranks by the number of base-4 digits of the range's size, and is stable.
+fn longest_first(ranges: &[[i32; 2]]) -> Vec<i32> {
+    let mut order: Vec<usize> = (0..ranges.len()).collect();
+    order.sort_by_key(|rank| {
+        let [first, end] = ranges[ranges.len() - 1 - rank];
+        std::cmp::Reverse((end - first).max(0).checked_ilog(4))
+    });
+    order.into_iter().map(|rank| rank as i32).collect()
+}
+
+/// Checks the block ranges of query tiles and key tiles, and the order of query tiles. `queries` and `keys` hold one list of segment ids per sequence.
 fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     let cube = cube_device();
     let (q_len, kv_len) = (queries[0].len(), keys[0].len());
@@ -81,6 +92,7 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
                 queries,
                 keys,
                 stationary_side,
+                longest_first: stationary_side == Side::Queries,
             }
         });
     let (packed, offsets) = prepare(&inputs, &problem, &blocks);
@@ -112,6 +124,11 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
                 "{:?}, sequence {batch}",
                 blocks.stationary_side
             );
+            if blocks.longest_first {
+                let counter = offsets.key_bounds + BLOCK_BOUNDS * 2 * kv_len.div_ceil(blocks.keys);
+                let of_sequence = &lengths_and_ids[counter + 1 + batch * size..][..size];
+                assert_eq!(of_sequence, longest_first(&found), "sequence {batch}");
+            }
         }
     }
 }
@@ -138,4 +155,16 @@ fn prepare_padding_does_not_widen_block_range() {
         (0..1000).map(id).collect()
     };
     check([ids(0), ids(-1)], [ids(0), ids(-1)]);
+}
+
+/// Checks the order if documents, and with them the block ranges, differ in length by up to 64 times.
+#[test]
+fn prepare_order_of_documents_of_all_lengths() {
+    let ids = |documents: &[usize]| -> Vec<i32> {
+        let of_document = |(id, length): (usize, &usize)| vec![id as i32; *length];
+        documents.iter().enumerate().flat_map(of_document).collect()
+    };
+    let mixed = ids(&[10, 640, 20, 80, 330, 40, 5, 160, 15]);
+    let shorter = ids(&[300, 30, 30, 940]);
+    check([mixed.clone(), shorter.clone()], [mixed, shorter]);
 }

@@ -30,6 +30,7 @@ use crate::engine::portable::common::softmax::{advance, row_statistics, signal_r
 use crate::math::dropout::kernel::{keep_factor, kept_scale};
 use crate::math::inputs::{ForwardInputs, HeadSizes};
 use crate::math::layout::{Page, Rows, group_rows, head_operand, in_page, operand, page_of};
+use crate::math::longest_first::longest_first;
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{
     ScoreKind, Scoring, TileAndBlock, block_mask_shows, capped, final_score, is_visible,
@@ -99,6 +100,11 @@ pub(crate) fn forward<
     let seq_lens = &scoring.seq_lens;
     let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
+    let index = if comptime!(kind.packed) {
+        index
+    } else {
+        longest_first(&grid, index, seq_lens, lengths_and_ids, kind.structure)
+    };
     let work_tile = work_tile(&grid, index, true);
     let batch = work_tile.batch;
     let seq_info = seq_info(seq_lens, lengths_and_ids, batch, kind.structure);

@@ -126,6 +126,7 @@ impl ForwardPass {
             queries: if shares_tile { q_len } else { rows },
             keys,
             stationary_side: Side::Queries,
+            longest_first: !shares_tile && splits == 1,
         };
         let (optional_inputs, offsets) = OptionalInputs::new(inputs, problem, &[blocks]);
         let tile = match shares_tile {
@@ -451,11 +452,13 @@ fn blocks_of<T: BackwardTiles>(tiles: &T) -> Blocks {
             queries: tiles.rows(),
             keys: tiles.columns(),
             stationary_side: Side::Queries,
+            longest_first: false,
         },
         Side::Keys => Blocks {
             queries: tiles.columns(),
             keys: tiles.rows(),
             stationary_side: Side::Keys,
+            longest_first: false,
         },
     }
 }

@@ -4,6 +4,7 @@ use super::bias::bias_of_head;
 use super::block_range::next_block;
 use super::scoring::{Masking, Scoring};
 use super::{FragmentKind, RowPair};
+use crate::math::longest_first::longest_first;
 use crate::math::schedule::{Grid, Schedule, WorkTile, assignment, block_count};
 use crate::math::side::Side;
 use crate::math::visibility::{Run, SeqInfo, seq_info, visible_keys, within_bounds};
@@ -97,6 +98,36 @@ pub(crate) struct AssignedTile {
     pub tile: Tile,
     /// The first block that the tile must process, or `end_block` if there is no such block.
     pub first: i32,
+}
+
+/// Returns the work item that takes the place of `item`. With segments or intervals of visible keys, long tiles start
+/// before short ones, see [`longest_first`]. An item past the last one stays as it is.
+///
+/// Split tiles and tiles that hold several heads keep their order: a launch with such tiles has few of them.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
+pub(crate) fn ordered_item(
+    scheduler: &TileScheduler,
+    item: u32,
+    masking: &Masking,
+    #[comptime] kind: TileKind,
+) -> u32 {
+    let mut ordered = item;
+    if comptime!(kind.heads == 1 && !kind.split) {
+        if item < scheduler.schedule.items {
+            ordered = longest_first(
+                &scheduler.grid,
+                item,
+                &masking.seq_lens,
+                &masking.lengths_and_ids,
+                kind.fragment.structure,
+            );
+        }
+    }
+    ordered
 }
 
 /// Returns the tile that the CTA processes in iteration `turn` of its loop. The work item `item` is one tile, which

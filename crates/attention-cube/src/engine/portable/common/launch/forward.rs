@@ -50,7 +50,10 @@ pub(crate) fn launch(
     let client = inputs.query.client.clone();
     let split = splits > 1;
 
-    let mut blocks = Blocks::of_queries(&tiles);
+    let mut blocks = Blocks {
+        longest_first: !packed,
+        ..Blocks::of_queries(&tiles)
+    };
     if packed {
         // Treat all queries of a sequence as one query block. A packed tile may have queries from any part of the
         // sequence, so the tile needs the segment bounds of all queries.

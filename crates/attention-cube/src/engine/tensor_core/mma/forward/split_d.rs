@@ -54,7 +54,7 @@ use crate::engine::tensor_core::common::scoring::ForwardOperands;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::quad_sum;
 use crate::engine::tensor_core::common::tile_scheduler::{
-    TileKind, TileScheduler, assigned_tile, row_pair,
+    TileKind, TileScheduler, assigned_tile, ordered_item, row_pair,
 };
 use crate::engine::tensor_core::mma::fragments::{load_row_pair, store_row_pair};
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
@@ -102,7 +102,7 @@ pub(crate) fn forward_split_d<
         make_barriers(start, tiles);
     }
     sync_cube();
-    let item = CUBE_POS as u32;
+    let item = ordered_item(&scheduler, CUBE_POS as u32, masking, kind);
     if item < scheduler.schedule.items {
         let assigned = assigned_tile(
             &scheduler, item, 0u32, masking, tiles.rows, tiles.keys, kind,

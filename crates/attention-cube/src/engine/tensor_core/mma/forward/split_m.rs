@@ -32,7 +32,9 @@ use crate::engine::tensor_core::common::output::{Finished, normalised, output_ro
 use crate::engine::tensor_core::common::scoring::ForwardOperands;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::quad_sum;
-use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, assigned_tile};
+use crate::engine::tensor_core::common::tile_scheduler::{
+    TileKind, TileScheduler, assigned_tile, ordered_item,
+};
 use crate::engine::tensor_core::mma::fragments::fragment_of;
 use crate::engine::tensor_core::mma::plan::split_m::MmaSplitMTiles;
 use cube_kit::ampere::FRAGMENT_ROWS;
@@ -70,7 +72,7 @@ pub(crate) fn forward_split_m<
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let start = shared_address(&memory);
-    let item = CUBE_POS as u32;
+    let item = ordered_item(&scheduler, CUBE_POS as u32, masking, kind);
     if item < scheduler.schedule.items {
         let assigned = assigned_tile(
             &scheduler,

@@ -1,16 +1,16 @@
 //! The tile scheduler of a forward CTA. A work item is a tile, or a pair of tiles.
 //!
 //! Usually the CTA computes its work items from its own index. With segments or intervals of visible keys, tiles differ
-//! in work. In this case, the CTA takes its work items from a counter in global memory.
+//! in work. In this case, the CTA takes its work items from a counter in global memory, longest tiles first.
 //!
 //! The producer thread takes an item from the counter, and passes the item to the consumers through a mailbox in shared
 //! memory. The mailbox has space for two messages, each with a full barrier and an empty barrier.
 
 use crate::engine::tensor_core::common::scoring::Masking;
-use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler};
+use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, ordered_item};
 use crate::engine::tensor_core::wgmma::plan::MAILBOX_BYTES;
+use crate::math::longest_first::counter_at;
 use crate::math::schedule::{Grid, Schedule, next_item};
-use crate::math::visibility::BLOCK_BOUNDS;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::ptx::{atomic_inc, load_shared, store_shared, uniform, word_address};
@@ -65,6 +65,7 @@ pub(super) fn take_item(
         // The first work item of each of the `launched` CTAs is the CTA's own index. The counter starts at 0, so adding
         // `launched` gives the items from `launched` on.
         let taken = scheduler.schedule.launched + count_taken(&scheduler.grid, masking);
+        let taken = ordered_item(scheduler, taken, masking, kind);
         store_shared(mailbox + 4u32 * message, taken);
         barrier_arrive(full(mailbox, message), 1u32);
         taken
@@ -100,9 +101,7 @@ pub(super) fn receive_item(
 /// Increments the counter of taken work items in global memory, and returns the counter's old value.
 #[cube]
 fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
-    let seq_lens = &masking.seq_lens;
-    let batches = grid.planes / grid.heads;
-    let at = seq_lens.key_bounds + comptime!(BLOCK_BOUNDS as u32) * batches * seq_lens.key_blocks;
+    let at = counter_at(&masking.seq_lens, grid.planes / grid.heads);
     #[comptime]
     match &masking.lengths_and_ids {
         ComptimeOption::Some(lengths_and_ids) => {

@@ -41,7 +41,7 @@ use super::scheduler::{init_mailbox, mailbox_at, mailbox_bytes, receive_item};
 use crate::engine::tensor_core::common::dropout::output_factor;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{
-    TileKind, TileScheduler, assigned_tile, row_pair,
+    TileKind, TileScheduler, assigned_tile, ordered_item, row_pair,
 };
 use crate::engine::tensor_core::wgmma::forward::load::{
     ForwardMaps, Sources, zero_fill_other_queries,
@@ -174,7 +174,7 @@ pub(crate) fn forward_split_m<
             }
         }
 
-        let mut item = CUBE_POS as u32;
+        let mut item = ordered_item(&scheduler, CUBE_POS as u32, masking, kind);
         let mut turn = 0u32;
         let mut tiles_done = 0u32;
         let mut visited = 0u32;

@@ -3,7 +3,7 @@
 use crate::engine::tensor_core::common::block_range::next_block;
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::tile_scheduler::{
-    Tile, TileKind, TileScheduler, assigned_tile,
+    Tile, TileKind, TileScheduler, assigned_tile, ordered_item,
 };
 use crate::engine::tensor_core::wgmma::forward::load::{Sources, Steps, copied_rows};
 use crate::engine::tensor_core::wgmma::forward::pages::{load_rows, pages_of_rows};
@@ -80,7 +80,7 @@ pub(super) fn fetch(
     #[comptime] kind: TileKind,
 ) {
     let steps = &sources.steps;
-    let mut item = CUBE_POS as u32;
+    let mut item = ordered_item(scheduler, CUBE_POS as u32, masking, kind);
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut count = 0u32;
