@@ -13,6 +13,7 @@ pub(crate) mod host_table;
 pub mod layer;
 mod logits;
 pub mod observe;
+pub(crate) mod packed_prompts;
 pub(crate) mod per_layer;
 pub(crate) mod placement;
 pub(crate) mod prefill_ops;

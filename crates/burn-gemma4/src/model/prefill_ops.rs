@@ -13,6 +13,7 @@ use super::layer::ops::LayerOps;
 use super::layer::ops::OwnColumns;
 use super::layer::{Attention, Linear, Mlp};
 use super::observe::{LayerSite, Observer, Site};
+use super::packed_prompts::PackedDestination;
 use crate::config::LayerType;
 #[cfg(feature = "cube")]
 use crate::op;
@@ -57,6 +58,8 @@ pub(crate) enum KvDestination<'a> {
     Dropped,
     /// The KV cache.
     Cache(&'a mut Cache, Box<Call>),
+    /// The keys and values of packed prompts.
+    Packed(PackedDestination<'a>),
     /// A list with the keys and values of each layer that computes its own keys and values. The list is in the order of
     /// the layers. Each tensor is `[batch, kv_heads, positions, head_dim]`.
     #[cfg(feature = "cube")]
@@ -109,6 +112,14 @@ impl Rotations {
         }
     }
 
+    /// Returns the rotations of the positions with these indices.
+    pub fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        Self {
+            sliding: self.sliding.select(indices),
+            full: self.full.select(indices),
+        }
+    }
+
     fn positions(&self) -> usize {
         self.full.positions()
     }
@@ -148,6 +159,7 @@ impl<O: Observer> PrefillOps<'_, O> {
             KvDestination::Cache(cache, call) => {
                 return cache.extend(layer, &norm.weight, key, value, call);
             }
+            KvDestination::Packed(packed) => return packed.extend(kind, key, value),
             #[cfg(feature = "cube")]
             KvDestination::List(list) => list.push([key.clone(), value.clone()]),
             #[cfg(feature = "cube")]

@@ -16,6 +16,7 @@ mod guessed;
 mod inputs;
 mod mode;
 mod next;
+mod packed;
 #[cfg(feature = "cube")]
 mod position;
 mod prefill;

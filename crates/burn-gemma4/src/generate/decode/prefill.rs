@@ -1,6 +1,7 @@
 //! The prefill of a prompt whose sequence joins a batch.
 
 use super::next::Next;
+use super::packed::PackedPrompt;
 use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
 use crate::generate::{CapturedPrompts, Size};
@@ -45,6 +46,8 @@ use std::sync::Arc;
 pub struct Prefill {
     model: Gemma4Model,
     cache: Cache,
+    /// The keys and values of a prompt that was read in one pass with others, or `None`. The cache is then empty.
+    packed: Option<PackedPrompt>,
     tokens: Vec<u32>,
     /// The adapter of the sequence, or `None` if the model runs without an adapter.
     adapter: Option<Arc<LoadedAdapter>>,
@@ -103,6 +106,7 @@ impl Prefill {
         Ok(Self {
             model: model.clone(),
             cache: model.cache_of(kind, vec![0])?,
+            packed: None,
             tokens,
             adapter: None,
             graphs: None,
@@ -175,7 +179,34 @@ impl Prefill {
         self.adapter.as_ref()
     }
 
-    pub(super) fn into_prefilled(self) -> Prefilled {
+    /// True if the prefill has not begun, does not continue from another prompt, and takes no checkpoint.
+    pub(super) fn is_new(&self) -> bool {
+        self.cache.is_empty() && self.packed.is_none() && self.boundary.is_none()
+    }
+
+    /// The keys and values of a prompt that was read in one pass with others.
+    pub(super) fn packed(&self) -> Option<&PackedPrompt> {
+        self.packed.as_ref()
+    }
+
+    /// Returns a new KV cache of a prompt that was read in one pass with others, or `None` if the prefill has a cache.
+    pub(super) fn unpacked_cache(&self) -> Option<Cache> {
+        self.packed.as_ref().map(|packed| {
+            let mut cache = Cache::new(self.model.config(), vec![0], self.cache.kind());
+            packed.fill(&mut cache);
+            cache
+        })
+    }
+
+    /// Ends a prefill whose prompt was read in one pass with others.
+    pub(super) fn end_packed(&mut self, packed: PackedPrompt) {
+        self.packed = Some(packed);
+    }
+
+    pub(super) fn into_prefilled(mut self) -> Prefilled {
+        if let Some(packed) = self.packed.take() {
+            packed.fill(&mut self.cache);
+        }
         Prefilled {
             adapter: self.adapter.map(|adapter| adapter.id()),
             tokens: self.tokens,
@@ -192,7 +223,17 @@ impl Prefill {
 
     /// The number of prompt tokens that the model has not processed yet.
     pub fn remaining(&self) -> usize {
-        self.tokens.len() - self.cache.len()
+        match self.packed {
+            Some(_) => 0,
+            None => self.tokens.len() - self.cache.len(),
+        }
+    }
+
+    /// True if a CUDA graph may run the whole prompt.
+    pub(super) fn can_replay_whole(&self) -> bool {
+        let (count, kind) = (self.tokens.len(), self.cache.kind());
+        let graphs = self.graphs.as_ref();
+        graphs.is_some_and(|graphs| graphs.serve_whole(&self.model, count, kind))
     }
 
     /// True if a CUDA graph runs the whole prompt in less time than the host needs to launch the kernels for a part of
@@ -200,10 +241,7 @@ impl Prefill {
     /// devices except Hopper cards. On slower devices, the computation takes longer than the launches. Reusing the keys
     /// and values of an earlier prompt then saves time.
     pub(super) fn is_fastest_whole(&self) -> bool {
-        let (count, kind) = (self.tokens.len(), self.cache.kind());
-        let graphs = self.graphs.as_ref();
-        crate::op::is_hopper(&self.model.device())
-            && graphs.is_some_and(|graphs| graphs.serve_whole(&self.model, count, kind))
+        crate::op::is_hopper(&self.model.device()) && self.can_replay_whole()
     }
 
     /// Runs the model over the next `chunk` tokens of the prompt, but at least over one. The chunk is shorter if the
@@ -214,6 +252,12 @@ impl Prefill {
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
     /// [`Gemma4Error::Device`] if the device failed.
     pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
+        if self.remaining() == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "prefill",
+                reason: "has ended; expected tokens that the model has not processed yet".into(),
+            });
+        }
         let start = self.cache.len();
         let boundary = self.boundary.filter(|boundary| start < *boundary);
         let end = start

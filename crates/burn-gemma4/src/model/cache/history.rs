@@ -3,7 +3,6 @@
 
 use super::{
     Cache, Store,
-    buffers::{Buffers, write_ring},
     key_values::{KeyValues, Visible},
     slots::Slots,
 };
@@ -164,26 +163,5 @@ impl Cache {
                 }
             }
         }
-    }
-
-    /// Appends the keys and values of new tokens, with one element per layer that computes its own. Each tensor is
-    /// `[1, kv_heads, count, head_dim]`. The cache must store keys and values as the model computes them.
-    pub(crate) fn append(&mut self, count: usize, key_values: Vec<[Tensor<4>; 2]>) {
-        let (past, ring_slots) = (self.columns, self.ring_slots());
-        for (store, [key, value]) in self.stores.iter_mut().zip(key_values) {
-            let (key, value) = (Slots::Whole(key), Slots::Whole(value));
-            match store {
-                Store::Ring(ring) => {
-                    let old = ring.take();
-                    let old = old.unwrap_or_else(|| Buffers::empty(&key, &value, ring_slots));
-                    *ring = Some(old.map(key, value, |old, new| write_ring(old, new, past)));
-                }
-                Store::Growing(store) => {
-                    *store = Some(Buffers::extended(store.take(), key, value, past));
-                }
-                Store::Compact(..) => panic!("the cache has separate buffers of keys and values"),
-            }
-        }
-        self.advance_by(count);
     }
 }

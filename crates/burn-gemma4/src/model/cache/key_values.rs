@@ -121,6 +121,18 @@ impl SharedKeyValues {
         }
     }
 
+    /// Replaces the rules that decide which keys the next queries see. `visible` returns the rules of layers of a type.
+    pub fn see(&mut self, visible: impl Fn(LayerType) -> Visible) {
+        for (key_values, kind) in [
+            (&mut self.sliding, LayerType::Sliding),
+            (&mut self.full, LayerType::Full),
+        ] {
+            if let Some(key_values) = key_values {
+                key_values.visible = visible(kind);
+            }
+        }
+    }
+
     /// Lets the queries of each sequence see only the sequence's first keys. `sliding` and `full`, each `[batch]`, are
     /// the numbers of these keys in layers of the two types. The queries of a sequence must be at the position of the
     /// last of these keys. No launch of a captured graph may write the numbers.

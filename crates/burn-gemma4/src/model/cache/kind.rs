@@ -18,7 +18,6 @@ pub struct CacheKind {
 
 impl CacheKind {
     /// True if the KV cache stores keys and values exactly as the model computes them.
-    #[cfg(feature = "cube")]
     pub(crate) fn is_plain(self) -> bool {
         self.precision == KvPrecision::Model && !self.compact_keys
     }

@@ -27,6 +27,7 @@ pub(crate) mod compact;
 pub(crate) mod history;
 pub(crate) mod key_values;
 pub(crate) mod kind;
+pub(crate) mod packed;
 pub(crate) mod precision;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;

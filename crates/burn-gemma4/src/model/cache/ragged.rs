@@ -90,11 +90,11 @@ impl Cache {
         self.ensure_slots(tokens);
     }
 
-    /// True if the buffers have slots for the sequence of `other`, so that [`overwrite_row`](Self::overwrite_row) can copy the
-    /// sequence.
+    /// True if the buffers have slots for a sequence of `tokens` tokens, so that [`overwrite_row`](Self::overwrite_row) can
+    /// copy the sequence.
     #[cfg(feature = "cube")]
-    pub(crate) fn has_slots_for(&self, other: &Self) -> bool {
-        other.columns <= self.room
+    pub(crate) fn has_slots_for(&self, tokens: usize) -> bool {
+        tokens <= self.room
     }
 
     /// Copies the only sequence of `other` to `row`, in place. A captured CUDA graph that reads the buffers stays valid.

@@ -182,6 +182,61 @@ pub(super) fn copy_slots<N: Numeric, S: Size>(
     }
 }
 
+/// The sizes and strides of a copy of packed keys and values, in vectors.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct PackedCopy {
+    pub heads: u32,
+    pub tokens: u32,
+    /// The number of vectors in a slot.
+    pub width: u32,
+    /// The number of slots of a head in a row of the targets, which are contiguous.
+    pub target_slots: u32,
+    pub key_head_stride: u32,
+    pub key_token_stride: u32,
+    pub value_head_stride: u32,
+    pub value_token_stride: u32,
+}
+
+/// Copies the key and value of each packed token to a slot of the targets, for each head. `slots` has the slot of each
+/// token, counted over all rows of the targets, or −1 for a token that the kernel does not copy.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn copy_packed<N: Numeric, S: Size>(
+    keys: &Tensor<Vector<N, S>>,
+    values: &Tensor<Vector<N, S>>,
+    slots: &Tensor<i32>,
+    target_keys: &mut Tensor<Vector<N, S>>,
+    target_values: &mut Tensor<Vector<N, S>>,
+    copy: PackedCopy,
+    #[define(N)] _number: ElemType,
+    #[define(S)] _vector: usize,
+) {
+    let width = copy.width as usize;
+    let heads = copy.heads as usize;
+    let target_slots = copy.target_slots as usize;
+    let of_head = copy.tokens as usize * width;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let mut at = ABSOLUTE_POS;
+    while at < heads * of_head {
+        let head = at / of_head;
+        let token = (at % of_head) / width;
+        let vector = at % width;
+        let slot = slots[token];
+        if slot >= 0 {
+            let row = slot as usize / target_slots;
+            let slot = slot as usize % target_slots;
+            let to = ((row * heads + head) * target_slots + slot) * width + vector;
+            target_keys[to] = keys[head * copy.key_head_stride as usize
+                + token * copy.key_token_stride as usize
+                + vector];
+            target_values[to] = values[head * copy.value_head_stride as usize
+                + token * copy.value_token_stride as usize
+                + vector];
+        }
+        at += stride;
+    }
+}
+
 /// Overwrites the tokens with the chosen tokens, and adds one to each position and length. A chosen token of −1 means
 /// that there is no token, and becomes token 0.
 #[cube(launch_unchecked)]

@@ -20,7 +20,7 @@ mod tests;
 #[cfg(feature = "cube")]
 use super::flat_rows;
 use super::norm::{norm, normalize};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
 /// The cosines and sines of RoPE at the token positions of one call of the model, for one layer type.
 #[derive(Clone, Debug)]
@@ -140,6 +140,15 @@ impl Rotation {
     /// Returns the number of positions.
     pub fn positions(&self) -> usize {
         self.cos.dims()[2]
+    }
+
+    /// Returns the cosines and sines of the positions with these indices.
+    pub fn select(&self, indices: &Tensor<1, Int>) -> Self {
+        let selected = |table: &Tensor<4>| table.clone().select(2, indices.clone());
+        Self {
+            cos: selected(&self.cos),
+            sin: selected(&self.sin),
+        }
     }
 
     /// Returns the cosines and sines of the last `count` positions.

@@ -2,13 +2,13 @@
 
 mod adapters;
 mod buffers;
+mod joins;
 #[cfg(feature = "cube")]
 mod sampler;
 
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
 use super::next::Next;
-use super::prefill::Prefill;
 use super::row_logits::{RowChoice, RowLogits, RowResult};
 use crate::error::Gemma4Error;
 use crate::model::adapters::AdapterId;
@@ -175,56 +175,6 @@ impl Batch {
             self.cache = Cache::ragged(self.model.config(), self.kind);
             self.capacity = 0;
         }
-    }
-
-    /// Adds the sequence of a finished prefill, and returns the sequence's index. The sequence keeps the prefill's
-    /// [adapter](Prefill::with_adapter). The same prefill may join several times, to
-    /// generate several answers to one prompt.
-    ///
-    /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if tokens of the prompt remain, or if the prefill's KV cache has another format.
-    pub fn join(&mut self, prefill: &Prefill) -> Result<usize, Gemma4Error> {
-        let refuse = |reason: String| {
-            let argument = "prefill";
-            Err(Gemma4Error::Argument { argument, reason })
-        };
-        if prefill.remaining() > 0 {
-            return refuse(format!(
-                "has {} tokens left; expected 0",
-                prefill.remaining()
-            ));
-        }
-        if prefill.cache().kind() != self.kind {
-            return refuse("has a KV cache of another format than the batch".into());
-        }
-        let mut lengths = self.lengths();
-        self.adapters.join(prefill.adapter(), &self.model.device());
-        #[cfg(feature = "cube")]
-        if self.has_graph_of(prefill)
-            && self.expected <= self.capacity
-            && self.cache.has_slots_for(prefill.cache())
-            && let Some(row) = (0..self.capacity).find(|row| !self.rows.contains(row))
-        {
-            self.cache.overwrite_row(row, prefill.cache());
-            lengths.push(prefill.cache().len());
-            self.rows.push(row);
-            self.keep_graph(&lengths);
-            return Ok(self.len() - 1);
-        }
-        self.release();
-        self.move_to_first_rows();
-        self.fit_capacity(self.len() + 1);
-        let capacity = (self.len() + 1).max(self.expected).next_power_of_two();
-        if capacity > self.capacity {
-            self.cache.set_capacity(capacity, self.len());
-            self.capacity = capacity;
-        }
-        let index = self.len();
-        self.cache.write_row(index, prefill.cache(), self.capacity);
-        lengths.push(prefill.cache().len());
-        self.rows.push(index);
-        self.set_lengths(&lengths);
-        Ok(index)
     }
 
     /// Removes the sequence at `index`. The last sequence moves to this index. The buffers stay allocated as long as

@@ -1,0 +1,108 @@
+//! The prefill of several prompts in one forward pass.
+
+use super::next::Next;
+use super::prefill::Prefill;
+use super::row_logits::RowLogits;
+use crate::error::Gemma4Error;
+use crate::model::cache::Cache;
+use crate::model::cache::packed::PackedKeyValues;
+use burn::module::list_param_ids;
+use std::sync::Arc;
+
+/// The number of prompts from which one pass is faster than a CUDA graph for each prompt.
+///
+/// A pass over packed prompts launches its kernels one by one. In E2B on an H200 (2026-11-28), these launches took
+/// 11 ms, and the graph of a prompt of 128 tokens took 3 ms: see docs/prefill.md.
+const LEAST_PACKED: usize = 4;
+
+/// A prompt that was read in one pass with other prompts. The pass computed the keys and values of all of them.
+#[derive(Clone, Debug)]
+pub(super) struct PackedPrompt {
+    pub key_values: Arc<PackedKeyValues>,
+    /// The index of the prompt in the pass.
+    pub index: usize,
+}
+
+impl PackedPrompt {
+    /// Copies the keys and values of the prompt to `cache`, which must be empty.
+    pub fn fill(&self, cache: &mut Cache) {
+        cache.fill_from_packed(&self.key_values, self.index);
+    }
+}
+
+impl Prefill {
+    /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not have
+    /// begun, continue from another prompt, have an adapter, or stop within the prompt to store a state. The KV cache must
+    /// store keys and values as the model computes them.
+    pub fn can_pack(&self) -> bool {
+        self.is_new() && self.adapter().is_none() && self.cache().kind().is_plain()
+    }
+
+    /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt alone, and
+    /// few prompts of which each can replay a CUDA graph, are faster alone.
+    pub fn is_faster_packed(prefills: &[&Self]) -> bool {
+        prefills.len() > 1
+            && (prefills.len() >= LEAST_PACKED
+                || prefills.iter().any(|prefill| !prefill.can_replay_whole()))
+    }
+
+    /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last
+    /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
+    ///
+    /// The time and the memory of the pass grow with the sum of the prompts' lengths, which the caller limits.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_gemma4::{Batch, CacheKind, Gemma4, LoadOptions, Prefill, RowChoice};
+    ///
+    /// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+    /// let kind = CacheKind::default();
+    /// let mut first = gemma.prefill(vec![2, 17, 5], kind)?;
+    /// let mut second = gemma.prefill(vec![2, 44], kind)?;
+    /// let logits = Prefill::read_packed(&mut [&mut first, &mut second])?;
+    /// let tokens = logits.choose(&[RowChoice::Argmax; 2])?;
+    /// let mut batch = Batch::new(gemma.model(), kind)?;
+    /// batch.join_all(&[&first, &second])?;
+    /// assert_eq!((tokens.len(), batch.lengths()), (2, vec![3, 2]));
+    /// # }
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if there are no prefills, if [`can_pack`](Self::can_pack) is false for one of
+    /// them, or if the prefills belong to different models.
+    pub fn read_packed(prefills: &mut [&mut Self]) -> Result<RowLogits<'static>, Gemma4Error> {
+        let refuse = |reason: String| {
+            let argument = "prefills";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        let Some(first) = prefills.first() else {
+            return refuse("are none; expected at least 1".into());
+        };
+        let model = first.model().clone();
+        let parameters = list_param_ids(&model);
+        for (index, prefill) in prefills.iter().enumerate() {
+            if !prefill.can_pack() {
+                return refuse(format!(
+                    "cannot run in one pass, because number {index} has begun, has an adapter or a checkpoint, or stores \
+                     its keys and values in another format; read such a prompt by `advance`"
+                ));
+            }
+            if index > 0 && list_param_ids(prefill.model()) != parameters {
+                return refuse(format!(
+                    "belong to different models; expected that number {index} has the model of number 0"
+                ));
+            }
+        }
+        let prompts: Vec<&[u32]> = prefills.iter().map(|prefill| prefill.tokens()).collect();
+        let (hidden, key_values) = model.hidden_of_packed(&prompts);
+        let key_values = Arc::new(key_values);
+        for (index, prefill) in prefills.iter_mut().enumerate() {
+            let key_values = key_values.clone();
+            prefill.end_packed(PackedPrompt { key_values, index });
+        }
+        let rows = (0..prefills.len()).collect();
+        Ok(RowLogits::of(Next::of_hidden(&model, hidden), rows))
+    }
+}

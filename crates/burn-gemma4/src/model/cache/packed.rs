@@ -1,0 +1,200 @@
+//! The keys and values of packed prompts, and their copies to the buffers of KV caches.
+
+use super::{
+    Cache, Store,
+    buffers::{Buffers, write_ring},
+    slots::Slots,
+};
+#[cfg(feature = "cube")]
+use super::buffers::capacity;
+#[cfg(feature = "cube")]
+use crate::op::{in_place::packed::write_packed, runs};
+use burn::tensor::Tensor;
+#[cfg(feature = "cube")]
+use burn::tensor::{DType, Device, Int, TensorData};
+use std::ops::Range;
+
+/// The keys and values that one forward pass computed for several prompts.
+#[derive(Clone, Debug)]
+pub(crate) struct PackedKeyValues {
+    /// The keys and values of each layer that computes its own, each `[1, kv_heads, tokens, head_dim]`. The tokens of the
+    /// prompts lie one after another.
+    pub layers: Vec<[Tensor<4>; 2]>,
+    /// The tokens of each prompt.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl PackedKeyValues {
+    /// Returns the keys and values of one prompt, for each layer that computes its own. Each tensor is
+    /// `[1, kv_heads, length, head_dim]`.
+    fn of_prompt(&self, prompt: usize) -> Vec<[Tensor<4>; 2]> {
+        let range = &self.ranges[prompt];
+        let part = |rows: &Tensor<4>| rows.clone().narrow(2, range.start, range.len());
+        let layers = self.layers.iter();
+        layers.map(|layer| layer.each_ref().map(part)).collect()
+    }
+}
+
+impl Cache {
+    /// Fills an empty cache of one sequence with the keys and values of one of several packed prompts. The cache shares no
+    /// memory with `packed` on devices that write in place.
+    ///
+    /// # Panics
+    /// Panics if the cache is not empty, or does not store keys and values as the model computes them.
+    pub(crate) fn fill_from_packed(&mut self, packed: &PackedKeyValues, prompt: usize) {
+        assert!(self.is_empty(), "the cache has no tokens");
+        let count = packed.ranges[prompt].len();
+        let layers = packed.of_prompt(prompt);
+        #[cfg(feature = "cube")]
+        if let Some([key, _]) = layers.first()
+            && runs(&key.device(), key.dtype())
+        {
+            let mut places = PlaceTables::new(key.device(), |slots| {
+                slots_of_prompt(count, slots, 0).collect()
+            });
+            let ring_slots = self.ring_slots();
+            for (store, sources) in self.stores.iter_mut().zip(layers) {
+                let (buffers, slots) = match store {
+                    Store::Ring(buffers) => (buffers, ring_slots),
+                    Store::Growing(buffers) => (buffers, capacity(count)),
+                    Store::Compact(..) => panic!("{SEPARATE}"),
+                };
+                let [key, value] = sources.clone().map(Slots::Whole);
+                let new = Buffers::empty(&key, &value, slots);
+                write_packed(whole(&new), sources, places.of(slots));
+                *buffers = Some(new);
+            }
+            self.advance_by(count);
+            return;
+        }
+        self.append(count, layers);
+    }
+
+    /// Copies packed prompts to rows of the buffers, in place, with one launch per layer. `rows` has the index and the
+    /// buffer row of each prompt to copy. A captured CUDA graph that reads the buffers stays valid.
+    ///
+    /// # Panics
+    /// Panics if the cache has no buffers, or if its full-attention layers have fewer slots than a prompt has tokens.
+    #[cfg(feature = "cube")]
+    pub(crate) fn overwrite_rows(&self, packed: &PackedKeyValues, rows: &[(usize, usize)]) {
+        let Some([key, _]) = packed.layers.first() else {
+            return;
+        };
+        let [_, _, tokens, _] = key.dims();
+        let mut places = PlaceTables::new(key.device(), |slots| {
+            let mut places = vec![NO_SLOT; tokens];
+            for (prompt, row) in rows {
+                let range = packed.ranges[*prompt].clone();
+                let of_prompt = slots_of_prompt(range.len(), slots, *row);
+                for (place, slot) in places[range].iter_mut().zip(of_prompt) {
+                    *place = slot;
+                }
+            }
+            places
+        });
+        for (store, sources) in self.stores.iter().zip(&packed.layers) {
+            let buffers = match store {
+                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => buffers,
+                Store::Ring(None) | Store::Growing(None) => panic!("the cache has buffers"),
+                Store::Compact(..) => panic!("{SEPARATE}"),
+            };
+            let [_, _, slots, _] = buffers.key.dims();
+            let longest = rows.iter().map(|(prompt, _)| packed.ranges[*prompt].len());
+            assert!(
+                matches!(store, Store::Ring(_)) || longest.max() <= Some(slots),
+                "the buffers have a slot for each token"
+            );
+            write_packed(whole(buffers), sources.clone(), places.of(slots));
+        }
+    }
+
+    /// Appends the keys and values of new tokens, with one element per layer that computes its own. Each tensor is
+    /// `[1, kv_heads, count, head_dim]`. The cache must store keys and values as the model computes them.
+    pub(crate) fn append(&mut self, count: usize, key_values: Vec<[Tensor<4>; 2]>) {
+        let (past, ring_slots) = (self.columns, self.ring_slots());
+        for (store, [key, value]) in self.stores.iter_mut().zip(key_values) {
+            let (key, value) = (Slots::Whole(key), Slots::Whole(value));
+            match store {
+                Store::Ring(ring) => {
+                    let old = ring.take();
+                    let old = old.unwrap_or_else(|| Buffers::empty(&key, &value, ring_slots));
+                    *ring = Some(old.map(key, value, |old, new| write_ring(old, new, past)));
+                }
+                Store::Growing(store) => {
+                    *store = Some(Buffers::extended(store.take(), key, value, past));
+                }
+                Store::Compact(..) => panic!("{SEPARATE}"),
+            }
+        }
+        self.advance_by(count);
+    }
+}
+
+/// The message of the panic if a cache with compact keys gets separate keys and values.
+const SEPARATE: &str = "the cache has separate buffers of keys and values";
+
+/// The slot of a token that a kernel does not copy.
+#[cfg(feature = "cube")]
+const NO_SLOT: i32 = -1;
+
+/// Returns the slot of each token of a prompt in a buffer of several rows, counted over all rows. Each row has `slots`
+/// slots. Token `t` is in slot `t % slots` of its row, as in a ring buffer. Tokens that later tokens of the prompt
+/// would overwrite have no slot.
+#[cfg(feature = "cube")]
+fn slots_of_prompt(count: usize, slots: usize, row: usize) -> impl Iterator<Item = i32> {
+    (0..count).map(move |token| match count - token > slots {
+        true => NO_SLOT,
+        false => i32::try_from(row * slots + token % slots)
+            .expect("the slots of all rows have 32-bit numbers"),
+    })
+}
+
+/// The slots of packed tokens on the device, for each number of slots that the buffers of a cache have.
+#[cfg(feature = "cube")]
+struct PlaceTables<F> {
+    device: Device,
+    compute: F,
+    tables: Vec<(usize, Tensor<1, Int>)>,
+}
+
+#[cfg(feature = "cube")]
+impl<F: Fn(usize) -> Vec<i32>> PlaceTables<F> {
+    /// `compute` returns the slots of all tokens in buffers of the given number of slots.
+    fn new(device: Device, compute: F) -> Self {
+        Self {
+            device,
+            compute,
+            tables: Vec::new(),
+        }
+    }
+
+    fn of(&mut self, slots: usize) -> Tensor<1, Int> {
+        if let Some((_, table)) = self.tables.iter().find(|(other, _)| *other == slots) {
+            return table.clone();
+        }
+        let table = (self.compute)(slots);
+        let shape = [table.len()];
+        let table = Tensor::from_data(TensorData::new(table, shape), (&self.device, DType::I32));
+        self.tables.push((slots, table.clone()));
+        table
+    }
+}
+
+/// Returns the tensors of buffers that store keys and values as the model computes them.
+#[cfg(feature = "cube")]
+fn whole(buffers: &Buffers) -> [Tensor<4>; 2] {
+    [&buffers.key, &buffers.value].map(|slots| slots.clone().numbers())
+}
+
+#[cfg(all(test, feature = "cube"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_of_prompt_longer_than_a_ring_are_those_of_its_last_tokens() {
+        let slots = |count, slots, row| slots_of_prompt(count, slots, row).collect::<Vec<_>>();
+        assert_eq!(slots(3, 4, 2), [8, 9, 10]);
+        assert_eq!(slots(4, 4, 0), [0, 1, 2, 3]);
+        assert_eq!(slots(7, 4, 1), [-1, -1, -1, 7, 4, 5, 6]);
+    }
+}
