@@ -37,6 +37,7 @@ mod loading;
 mod marking;
 mod not_numbers;
 mod packed;
+mod packed_prompts;
 mod packing;
 mod per_layer_table;
 mod prefixes;

@@ -185,6 +185,7 @@ impl Prefill {
     }
 
     /// The keys and values of a prompt that was read in one pass with others.
+    #[cfg(feature = "cube")]
     pub(super) fn packed(&self) -> Option<&PackedPrompt> {
         self.packed.as_ref()
     }

@@ -1,12 +1,12 @@
 //! The keys and values of packed prompts, and their copies to the buffers of KV caches.
 
+#[cfg(feature = "cube")]
+use super::buffers::capacity;
 use super::{
     Cache, Store,
     buffers::{Buffers, write_ring},
     slots::Slots,
 };
-#[cfg(feature = "cube")]
-use super::buffers::capacity;
 #[cfg(feature = "cube")]
 use crate::op::{in_place::packed::write_packed, runs};
 use burn::tensor::Tensor;

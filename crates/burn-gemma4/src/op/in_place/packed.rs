@@ -25,7 +25,11 @@ use cubecl::prelude::CubeDim;
 ///   `sources`.
 /// - `sources`: keys and values, `[1, heads, tokens, width]` each, in the dtype of the targets.
 /// - `slots`: `[tokens]`, 32-bit, each −1 or below the number of slots of all rows.
-pub(crate) fn write_packed(targets: [Tensor<4>; 2], sources: [Tensor<4>; 2], slots: Tensor<1, Int>) {
+pub(crate) fn write_packed(
+    targets: [Tensor<4>; 2],
+    sources: [Tensor<4>; 2],
+    slots: Tensor<1, Int>,
+) {
     let [targets, sources] = [targets, sources].map(|[keys, values]| KeysAndValues {
         keys: keys.into_dispatch(),
         values: values.into_dispatch(),
