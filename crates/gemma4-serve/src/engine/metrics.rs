@@ -30,6 +30,8 @@ pub struct Metrics {
     pub prefix_cache_bytes: IntGauge,
     /// The number of prefilled prompt tokens, without cached tokens.
     pub prompt_tokens: IntCounter,
+    /// The number of prompts that ran in one pass with other prompts.
+    pub packed_prompts: IntCounter,
     /// The number of prompt tokens whose keys and values came from an earlier prompt.
     pub cached_prompt_tokens: IntCounter,
     /// The number of generated tokens.
@@ -90,6 +92,10 @@ impl Metrics {
             )?,
             requests,
             prompt_tokens: counter("prompt_tokens_total", "Prompt tokens that were read")?,
+            packed_prompts: counter(
+                "packed_prompts_total",
+                "Prompts that were read in one pass with other prompts",
+            )?,
             cached_prompt_tokens: counter(
                 "cached_prompt_tokens_total",
                 "Prompt tokens that were taken over from earlier prompts",

@@ -151,6 +151,98 @@ async fn random_requests_equal_the_same_requests_alone() {
     );
 }
 
+/// Prompts that wait while another prompt is read run in one pass. Some of them have two answers, and some draw tokens.
+#[tokio::test]
+async fn waiting_prompts_run_in_one_pass_with_the_same_answers() {
+    let alone = gemma();
+    let mut rng = StdRng::seed_from_u64(4);
+    let (engine, outcome) =
+        Engine::start(gemma(), EngineOptions::default()).expect("the engine starts");
+    let mut expected = Vec::new();
+    let lengths = [700, 30, 1, 200, 7, 128, 40, 129, 3, 90, 12, 60];
+    for (number, length) in lengths.into_iter().enumerate() {
+        let prompt: Vec<u32> = (0..length).map(|_| rng.random_range(20..2000)).collect();
+        let mut options = answer_options(&alone, 8);
+        if number % 3 == 1 {
+            options.sampling = Sampling {
+                temperature: 0.8,
+                seed: Some(number as u64),
+                ..Sampling::greedy()
+            };
+        }
+        let request = gemma4_serve::engine::Request {
+            prompt: prompt.clone(),
+            choices: 1 + number % 2,
+            options,
+            constraint: None,
+            adapter: None,
+        };
+        let (sampling, choices) = (request.options.sampling.clone(), request.choices);
+        let events = engine.submit(request).expect("the queue is not full");
+        expected.push((number, prompt, sampling, choices, events));
+    }
+    for (number, prompt, sampling, choices, mut events) in expected {
+        let (mut texts, mut ended) = (vec![String::new(); choices], 0);
+        while ended < choices {
+            match events.recv().await.expect("the engine runs") {
+                Event::Text { choice, text, .. } => texts[choice] += &text,
+                Event::End { .. } => ended += 1,
+                Event::ToolCall { .. } => (),
+                Event::Failed(error) => panic!("request {number}: {error}"),
+            }
+        }
+        for (choice, text) in texts.into_iter().enumerate() {
+            let options = GenerateOptions {
+                max_tokens: 8,
+                sampling: Sampling {
+                    seed: sampling.seed.map(|seed| seed + choice as u64),
+                    ..sampling.clone()
+                },
+                ..alone.options()
+            };
+            let whole = alone.generate(prompt.clone(), &options, |_| ControlFlow::Continue(()));
+            let whole = whole.expect("the generation succeeds");
+            let case = format!("request {number}, {} tokens", prompt.len());
+            assert_eq!(text, whole.text, "{case}, answer {choice}");
+        }
+    }
+    let metrics = engine.metrics();
+    assert!(metrics.packed_prompts.get() >= 2, "prompts wait together");
+    let all: usize = lengths.iter().sum();
+    assert_eq!(metrics.prompt_tokens.get(), all as u64);
+    engine.drain();
+    assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
+    assert_eq!(engine.metrics().prefilling.get(), 0);
+    assert_eq!(engine.metrics().reserved_tokens.get(), 0);
+}
+
+/// Prompts with the same beginning wait for each other, so that the later ones reuse the keys and values of the first.
+#[tokio::test]
+async fn waiting_prompts_with_a_shared_prefix_reuse_it() {
+    let (engine, outcome) =
+        Engine::start(gemma(), EngineOptions::default()).expect("the engine starts");
+    let options = answer_options(&gemma(), 2);
+    let request = |last: u32| gemma4_serve::engine::Request {
+        prompt: (20..110).chain([last]).collect(),
+        choices: 1,
+        options: options.clone(),
+        constraint: None,
+        adapter: None,
+    };
+    let events: Vec<_> = (200..204)
+        .map(|last| engine.submit(request(last)))
+        .collect();
+    for events in events {
+        let mut events = events.expect("the queue is not full");
+        while !matches!(events.recv().await, Some(Event::End { .. })) {}
+    }
+    let metrics = engine.metrics();
+    assert_eq!(metrics.cached_prompt_tokens.get(), 3 * 90);
+    assert_eq!(metrics.packed_prompts.get(), 0);
+    engine.drain();
+    assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
+}
+
 #[tokio::test]
 async fn full_queue_refuses_requests_and_recovers() {
     let options = EngineOptions {

@@ -133,6 +133,15 @@ impl PrefixCache {
         }
     }
 
+    /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled, because both
+    /// begin with at least 64 equal tokens. If the prompts were [read in one pass](Prefill::read_packed), nothing could be
+    /// reused. Both prompts run without an adapter.
+    pub fn would_share(&self, prefill: &Prefill, tokens: &[u32]) -> bool {
+        let pairs = prefill.tokens().iter().zip(tokens);
+        let shared = pairs.take_while(|(one, other)| one == other).count();
+        shared >= LEAST_TO_CHECKPOINT && self.serves(prefill)
+    }
+
     /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the least
     /// recently used prompts until the remaining prompts fit. Ignores unfinished prefills, prompts of fewer than 16
     /// tokens and prompts of other models. Also ignores prompts that exceed the whole memory, and prompts that run

@@ -18,12 +18,7 @@ const MORE_CHUNKS: usize = 4;
 impl<'a> Scheduler<'a> {
     /// The number of answers that will be in the batch as soon as all prompts are prefilled for which there is room.
     pub(super) fn expected_answers(&self) -> usize {
-        let mut answers = self.running.len();
-        let mut longest = self.longest_reserved();
-        if let Some(prefilling) = &self.prefilling {
-            answers += prefilling.answers.len();
-            longest = longest.max(prefilling.reserved);
-        }
+        let (mut answers, mut longest) = self.admitted();
         for job in &self.queue {
             let (more, longer) = (answers + job.request.choices, longest.max(job.reserved()));
             if !self.shared.limits.fit(more, longer) {
@@ -48,24 +43,31 @@ impl<'a> Scheduler<'a> {
 
     /// True if the KV cache and the batch have room for the answers of a request.
     pub(super) fn has_room(&self, job: &Job) -> bool {
-        let answers = self.running.len() + job.request.choices;
+        let (answers, longest) = self.admitted();
         self.shared
             .limits
-            .fit(answers, self.longest_reserved().max(job.reserved()))
+            .fit(answers + job.request.choices, longest.max(job.reserved()))
     }
 
-    /// The largest number of tokens for which an answer in the batch has reserved space in the KV cache.
-    pub(super) fn longest_reserved(&self) -> usize {
-        let reserved = self.running.iter().map(|running| running.reserved);
-        reserved.max().unwrap_or(0)
+    /// The number of admitted answers, and the largest number of tokens for which one of them has reserved space in the KV
+    /// cache.
+    fn admitted(&self) -> (usize, usize) {
+        let prefilling = self.prefilling.iter();
+        let prefilling = prefilling.map(|one| (one.answers.len(), one.reserved));
+        let running = self.running.iter().map(|running| (1, running.reserved));
+        running
+            .chain(prefilling)
+            .fold((0, 0), |(answers, longest), (more, reserved)| {
+                (answers + more, longest.max(reserved))
+            })
     }
 
-    /// Starts the prefill of the first request in the queue, if the KV cache and the batch have room for its answers.
-    pub(super) fn admit(&mut self) {
-        while self.prefilling.is_none()
-            && let Some(job) = self.queue.front()
-        {
-            if !self.has_room(job) {
+    /// Starts the prefills of the first requests in the queue, as long as the KV cache and the batch have room for their
+    /// answers. Several prefills begin only if one pass of at most `budget` tokens can run all of them.
+    pub(super) fn admit(&mut self, budget: usize) {
+        while let Some(job) = self.queue.front() {
+            let joins = self.prefilling.is_empty() || self.may_pack(job, budget);
+            if !joins || !self.has_room(job) {
                 return;
             }
             let Some(mut job) = self.queue.pop_front() else {
@@ -79,7 +81,7 @@ impl<'a> Scheduler<'a> {
             let prefixes = job.prefixes.take();
             match self.begin(job) {
                 Ok((prefill, answers)) => {
-                    self.prefilling = Some(Prefilling {
+                    self.prefilling.push_back(Prefilling {
                         prefill,
                         answers,
                         adapter,
@@ -94,6 +96,36 @@ impl<'a> Scheduler<'a> {
                     self.count_outcome("failed", 1);
                 }
             }
+        }
+    }
+
+    /// True if one pass can run the prompt of a request with the prompts that are being prefilled. A prompt that could
+    /// reuse the keys and values of one of them waits for that prompt.
+    fn may_pack(&self, job: &Job, budget: usize) -> bool {
+        let (request, mut prefilling) = (&job.request, self.prefilling.iter());
+        let tokens: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
+        tokens + request.prompt.len() <= budget
+            && request.adapter.is_none()
+            && prefilling.all(|one| {
+                let prefill = &one.prefill;
+                prefill.can_pack() && !self.prefixes.would_share(prefill, &request.prompt)
+            })
+    }
+
+    /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read in
+    /// chunks.
+    pub(super) fn prompts_of_pass(&self, mut budget: usize) -> usize {
+        let prefilling = self.prefilling.iter().map(|one| &one.prefill);
+        let pack: Vec<&Prefill> = prefilling
+            .take_while(|prefill| {
+                let rest = budget.checked_sub(prefill.remaining());
+                budget = rest.unwrap_or(0);
+                rest.is_some() && prefill.can_pack()
+            })
+            .collect();
+        match Prefill::is_faster_packed(&pack) {
+            true => pack.len(),
+            false => 1,
         }
     }
 

@@ -36,6 +36,13 @@ struct Prefilling<'a> {
     arrived: Instant,
 }
 
+impl Prefilling<'_> {
+    /// The number of prompt tokens that the model has not processed yet.
+    fn remaining(&self) -> usize {
+        self.prefill.remaining()
+    }
+}
+
 /// An answer that is being decoded.
 struct Running<'a> {
     answer: Answer<'a>,
@@ -57,7 +64,9 @@ pub(super) struct Scheduler<'a> {
     /// The largest number of prompt tokens in one call of the model.
     chunk: usize,
     queue: VecDeque<Job>,
-    prefilling: Option<Prefilling<'a>>,
+    /// The requests whose prompts are being prefilled, in the order of their arrival. If there are several, one pass may
+    /// run their prompts.
+    prefilling: VecDeque<Prefilling<'a>>,
     /// The answers that are being decoded. Element `i` is row `i` of the batch.
     running: Vec<Running<'a>>,
 }
@@ -90,7 +99,7 @@ impl<'a> Scheduler<'a> {
             options,
             shared,
             queue: VecDeque::new(),
-            prefilling: None,
+            prefilling: VecDeque::new(),
             running: Vec::new(),
         })
     }
@@ -119,7 +128,7 @@ impl<'a> Scheduler<'a> {
         loop {
             self.free_adapters();
             let is_idle =
-                self.queue.is_empty() && self.prefilling.is_none() && self.running.is_empty();
+                self.queue.is_empty() && self.prefilling.is_empty() && self.running.is_empty();
             let is_draining = self.shared.is_draining();
             let message = match is_idle && !is_draining {
                 true => self.wait(inbox),
@@ -173,10 +182,13 @@ impl<'a> Scheduler<'a> {
         });
         self.shared.leave_queue(before - self.queue.len());
         self.count_outcome("cancelled", answers);
-        let is_abandoned = |one: &mut Prefilling<'_>| one.answers.iter().all(Answer::is_abandoned);
-        if let Some(abandoned) = self.prefilling.take_if(is_abandoned) {
-            self.count_outcome("cancelled", abandoned.answers.len());
-        }
+        let mut answers = 0;
+        self.prefilling.retain(|one| {
+            let is_abandoned = one.answers.iter().all(Answer::is_abandoned);
+            answers += usize::from(is_abandoned) * one.answers.len();
+            !is_abandoned
+        });
+        self.count_outcome("cancelled", answers);
         for index in (0..self.running.len()).rev() {
             if self.running[index].answer.is_abandoned() {
                 self.leave(index);
@@ -200,76 +212,100 @@ impl<'a> Scheduler<'a> {
         let most = self.prompt_tokens_of_round();
         let mut budget = most;
         while budget > 0 {
-            self.admit();
-            let Some(prefilling) = &mut self.prefilling else {
+            self.admit(budget);
+            let Some(first) = self.prefilling.front() else {
                 return Ok(());
             };
-            let before = prefilling.prefill.remaining();
             // Leave a chunk that exceeds the rest of this round for the next round. A shorter chunk would need a CUDA graph
             // of another size.
-            if before.min(self.chunk) > budget && budget < most {
+            if first.remaining().min(self.chunk) > budget && budget < most {
                 return Ok(());
             }
-            let choices: Vec<RowChoice<'_>> = match prefilling.answers.first() {
-                Some(first) => vec![first.row_choice()],
-                None => return Ok(()),
+            let count = match self.prompts_of_pass(budget) {
+                0 | 1 => self.read_chunk()?,
+                prompts => self.read_pack(prompts)?,
             };
-            // All answers to a prompt share one row of logits. If the answers draw tokens, the batch must return this
-            // row, because each answer draws with a separate seed.
-            let choices = match (prefilling.answers.len(), &choices[0]) {
-                (1, _) | (_, RowChoice::Argmax) => choices,
-                _ => vec![RowChoice::Logits],
-            };
-            let read = match prefilling.prefill.advance(self.chunk) {
-                Ok(Some(logits)) => Some(logits.choose(&choices)?.remove(0)),
-                Ok(None) => None,
-                Err(error) => return Err(error),
-            };
-            let count = before - prefilling.prefill.remaining();
-            self.shared.metrics.prompt_tokens.inc_by(count as u64);
             budget = budget.saturating_sub(count.max(1));
-            if let Some(result) = read
-                && let Some(prefilling) = self.prefilling.take()
-            {
-                self.join(prefilling, &result)?;
-            }
         }
         Ok(())
     }
 
-    /// Passes the first token to each answer of a prefilled request, and adds the answers that have not ended to the batch.
-    fn join(&mut self, prefilling: Prefilling<'a>, result: &RowResult) -> Result<(), Gemma4Error> {
-        let Prefilling {
-            prefill,
-            mut answers,
-            adapter,
-            prefixes,
-            reserved,
-            arrived,
-        } = prefilling;
-        let waited = arrived.elapsed().as_secs_f64();
-        self.shared.metrics.first_token.observe(waited);
-        let cached = prefill.reused();
+    /// Prefills one chunk of the first prompt. Returns the number of tokens that the model has processed.
+    fn read_chunk(&mut self) -> Result<usize, Gemma4Error> {
+        let Some(mut first) = self.prefilling.pop_front() else {
+            return Ok(0);
+        };
+        let before = first.remaining();
+        let result = match first.prefill.advance(self.chunk)? {
+            Some(logits) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
+            None => None,
+        };
+        let count = before - first.remaining();
+        self.shared.metrics.prompt_tokens.inc_by(count as u64);
+        match result {
+            Some(result) => self.join(vec![(first, result)])?,
+            None => self.prefilling.push_front(first),
+        }
+        Ok(count)
+    }
+
+    /// Prefills the first `prompts` prompts in one pass. Returns the number of tokens that the model has processed.
+    fn read_pack(&mut self, prompts: usize) -> Result<usize, Gemma4Error> {
+        let mut pack: Vec<Prefilling<'a>> = self.prefilling.drain(..prompts).collect();
+        let count: usize = pack.iter().map(Prefilling::remaining).sum();
+        let mut prefills: Vec<&mut Prefill> = pack.iter_mut().map(|one| &mut one.prefill).collect();
+        let logits = Prefill::read_packed(&mut prefills)?;
+        let choices: Vec<_> = pack.iter().map(|one| row_choice(&one.answers)).collect();
+        let results = logits.choose(&choices)?;
         let metrics = &self.shared.metrics;
-        metrics.cached_prompt_tokens.inc_by(cached as u64);
-        if let Some(first) = answers.first_mut() {
-            first.set_cached_tokens(cached);
-        }
-        for mut answer in answers {
-            if self.take(&mut answer, result.clone()) {
-                self.batch.join(&prefill)?;
-                self.running.push(Running {
-                    answer,
-                    _adapter: adapter.clone(),
-                    reserved,
-                    arrived,
-                });
+        metrics.prompt_tokens.inc_by(count as u64);
+        metrics.packed_prompts.inc_by(prompts as u64);
+        self.join(pack.into_iter().zip(results).collect())?;
+        Ok(count)
+    }
+
+    /// Passes the first token to each answer of prefilled requests, and adds the answers that have not ended to the batch.
+    fn join(&mut self, pack: Vec<(Prefilling<'a>, RowResult)>) -> Result<(), Gemma4Error> {
+        let (mut joining, mut finished) = (Vec::new(), Vec::new());
+        for (prefilling, result) in pack {
+            let Prefilling {
+                prefill,
+                mut answers,
+                adapter,
+                prefixes,
+                reserved,
+                arrived,
+            } = prefilling;
+            let metrics = &self.shared.metrics;
+            metrics.first_token.observe(arrived.elapsed().as_secs_f64());
+            let cached = prefill.reused();
+            metrics.cached_prompt_tokens.inc_by(cached as u64);
+            if let Some(first) = answers.first_mut() {
+                first.set_cached_tokens(cached);
             }
+            for mut answer in answers {
+                if self.take(&mut answer, result.clone()) {
+                    let running = Running {
+                        answer,
+                        _adapter: adapter.clone(),
+                        reserved,
+                        arrived,
+                    };
+                    joining.push((finished.len(), running));
+                }
+            }
+            finished.push((prefill, prefixes));
         }
-        if self.prefixes.keep(prefill)
-            && let Some(prefixes) = prefixes
-        {
-            self.shared.recent_prefixes.record(&prefixes);
+        let prefills = joining.iter().map(|(index, _)| &finished[*index].0);
+        self.batch.join_all(&prefills.collect::<Vec<_>>())?;
+        let joining = joining.into_iter().map(|(_, running)| running);
+        self.running.extend(joining);
+        for (prefill, prefixes) in finished {
+            if self.prefixes.keep(prefill)
+                && let Some(prefixes) = prefixes
+            {
+                self.shared.recent_prefixes.record(&prefixes);
+            }
         }
         Ok(())
     }
@@ -301,7 +337,9 @@ impl<'a> Scheduler<'a> {
     fn goes_on(&self) -> bool {
         let mut running = self.running.iter();
         let joins = self.queue.front().is_some_and(|job| self.has_room(job));
-        !joins && self.prefilling.is_none() && running.all(|running| running.answer.remaining() > 1)
+        !joins
+            && self.prefilling.is_empty()
+            && running.all(|running| running.answer.remaining() > 1)
     }
 
     /// Runs one decode step for all answers in the batch.
@@ -338,12 +376,23 @@ impl<'a> Scheduler<'a> {
     fn update_gauges(&self) {
         let metrics = &self.shared.metrics;
         let reserved: usize = self.running.iter().map(|one| one.reserved).sum();
-        let prefilling = self.prefilling.as_ref();
-        let reserved = reserved + prefilling.map_or(0, |one| one.reserved * one.answers.len());
+        let prefilling = self.prefilling.iter();
+        let prefilling = prefilling.map(|one| one.reserved * one.answers.len());
+        let reserved = reserved + prefilling.sum::<usize>();
         metrics.running.set(self.running.len() as i64);
-        metrics.prefilling.set(prefilling.is_some() as i64);
+        metrics.prefilling.set(self.prefilling.len() as i64);
         metrics.reserved_tokens.set(reserved as i64);
         metrics.cache_bytes.set(self.batch.bytes() as i64);
         metrics.prefix_cache_bytes.set(self.prefixes.bytes() as i64);
+    }
+}
+
+/// Returns the way to choose the first token from the row of logits that all answers to a prompt share.
+fn row_choice<'b>(answers: &'b [Answer<'_>]) -> RowChoice<'b> {
+    match answers {
+        [answer] => answer.row_choice(),
+        // If several answers draw tokens, the batch must return the row, because each answer draws with a separate seed.
+        [first, ..] if !matches!(first.row_choice(), RowChoice::Argmax) => RowChoice::Logits,
+        _ => RowChoice::Argmax,
     }
 }
