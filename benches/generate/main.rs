@@ -15,6 +15,7 @@ mod choice;
 mod drafted;
 mod launches;
 mod models;
+mod packed;
 mod parts;
 mod report;
 
@@ -98,6 +99,9 @@ struct Cli {
     /// Give the sequences of a batch different lengths, from half of the prompt length up to the whole prompt length
     #[arg(long)]
     ragged: bool,
+    /// Only time this number of prompts of each length in `--contexts`, in one pass and one after another
+    #[arg(long, value_name = "PROMPTS", conflicts_with_all = ["json", "draft_tokens", "ragged", "sample", "launch_each"])]
+    packed: Option<usize>,
     /// Do not time the parts of a token, such as attention, and do not list the kernel launches
     #[arg(long)]
     no_parts: bool,
@@ -167,6 +171,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
             tokens: tokens.into(),
             acceptance: cli.acceptance,
         }),
+        packed: cli.packed,
         json: cli.json,
     };
     let models = match (cli.models.is_empty(), software) {
@@ -196,6 +201,7 @@ struct Bench {
     ragged: bool,
     parts: bool,
     forced: Option<Forced>,
+    packed: Option<usize>,
     json: Option<PathBuf>,
 }
 
@@ -213,7 +219,9 @@ impl Bench {
             memory_rate: self.memory_rate,
             rows: Vec::new(),
         };
-        print_header();
+        if self.packed.is_none() {
+            print_header();
+        }
         for &shape in models {
             let files = tempfile::tempdir()?;
             let model = random_model(
@@ -225,6 +233,10 @@ impl Bench {
             )?;
             // The cleanup frees the memory of the unquantized weights.
             self.device.memory_cleanup();
+            if let Some(prompts) = self.packed {
+                self.print_packed(shape, &model, prompts)?;
+                continue;
+            }
             let drafter = self
                 .forced
                 .map(|_| Drafter::new(&shape.drafter(), &self.device));
@@ -254,6 +266,17 @@ impl Bench {
         }
         let measured = |row: &Row| matches!(row.outcome, Outcome::Measured(_));
         Ok(report.rows.iter().all(measured))
+    }
+
+    /// Measures and prints packed prompts of each length.
+    fn print_packed(&self, shape: Shape, model: &Gemma4Model, prompts: usize) -> Result<(), Error> {
+        for &length in &self.contexts {
+            let kind = self.cache_kind();
+            let times = packed::measure(model, kind, prompts.max(1), length, self.prefills)?;
+            println!("{}, {times}", format!("{shape:?}").to_lowercase());
+            self.device.memory_cleanup();
+        }
+        Ok(())
     }
 
     fn measure(

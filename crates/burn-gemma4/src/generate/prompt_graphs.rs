@@ -3,9 +3,9 @@
 
 #[cfg(feature = "cube")]
 pub(crate) use super::captured_prompts::{CapturedPrompts, Size};
-use super::decode::Next;
+use super::decode::{Next, Prefill};
 use crate::error::Gemma4Error;
-use crate::model::cache::Cache;
+use crate::model::cache::{Cache, kind::CacheKind};
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 #[cfg(not(feature = "cube"))]
@@ -48,6 +48,16 @@ impl PromptGraphs {
             model,
             captured: CapturedPrompts::default(),
         }
+    }
+
+    /// Creates the prefill of a prompt, which can join a [`Batch`](crate::Batch), as
+    /// [`Gemma4::prefill`](crate::Gemma4::prefill) does. The prefill may replay these graphs.
+    ///
+    /// # Errors
+    /// Passes on the errors of [`Prefill::new`].
+    pub fn prefill(&self, tokens: Vec<u32>, kind: CacheKind) -> Result<Prefill, Gemma4Error> {
+        let prefill = Prefill::new(&self.model, tokens, kind)?;
+        Ok(prefill.with_graphs(&self.captured))
     }
 
     /// Runs the model over tokens that follow the tokens in `cache`, and returns the logits after the last token.
