@@ -186,9 +186,117 @@ fn whole(buffers: &Buffers) -> [Tensor<4>; 2] {
     [&buffers.key, &buffers.value].map(|slots| slots.clone().numbers())
 }
 
-#[cfg(all(test, feature = "cube"))]
+#[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use super::*;
+    use crate::config::{Gemma4Config, LayerType};
+    use crate::model::Gemma4Model;
+    use crate::model::cache::kind::CacheKind;
+    use burn::tensor::DeviceKind;
+
+    /// A window of 5 tokens, so that some prompts are longer than the ring buffers.
+    const LENGTHS: [usize; 5] = [3, 5, 12, 1, 9];
+
+    fn model() -> Gemma4Model {
+        let device = Device::wgpu(DeviceKind::DefaultDevice);
+        let config = Gemma4Config {
+            vocab_size: 60,
+            hidden_size: 32,
+            intermediate_size: 64,
+            layer_types: vec![LayerType::Sliding, LayerType::Full],
+            num_attention_heads: 2,
+            sliding_head_dim: 16,
+            global_head_dim: 32,
+            num_kv_shared_layers: 0,
+            hidden_size_per_layer_input: 0,
+            sliding_window: 5,
+            ..Gemma4Config::e2b()
+        };
+        Gemma4Model::new(&config, &device)
+    }
+
+    fn packed(model: &Gemma4Model) -> PackedKeyValues {
+        let prompts = LENGTHS.map(|length| vec![7; length]);
+        let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        model.hidden_of_packed(&prompts).1
+    }
+
+    fn buffers(cache: &Cache) -> Vec<Tensor<4>> {
+        let buffers = cache.stores.iter().flat_map(|store| match store {
+            Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => whole(buffers),
+            _ => panic!("the cache has separate buffers"),
+        });
+        buffers.collect()
+    }
+
+    fn floats(tensor: Tensor<4>) -> Vec<f32> {
+        tensor.into_data().iter::<f32>().collect()
+    }
+
+    /// Returns the first slots of each buffer of one prompt, whose keys and values were appended without the kernel.
+    fn appended(model: &Gemma4Model, packed: &PackedKeyValues, prompt: usize) -> Vec<Tensor<4>> {
+        let mut cache = model.cache(vec![0]);
+        cache.append(LENGTHS[prompt], packed.of_prompt(prompt));
+        let valid = |buffer: Tensor<4>| {
+            let slots = LENGTHS[prompt].min(buffer.dims()[2]);
+            buffer.narrow(2, 0, slots)
+        };
+        buffers(&cache).into_iter().map(valid).collect()
+    }
+
+    #[test]
+    fn fill_from_packed_equals_append() {
+        let model = model();
+        let packed = packed(&model);
+        for (prompt, length) in LENGTHS.into_iter().enumerate() {
+            let mut cache = model.cache(vec![0]);
+            cache.fill_from_packed(&packed, prompt);
+            assert_eq!(cache.len(), length);
+            let expected = appended(&model, &packed, prompt);
+            for (found, expected) in buffers(&cache).into_iter().zip(expected) {
+                let found = found.narrow(2, 0, expected.dims()[2]);
+                assert_eq!(floats(found), floats(expected), "{length} tokens");
+            }
+        }
+    }
+
+    /// The buffers of the batch are NaN before. Only the slots of the copied prompts may change.
+    #[test]
+    fn overwrite_rows_writes_only_slots_of_its_prompts() {
+        let model = model();
+        let packed = packed(&model);
+        let mut first = model.cache(vec![0]);
+        first.fill_from_packed(&packed, 0);
+        let mut batch = Cache::ragged(model.config(), CacheKind::default());
+        batch.write_row(0, &first, 6);
+        for buffer in buffers(&batch) {
+            let [_, heads, slots, width] = buffer.dims();
+            for row in 0..6 {
+                let poison = Tensor::full([1, heads, slots, width], f32::NAN, &buffer.device());
+                Slots::Whole(buffer.clone()).overwrite_row(row, Slots::Whole(poison));
+            }
+        }
+        let rows = [(2, 0), (0, 3), (4, 5), (1, 1)];
+        batch.overwrite_rows(&packed, &rows);
+        for (index, buffer) in buffers(&batch).into_iter().enumerate() {
+            for row in 0..6 {
+                let found = buffer.clone().narrow(0, row, 1);
+                let prompt = rows.iter().find(|(_, other)| *other == row);
+                let expected =
+                    prompt.map(|(prompt, _)| appended(&model, &packed, *prompt).remove(index));
+                let written = expected.as_ref().map_or(0, |expected| expected.dims()[2]);
+                if let Some(expected) = expected {
+                    let found = found.clone().narrow(2, 0, written);
+                    assert_eq!(floats(found), floats(expected), "buffer {index}, row {row}");
+                }
+                let slots = found.dims()[2];
+                if written < slots {
+                    let rest = floats(found.narrow(2, written, slots - written));
+                    assert!(rest.iter().all(|x| x.is_nan()), "buffer {index}, row {row}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn slots_of_prompt_longer_than_a_ring_are_those_of_its_last_tokens() {
