@@ -309,7 +309,7 @@ fn read_packed_refuses_prompts_that_cannot_be_packed() {
         .advance(1)
         .expect_err("the prefill has ended")
         .to_string();
-    assert!(found.contains("prefill: has ended"), "{found}");
+    assert!(found.contains("tokens: are none"), "{found}");
 
     let kinds = [(false, KvPrecision::Q8), (true, KvPrecision::Model)];
     for (compact_keys, precision) in kinds {
@@ -325,6 +325,18 @@ fn read_packed_refuses_prompts_that_cannot_be_packed() {
     }
     let found = error(&mut [&mut plain(), &mut prefill(&other, CacheKind::default())]);
     assert!(found.contains("different models"), "{found}");
+}
+
+/// The limit is the largest number of tokens whose keys and values fit, summed over all layers.
+#[test]
+fn most_packed_tokens_keep_512_mib() {
+    let gemma = Fixture::open("dense-keqv").load(&Device::flex(), DType::F32);
+    let config = gemma.config();
+    let elements = (0..config.num_layers())
+        .map(|layer| 2 * config.key_value_heads(layer) * config.head_dim(layer));
+    let bytes = 4 * elements.sum::<usize>();
+    let most = Prefill::most_packed_tokens(gemma.model());
+    assert!(most * bytes <= 512 << 20 && (most + 1) * bytes > 512 << 20);
 }
 
 /// Prompts without graphs are faster in one pass, and one prompt is not.

@@ -18,7 +18,6 @@ use std::ops::Range;
 
 /// The keys that the tokens of packed prompts see, as an interval of the packed rows for each token. All tensors are
 /// `[1, tokens]`.
-#[derive(Clone)]
 pub(crate) struct PackedIntervals {
     /// The first key that each token sees in sliding layers.
     sliding_start: Tensor<2, Int>,
@@ -84,6 +83,15 @@ impl PackedDestination<'_> {
 }
 
 impl Gemma4Model {
+    /// Returns the size of the keys and values of one packed token on the device in bytes. In contrast to a KV cache, a pass
+    /// over packed prompts keeps the keys and values of all tokens in sliding layers too.
+    pub(crate) fn bytes_of_packed_token(&self) -> usize {
+        let config = &self.config;
+        let elements = (0..config.first_shared_layer())
+            .map(|layer| 2 * config.key_value_heads(layer) * config.head_dim(layer));
+        elements.sum::<usize>() * self.dtype().size()
+    }
+
     /// Runs the model over whole prompts in one pass. Returns the normalized hidden state of each prompt's last token,
     /// `[prompts, 1, hidden]`, and the keys and values of all tokens.
     ///

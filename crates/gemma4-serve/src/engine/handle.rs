@@ -33,7 +33,7 @@ pub struct EngineOptions {
     pub context: usize,
     /// The largest number of tokens in the KV cache of all answers together. `None` means `max_running` answers of `context`
     /// tokens each. The engine does not admit requests that could exceed this number. During prefill, a prompt has a
-    /// separate KV cache, which does not count.
+    /// separate KV cache, which does not count. The prompts of one pass have at most 512 MiB of keys and values.
     pub kv_tokens: Option<usize>,
     /// The number of prompt tokens that are prefilled between two decode steps. `None` means 256 on a CPU. On a GPU it
     /// means 2048, or 8192 while at least 8 requests wait and fewer run.

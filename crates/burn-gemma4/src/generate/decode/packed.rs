@@ -4,6 +4,7 @@ use super::next::Next;
 use super::prefill::Prefill;
 use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
 use crate::model::cache::packed::PackedKeyValues;
 use burn::module::list_param_ids;
@@ -14,6 +15,10 @@ use std::sync::Arc;
 /// A pass over packed prompts launches its kernels one by one. In E2B on an H200 (2026-11-28), these launches took
 /// 11 ms, and the graph of a prompt of 128 tokens took 3 ms: see docs/prefill.md.
 const LEAST_PACKED: usize = 4;
+
+/// The largest size of the keys and values of one pass over packed prompts, in bytes. E4B's keys and values of 8,192 tokens
+/// have 448 MiB in bf16. In larger models, fewer tokens already take a device longer than their launches take the host.
+const MOST_PACKED_BYTES: usize = 512 << 20;
 
 /// A prompt that was read in one pass with other prompts. The pass computed the keys and values of all of them.
 #[derive(Clone, Debug)]
@@ -46,10 +51,17 @@ impl Prefill {
                 || prefills.iter().any(|prefill| !prefill.can_replay_whole()))
     }
 
+    /// Returns the largest number of tokens that one pass over packed prompts should have. The keys and values of the pass
+    /// then need at most 512 MiB on the device, in addition to the KV cache of the batch.
+    pub fn most_packed_tokens(model: &Gemma4Model) -> usize {
+        MOST_PACKED_BYTES / model.bytes_of_packed_token().max(1)
+    }
+
     /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last
     /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
     ///
-    /// The time and the memory of the pass grow with the sum of the prompts' lengths, which the caller limits.
+    /// The time and the memory of the pass grow with the sum of the prompts' lengths. The caller limits this sum, for
+    /// example to [`most_packed_tokens`](Self::most_packed_tokens).
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {

@@ -255,8 +255,9 @@ impl Prefill {
     pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
         if self.remaining() == 0 {
             return Err(Gemma4Error::Argument {
-                argument: "prefill",
-                reason: "has ended; expected tokens that the model has not processed yet".into(),
+                argument: "tokens",
+                reason: "are none; expected that the model has not processed the whole prompt"
+                    .into(),
             });
         }
         let start = self.cache.len();

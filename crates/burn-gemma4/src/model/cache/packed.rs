@@ -8,7 +8,7 @@ use super::{
     slots::Slots,
 };
 #[cfg(feature = "cube")]
-use crate::op::{in_place::packed::write_packed, runs};
+use crate::op::{in_place::packed::write_packed, serves};
 use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Device, Int, TensorData};
@@ -47,7 +47,7 @@ impl Cache {
         let layers = packed.of_prompt(prompt);
         #[cfg(feature = "cube")]
         if let Some([key, _]) = layers.first()
-            && runs(&key.device(), key.dtype())
+            && serves(&key.device(), key.dtype())
         {
             let mut places = PlaceTables::new(key.device(), |slots| {
                 slots_of_prompt(count, slots, 0).collect()

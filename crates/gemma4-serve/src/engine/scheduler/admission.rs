@@ -104,7 +104,7 @@ impl<'a> Scheduler<'a> {
     fn may_pack(&self, job: &Job, budget: usize) -> bool {
         let (request, mut prefilling) = (&job.request, self.prefilling.iter());
         let tokens: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
-        tokens + request.prompt.len() <= budget
+        tokens + request.prompt.len() <= budget.min(self.most_packed)
             && request.adapter.is_none()
             && prefilling.all(|one| {
                 let prefill = &one.prefill;
@@ -114,7 +114,8 @@ impl<'a> Scheduler<'a> {
 
     /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read in
     /// chunks.
-    pub(super) fn prompts_of_pass(&self, mut budget: usize) -> usize {
+    pub(super) fn prompts_of_pass(&self, budget: usize) -> usize {
+        let mut budget = budget.min(self.most_packed);
         let prefilling = self.prefilling.iter().map(|one| &one.prefill);
         let pack: Vec<&Prefill> = prefilling
             .take_while(|prefill| {

@@ -63,6 +63,8 @@ pub(super) struct Scheduler<'a> {
     adapters: DeviceAdapters,
     /// The largest number of prompt tokens in one call of the model.
     chunk: usize,
+    /// The largest number of tokens in one pass over several prompts.
+    most_packed: usize,
     queue: VecDeque<Job>,
     /// The requests whose prompts are being prefilled, in the order of their arrival. If there are several, one pass may
     /// run their prompts.
@@ -95,6 +97,7 @@ impl<'a> Scheduler<'a> {
             prefixes: PrefixCache::new(gemma.model(), options.prefix_cache_bytes, chunk),
             adapters: DeviceAdapters::default(),
             chunk,
+            most_packed: Prefill::most_packed_tokens(gemma.model()),
             gemma,
             options,
             shared,
