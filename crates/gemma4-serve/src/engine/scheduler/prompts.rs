@@ -1,0 +1,141 @@
+//! The prompts that are being prefilled: one prompt in chunks, or several prompts in one forward pass.
+
+use super::{Running, Scheduler};
+use crate::engine::adapters::ServedAdapter;
+use crate::engine::affinity::Prefixes;
+use crate::engine::answer::Answer;
+use burn_gemma4::{Gemma4Error, Prefill, RowChoice, RowResult};
+use std::time::Instant;
+
+/// A request whose prompt is being prefilled.
+pub(super) struct Prefilling<'a> {
+    pub prefill: Prefill,
+    pub answers: Vec<Answer<'a>>,
+    pub adapter: Option<ServedAdapter>,
+    /// The prefixes of the prompt, if the engine is one of several.
+    pub prefixes: Option<Prefixes>,
+    pub reserved: usize,
+    pub arrived: Instant,
+}
+
+impl Prefilling<'_> {
+    /// The number of prompt tokens that the model has not processed yet.
+    pub fn remaining(&self) -> usize {
+        self.prefill.remaining()
+    }
+}
+
+impl<'a> Scheduler<'a> {
+    /// Prefills prompts before the next decode step. Stops earlier if no further request can be admitted.
+    pub(super) fn read_prompts(&mut self) -> Result<(), Gemma4Error> {
+        let most = self.prompt_tokens_of_round();
+        let mut budget = most;
+        while budget > 0 {
+            self.admit(budget);
+            let Some(first) = self.prefilling.front() else {
+                return Ok(());
+            };
+            // Leave a chunk that exceeds the rest of this round for the next round. A shorter chunk would need a CUDA graph
+            // of another size.
+            if first.remaining().min(self.chunk) > budget && budget < most {
+                return Ok(());
+            }
+            let count = match self.prompts_of_pass(budget) {
+                0 | 1 => self.read_chunk()?,
+                prompts => self.read_pack(prompts)?,
+            };
+            budget = budget.saturating_sub(count.max(1));
+        }
+        Ok(())
+    }
+
+    /// Prefills one chunk of the first prompt. Returns the number of tokens that the model has processed.
+    fn read_chunk(&mut self) -> Result<usize, Gemma4Error> {
+        let Some(mut first) = self.prefilling.pop_front() else {
+            return Ok(0);
+        };
+        let before = first.remaining();
+        let result = match first.prefill.advance(self.chunk)? {
+            Some(logits) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
+            None => None,
+        };
+        let count = before - first.remaining();
+        self.shared.metrics.prompt_tokens.inc_by(count as u64);
+        match result {
+            Some(result) => self.join(vec![(first, result)])?,
+            None => self.prefilling.push_front(first),
+        }
+        Ok(count)
+    }
+
+    /// Prefills the first `prompts` prompts in one pass. Returns the number of tokens that the model has processed.
+    fn read_pack(&mut self, prompts: usize) -> Result<usize, Gemma4Error> {
+        let mut pack: Vec<Prefilling<'a>> = self.prefilling.drain(..prompts).collect();
+        let count: usize = pack.iter().map(Prefilling::remaining).sum();
+        let mut prefills: Vec<&mut Prefill> = pack.iter_mut().map(|one| &mut one.prefill).collect();
+        let logits = Prefill::read_packed(&mut prefills)?;
+        let choices: Vec<_> = pack.iter().map(|one| row_choice(&one.answers)).collect();
+        let results = logits.choose(&choices)?;
+        let metrics = &self.shared.metrics;
+        metrics.prompt_tokens.inc_by(count as u64);
+        metrics.packed_prompts.inc_by(prompts as u64);
+        self.join(pack.into_iter().zip(results).collect())?;
+        Ok(count)
+    }
+
+    /// Passes the first token to each answer of prefilled requests, and adds the answers that have not ended to the batch.
+    fn join(&mut self, pack: Vec<(Prefilling<'a>, RowResult)>) -> Result<(), Gemma4Error> {
+        let (mut joining, mut finished) = (Vec::new(), Vec::new());
+        for (prefilling, result) in pack {
+            let Prefilling {
+                prefill,
+                mut answers,
+                adapter,
+                prefixes,
+                reserved,
+                arrived,
+            } = prefilling;
+            let metrics = &self.shared.metrics;
+            metrics.first_token.observe(arrived.elapsed().as_secs_f64());
+            let cached = prefill.reused();
+            metrics.cached_prompt_tokens.inc_by(cached as u64);
+            if let Some(first) = answers.first_mut() {
+                first.set_cached_tokens(cached);
+            }
+            for mut answer in answers {
+                if self.take(&mut answer, result.clone()) {
+                    let running = Running {
+                        answer,
+                        _adapter: adapter.clone(),
+                        reserved,
+                        arrived,
+                    };
+                    joining.push((finished.len(), running));
+                }
+            }
+            finished.push((prefill, prefixes));
+        }
+        let prefills = joining.iter().map(|(index, _)| &finished[*index].0);
+        self.batch.join_all(&prefills.collect::<Vec<_>>())?;
+        let joining = joining.into_iter().map(|(_, running)| running);
+        self.running.extend(joining);
+        for (prefill, prefixes) in finished {
+            if self.prefixes.keep(prefill)
+                && let Some(prefixes) = prefixes
+            {
+                self.shared.recent_prefixes.record(&prefixes);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the way to choose the first token from the row of logits that all answers to a prompt share.
+fn row_choice<'b>(answers: &'b [Answer<'_>]) -> RowChoice<'b> {
+    match answers {
+        [answer] => answer.row_choice(),
+        // If several answers draw tokens, the batch must return the row, because each answer draws with a separate seed.
+        [first, ..] if !matches!(first.row_choice(), RowChoice::Argmax) => RowChoice::Logits,
+        _ => RowChoice::Argmax,
+    }
+}
