@@ -100,7 +100,11 @@ struct Cli {
     #[arg(long)]
     ragged: bool,
     /// Only time this number of prompts of each length in `--contexts`, in one pass and one after another
-    #[arg(long, value_name = "PROMPTS", conflicts_with_all = ["json", "draft_tokens", "ragged", "sample", "launch_each"])]
+    #[arg(
+        long,
+        value_name = "PROMPTS",
+        conflicts_with_all = ["json", "draft_tokens", "ragged", "sample", "launch_each"]
+    )]
     packed: Option<usize>,
     /// Do not time the parts of a token, such as attention, and do not list the kernel launches
     #[arg(long)]

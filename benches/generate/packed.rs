@@ -1,5 +1,5 @@
-//! Measures prompts that run in one forward pass (packed prompts) against the same prompts one after another. The times end
-//! when the first tokens are on the host and the sequences have joined a batch, as in the server.
+//! Measures prompts that run in one forward pass (packed prompts) against the same prompts one after another. The times
+//! end when the first tokens are on the host and the sequences have joined a batch, as in the server.
 
 use attention_workspace::Error;
 use burn_gemma4::{Batch, CacheKind, Gemma4Model, Prefill, PromptGraphs, RowChoice};
@@ -23,8 +23,8 @@ impl fmt::Display for PackedTimes {
         let packed = self.pass + self.join;
         write!(
             f,
-            "{} prompts of {} tokens: one after another {:.2} ms ({:.0} tokens/s); packed {packed:.2} ms ({:.0} tokens/s), \
-             of which {:.2} ms join the batch; {:.2} times as fast",
+            "{} prompts of {} tokens: one after another {:.2} ms ({:.0} tokens/s); packed {packed:.2} ms \
+             ({:.0} tokens/s), of which {:.2} ms join the batch; {:.2} times as fast",
             self.prompts,
             self.length,
             self.alone,
@@ -36,8 +36,8 @@ impl fmt::Display for PackedTimes {
     }
 }
 
-/// Measures `prompts` prompts of `length` tokens. Reports the fastest of `rounds` rounds, after two rounds that compile and
-/// tune kernels and capture the graphs of the prompts.
+/// Measures `prompts` prompts of `length` tokens. Reports the fastest of `rounds` rounds, after two rounds that compile
+/// and tune kernels and capture the graphs of the prompts.
 ///
 /// # Errors
 /// Returns an error if the prompts do not fit the model, or if the device failed.

@@ -12,8 +12,8 @@ use std::ops::ControlFlow;
 
 const TOKENS: usize = 6;
 
-/// The lengths of the packed prompts: one token, shorter than the window of 8 or 16 tokens, equal to it, and longer. One
-/// prompt fills the 256 slots that a buffer of a full-attention layer gets at first.
+/// The lengths of the packed prompts: one token, shorter than the window of 8 or 16 tokens, equal to it, and longer.
+/// One prompt fills the 256 slots that a buffer of a full-attention layer gets at first.
 const LENGTHS: [usize; 9] = [5, 1, 8, 16, 2, 37, 256, 9, 17];
 
 fn prompts(gemma: &Gemma4, lengths: &[usize], seed: u64) -> Vec<Vec<u32>> {

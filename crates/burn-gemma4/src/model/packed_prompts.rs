@@ -83,8 +83,8 @@ impl PackedDestination<'_> {
 }
 
 impl Gemma4Model {
-    /// Returns the size of the keys and values of one packed token on the device in bytes. In contrast to a KV cache, a pass
-    /// over packed prompts keeps the keys and values of all tokens in sliding layers too.
+    /// Returns the size of the keys and values of one packed token on the device in bytes. In contrast to a KV cache, a
+    /// pass over packed prompts keeps the keys and values of all tokens in sliding layers too.
     pub(crate) fn bytes_of_packed_token(&self) -> usize {
         let config = &self.config;
         let elements = (0..config.first_shared_layer())

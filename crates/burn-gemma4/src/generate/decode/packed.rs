@@ -16,8 +16,9 @@ use std::sync::Arc;
 /// 11 ms, and the graph of a prompt of 128 tokens took 3 ms: see docs/prefill.md.
 const LEAST_PACKED: usize = 4;
 
-/// The largest size of the keys and values of one pass over packed prompts, in bytes. E4B's keys and values of 8,192 tokens
-/// have 448 MiB in bf16. In larger models, fewer tokens already take a device longer than their launches take the host.
+/// The largest size of the keys and values of one pass over packed prompts, in bytes. E4B's keys and values of 8,192
+/// tokens have 448 MiB in bf16. In larger models, fewer tokens already take a device longer than their launches take
+/// the host.
 const MOST_PACKED_BYTES: usize = 512 << 20;
 
 /// A prompt that was read in one pass with other prompts. The pass computed the keys and values of all of them.
@@ -36,29 +37,31 @@ impl PackedPrompt {
 }
 
 impl Prefill {
-    /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not have
-    /// begun, continue from another prompt, have an adapter, or stop within the prompt to store a state. The KV cache must
-    /// store keys and values as the model computes them.
+    /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
+    /// have begun, continue from another prompt, have an adapter, or stop within the prompt to store a state. The KV
+    /// cache must store keys and values as the model computes them.
     pub fn can_pack(&self) -> bool {
         self.is_new() && self.adapter().is_none() && self.cache().kind().is_plain()
     }
 
-    /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt alone, and
-    /// few prompts of which each can replay a CUDA graph, are faster alone.
+    /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt alone,
+    /// and few prompts of which each can replay a CUDA graph, are faster alone.
     pub fn is_faster_packed(prefills: &[&Self]) -> bool {
         prefills.len() > 1
             && (prefills.len() >= LEAST_PACKED
                 || prefills.iter().any(|prefill| !prefill.can_replay_whole()))
     }
 
-    /// Returns the largest number of tokens that one pass over packed prompts should have. The keys and values of the pass
-    /// then need at most 512 MiB on the device, in addition to the KV cache of the batch.
+    /// Returns the largest number of tokens that one pass over packed prompts should have. The keys and values of the
+    /// pass then need at most 512 MiB on the device, in addition to the KV cache of the batch.
     pub fn most_packed_tokens(model: &Gemma4Model) -> usize {
         MOST_PACKED_BYTES / model.bytes_of_packed_token().max(1)
     }
 
     /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last
     /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
+    ///
+    /// Each prefill keeps the keys and values of all prompts on the device until it is dropped.
     ///
     /// The time and the memory of the pass grow with the sum of the prompts' lengths. The caller limits this sum, for
     /// example to [`most_packed_tokens`](Self::most_packed_tokens).
@@ -97,8 +100,8 @@ impl Prefill {
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
-                    "cannot run in one pass, because number {index} has begun, has an adapter or a checkpoint, or stores \
-                     its keys and values in another format; read such a prompt by `advance`"
+                    "cannot run in one pass, because number {index} has begun, has an adapter or a checkpoint, or \
+                     stores its keys and values in another format; read such a prompt by `advance`"
                 ));
             }
             if index > 0 && list_param_ids(prefill.model()) != parameters {

@@ -134,8 +134,8 @@ impl PrefixCache {
     }
 
     /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled, because both
-    /// begin with at least 64 equal tokens. If the prompts were [read in one pass](Prefill::read_packed), nothing could be
-    /// reused. Both prompts run without an adapter.
+    /// begin with at least 64 equal tokens. If the prompts were [read in one pass](Prefill::read_packed), nothing could
+    /// be reused. Both prompts run without an adapter.
     pub fn would_share(&self, prefill: &Prefill, tokens: &[u32]) -> bool {
         let pairs = prefill.tokens().iter().zip(tokens);
         let shared = pairs.take_while(|(one, other)| one == other).count();

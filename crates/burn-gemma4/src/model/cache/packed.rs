@@ -17,8 +17,8 @@ use std::ops::Range;
 /// The keys and values that one forward pass computed for several prompts.
 #[derive(Clone, Debug)]
 pub(crate) struct PackedKeyValues {
-    /// The keys and values of each layer that computes its own, each `[1, kv_heads, tokens, head_dim]`. The tokens of the
-    /// prompts lie one after another.
+    /// The keys and values of each layer that computes its own, each `[1, kv_heads, tokens, head_dim]`. The tokens of
+    /// the prompts lie one after another.
     pub layers: Vec<[Tensor<4>; 2]>,
     /// The tokens of each prompt.
     pub ranges: Vec<Range<usize>>,
@@ -36,8 +36,8 @@ impl PackedKeyValues {
 }
 
 impl Cache {
-    /// Fills an empty cache of one sequence with the keys and values of one of several packed prompts. The cache shares no
-    /// memory with `packed` on devices that write in place.
+    /// Fills an empty cache of one sequence with the keys and values of one of several packed prompts. The cache shares
+    /// no memory with `packed` on devices that write in place.
     ///
     /// # Panics
     /// Panics if the cache is not empty, or does not store keys and values as the model computes them.

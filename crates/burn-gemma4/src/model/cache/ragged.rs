@@ -90,8 +90,8 @@ impl Cache {
         self.ensure_slots(tokens);
     }
 
-    /// True if the buffers have slots for a sequence of `tokens` tokens, so that [`overwrite_row`](Self::overwrite_row) can
-    /// copy the sequence.
+    /// True if the buffers have slots for a sequence of `tokens` tokens, so that [`overwrite_row`](Self::overwrite_row)
+    /// can copy the sequence.
     #[cfg(feature = "cube")]
     pub(crate) fn has_slots_for(&self, tokens: usize) -> bool {
         tokens <= self.room

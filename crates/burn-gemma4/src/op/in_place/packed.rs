@@ -17,8 +17,8 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 
 /// Copies each token of `sources` to the slot `slots[token]` of `targets`, keys and values in one launch. Slots are
-/// counted over all rows of the targets. A token with the slot −1 is not copied. Every handle to the targets sees the new
-/// values.
+/// counted over all rows of the targets. A token with the slot −1 is not copied. Every handle to the targets sees the
+/// new values.
 ///
 /// # Shapes
 /// - `targets`: keys and values, `[rows, heads, slots, width]` each, contiguous. They must not share memory with
@@ -111,8 +111,8 @@ impl WritePackedBackend for CubeBackend {
         let copied = heads * tokens * width / vector;
         let address = address_type([&targets.keys, &targets.values, &keys, &values]);
         // SAFETY: a unit reads a vector of one token and head of both sources. It writes this vector to a slot of both
-        // targets only if the slot is not negative, and the caller's slots are below the number of slots. The sources do
-        // not share memory with the targets.
+        // targets only if the slot is not negative, and the caller's slots are below the number of slots. The sources
+        // do not share memory with the targets.
         unsafe {
             copy_packed::launch_unchecked(
                 &client,

@@ -49,8 +49,8 @@ impl<'a> Scheduler<'a> {
             .fit(answers + job.request.choices, longest.max(job.reserved()))
     }
 
-    /// The number of admitted answers, and the largest number of tokens for which one of them has reserved space in the KV
-    /// cache.
+    /// The number of admitted answers, and the largest number of tokens for which one of them has reserved space in the
+    /// KV cache.
     fn admitted(&self) -> (usize, usize) {
         let prefilling = self.prefilling.iter();
         let prefilling = prefilling.map(|one| (one.answers.len(), one.reserved));
@@ -62,8 +62,8 @@ impl<'a> Scheduler<'a> {
             })
     }
 
-    /// Starts the prefills of the first requests in the queue, as long as the KV cache and the batch have room for their
-    /// answers. Several prefills begin only if one pass of at most `budget` tokens can run all of them.
+    /// Starts the prefills of the first requests in the queue, as long as the KV cache and the batch have room for
+    /// their answers. Several prefills begin only if one pass of at most `budget` tokens can run all of them.
     pub(super) fn admit(&mut self, budget: usize) {
         while let Some(job) = self.queue.front() {
             let joins = self.prefilling.is_empty() || self.may_pack(job, budget);
@@ -112,8 +112,8 @@ impl<'a> Scheduler<'a> {
             })
     }
 
-    /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read in
-    /// chunks.
+    /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read
+    /// in chunks.
     pub(super) fn prompts_of_pass(&self, budget: usize) -> usize {
         let mut budget = budget.min(self.most_packed);
         let prefilling = self.prefilling.iter().map(|one| &one.prefill);

@@ -49,8 +49,8 @@ pub(super) struct Scheduler<'a> {
     /// The largest number of tokens in one pass over several prompts.
     most_packed: usize,
     queue: VecDeque<Job>,
-    /// The requests whose prompts are being prefilled, in the order of their arrival. If there are several, one pass may
-    /// run their prompts.
+    /// The requests whose prompts are being prefilled, in the order of their arrival. If there are several, one pass
+    /// may run their prompts.
     prefilling: VecDeque<Prefilling<'a>>,
     /// The answers that are being decoded. Element `i` is row `i` of the batch.
     running: Vec<Running<'a>>,

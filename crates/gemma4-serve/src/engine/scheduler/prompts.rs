@@ -35,8 +35,8 @@ impl<'a> Scheduler<'a> {
             let Some(first) = self.prefilling.front() else {
                 return Ok(());
             };
-            // Leave a chunk that exceeds the rest of this round for the next round. A shorter chunk would need a CUDA graph
-            // of another size.
+            // Leave a chunk that exceeds the rest of this round for the next round. A shorter chunk would need a CUDA
+            // graph of another size.
             if first.remaining().min(self.chunk) > budget && budget < most {
                 return Ok(());
             }
@@ -83,7 +83,8 @@ impl<'a> Scheduler<'a> {
         Ok(count)
     }
 
-    /// Passes the first token to each answer of prefilled requests, and adds the answers that have not ended to the batch.
+    /// Passes the first token to each answer of prefilled requests, and adds the answers that have not ended to the
+    /// batch.
     fn join(&mut self, pack: Vec<(Prefilling<'a>, RowResult)>) -> Result<(), Gemma4Error> {
         let (mut joining, mut finished) = (Vec::new(), Vec::new());
         for (prefilling, result) in pack {
@@ -134,7 +135,8 @@ impl<'a> Scheduler<'a> {
 fn row_choice<'b>(answers: &'b [Answer<'_>]) -> RowChoice<'b> {
     match answers {
         [answer] => answer.row_choice(),
-        // If several answers draw tokens, the batch must return the row, because each answer draws with a separate seed.
+        // If several answers draw tokens, the batch must return the row, because each answer draws with a separate
+        // seed.
         [first, ..] if !matches!(first.row_choice(), RowChoice::Argmax) => RowChoice::Logits,
         _ => RowChoice::Argmax,
     }

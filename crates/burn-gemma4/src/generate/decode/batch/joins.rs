@@ -13,16 +13,18 @@ impl Batch {
     /// generate several answers to one prompt.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if tokens of the prompt remain, or if the prefill's KV cache has another format.
+    /// Returns [`Gemma4Error::Argument`] if tokens of the prompt remain, or if the prefill's KV cache has another
+    /// format.
     pub fn join(&mut self, prefill: &Prefill) -> Result<usize, Gemma4Error> {
         Ok(self.join_all(&[prefill])?.start)
     }
 
-    /// Adds the sequences of several finished prefills in their order, and returns the sequences' indices. A prefill may
-    /// occur several times, as in [`join`](Self::join).
+    /// Adds the sequences of several finished prefills in their order, and returns the sequences' indices. A prefill
+    /// may occur several times, as in [`join`](Self::join).
     ///
-    /// The keys and values of prompts that were [read in one pass](Prefill::read_packed) are copied together. On a device
-    /// with decode kernels, one launch per layer copies all of them, if the buffers have a row for each sequence.
+    /// The keys and values of prompts that were [read in one pass](Prefill::read_packed) are copied together. On a
+    /// device with decode kernels, one launch per layer copies all of them, if the buffers have a row for each
+    /// sequence.
     ///
     /// # Errors
     /// Passes on the errors of [`join`](Self::join). After an error no sequence has been added.
