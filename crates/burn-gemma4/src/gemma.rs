@@ -15,7 +15,7 @@ use crate::error::existing;
 use crate::generate;
 use crate::generate::decode::Prefill;
 use crate::generate::encoded::EncodedPrompt;
-use crate::generate::{CapturedPrompts, GenerateOptions, Generation, Token};
+use crate::generate::{CapturedPrompts, GenerateOptions, Generation, PromptEncoder, Token};
 use crate::model::cache::Cache;
 use crate::model::cache::kind::CacheKind;
 use crate::model::cache::precision::KvPrecision;
@@ -356,7 +356,25 @@ impl Gemma4 {
     /// Returns [`Gemma4Error::Argument`] if the model sees no images, or if the image is too narrow. Returns an error if
     /// the weights of the vision cannot be loaded.
     pub fn soft_tokens(&self, image: &Image) -> Result<Tensor<2>, Gemma4Error> {
-        self.vision()?.soft_tokens(image)
+        let vision = self.vision()?;
+        vision.soft_tokens(&vision.format().prepared(image)?.patches)
+    }
+
+    /// Loads the weights of the vision, unless an image has loaded them before. Does nothing if the model sees no images.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn load_vision(&self) -> Result<(), Gemma4Error> {
+        self.vision.as_ref().map_or(Ok(()), LazyVision::load)
+    }
+
+    /// Returns the part of the model that puts images in the place of placeholders. It holds no weights.
+    pub fn prompt_encoder(&self) -> PromptEncoder {
+        let format = match &self.vision {
+            Ok(vision) => Ok(vision.format().clone()),
+            Err(reason) => Err(reason.clone()),
+        };
+        PromptEncoder::new(format, self.placeholders.clone())
     }
 
     /// Computes the logits of the prompt's positions that `asked` selects, in one call of the model.
@@ -463,16 +481,9 @@ impl Gemma4 {
             self.check_vision()?;
         }
         let tokens = self.rendered(prompt, chat, cancellation)?;
-        match &self.vision {
-            Ok(vision) => {
-                self.placeholders.check_except_images(&tokens)?;
-                EncodedPrompt::expand(tokens, &images, vision)
-            }
-            Err(_) => {
-                self.placeholders.check(&tokens)?;
-                Ok(tokens.into())
-            }
-        }
+        let encoder = self.prompt_encoder();
+        let images = images.into_iter().map(|image| encoder.prepare(image));
+        encoder.encode(tokens, &images.collect::<Result<Vec<_>, _>>()?)
     }
 
     /// Encodes a prompt to token ids, in which each image is one placeholder.
@@ -627,11 +638,26 @@ impl Gemma4 {
     /// [`Prefill::new`], this prefill can replay a CUDA graph in each call of [`Prefill::advance`] over up to 2,048
     /// tokens.
     ///
+    /// A prompt with images must come from an encoder of this checkpoint.
+    ///
     /// # Errors
-    /// Passes on the errors of [`Prefill::new`].
-    pub fn prefill(&self, tokens: Vec<u32>, kind: CacheKind) -> Result<Prefill, Gemma4Error> {
-        let prefill = Prefill::new(&self.model, tokens, kind)?;
-        Ok(prefill.with_graphs(&self.graphs))
+    /// Passes on the errors of [`Prefill::new`]. Returns [`Gemma4Error::Argument`] if the prompt has images, and the model
+    /// sees none.
+    pub fn prefill(
+        &self,
+        prompt: impl Into<EncodedPrompt>,
+        kind: CacheKind,
+    ) -> Result<Prefill, Gemma4Error> {
+        let EncodedPrompt {
+            tokens,
+            images,
+            patches,
+        } = prompt.into();
+        let prefill = Prefill::new(&self.model, tokens, kind)?.with_graphs(&self.graphs);
+        match images.is_empty() {
+            true => Ok(prefill),
+            false => Ok(prefill.with_images(images, patches, self.vision()?)),
+        }
     }
 
     /// Returns the number of tokens of the longest prompt that runs faster as one CUDA graph than with a reused prefix.

@@ -40,9 +40,12 @@ pub use generate::decode::{
     Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, PrefixCache, RowChoice, RowLogits,
     RowResult,
 };
+pub use generate::encoded::EncodedPrompt;
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;
-pub use generate::{FinishReason, GenerateOptions, Generation, PromptGraphs, Timings, Token};
+pub use generate::{
+    FinishReason, GenerateOptions, Generation, PromptEncoder, PromptGraphs, Timings, Token,
+};
 pub use model::adapters::{AdapterId, LoadedAdapter};
 pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
@@ -63,7 +66,8 @@ pub use text::{
 };
 pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
-pub use vision::image::Image;
+pub use vision::image::{Image, ImageHeader};
+pub use vision::prepared::{ImageHash, PreparedImage};
 
 pub mod update {
     //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32. AdamW

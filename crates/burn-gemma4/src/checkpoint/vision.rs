@@ -10,9 +10,10 @@ use crate::config::unknown_files::missing;
 use crate::config::vision::{EncoderConfig, VisionConfig};
 use crate::error::{Gemma4Error, TensorProblem, existing, read};
 use crate::json;
-use crate::model::vision::{Clip, ProjectedVision, TowerVision, Vision};
+use crate::model::vision::{Clip, ProjectedVision, TowerPass, TowerVision, Vision};
 use crate::vision::image::Image;
-use crate::vision::patches::ImageProcessor;
+use crate::vision::patches::{ImageProcessor, Patches};
+use crate::vision::prepared::PreparedImage;
 use burn::{
     module::Module,
     tensor::{DType, Device, Tensor},
@@ -41,12 +42,52 @@ pub(crate) struct LazyVision {
 #[derive(Debug)]
 struct Shared {
     folder: PathBuf,
-    config: VisionConfig,
+    format: ImageFormat,
     text: Gemma4Config,
-    processor: ImageProcessor,
     dtype: DType,
     device: Device,
     loaded: OnceLock<LoadedVision>,
+}
+
+/// The form that images have in the prompts of a checkpoint. It needs no weights.
+#[derive(Clone, Debug)]
+pub(crate) struct ImageFormat {
+    pub config: VisionConfig,
+    processor: ImageProcessor,
+}
+
+impl ImageFormat {
+    /// Resizes an image for the model.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the image would have no soft tokens, or more columns or rows than the model has
+    /// positions.
+    pub fn prepared(&self, image: &Image) -> Result<PreparedImage, Gemma4Error> {
+        let prepared = image.prepared(self.processor)?;
+        let [columns, rows] = prepared.soft_tokens();
+        let positions = match &self.config.encoder {
+            EncoderConfig::Tower(tower) => {
+                tower.position_embedding_size / self.config.pooling_kernel_size
+            }
+            EncoderConfig::Projection(projection) => projection.mm_posemb_size,
+        };
+        match columns.max(rows) > positions {
+            true => Err(Gemma4Error::Argument {
+                argument: "image",
+                reason: format!(
+                    "becomes {columns} x {rows} soft tokens, but the model has {positions} positions in each direction; lower max_soft_tokens"
+                ),
+            }),
+            false => Ok(prepared),
+        }
+    }
+}
+
+/// An image whose soft tokens are being computed.
+#[derive(Debug)]
+pub(crate) enum ImagePass {
+    Tower(TowerPass),
+    Projected(Tensor<2>),
 }
 
 #[derive(Debug)]
@@ -77,9 +118,11 @@ impl LazyVision {
             return Ok(None);
         };
         let shared = Shared {
-            processor: processor(folder, &config)?,
+            format: ImageFormat {
+                processor: processor(folder, &config)?,
+                config,
+            },
             folder: folder.into(),
-            config,
             text: text.clone(),
             dtype,
             device: device.clone(),
@@ -92,37 +135,82 @@ impl LazyVision {
     }
 
     pub fn config(&self) -> &VisionConfig {
-        &self.shared.config
+        &self.shared.format.config
     }
 
-    pub fn processor(&self) -> &ImageProcessor {
-        &self.shared.processor
+    pub fn format(&self) -> &ImageFormat {
+        &self.shared.format
+    }
+
+    /// Loads the weights, unless they have been loaded before.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn load(&self) -> Result<(), Gemma4Error> {
+        self.loaded().map(|_| ())
+    }
+
+    fn loaded(&self) -> Result<&LoadedVision, Gemma4Error> {
+        let shared = &self.shared;
+        Ok(match shared.loaded.get() {
+            Some(loaded) => loaded,
+            None => {
+                let loaded = shared.load()?;
+                shared.loaded.get_or_init(|| loaded)
+            }
+        })
     }
 
     /// Computes the soft tokens of an image, `[soft tokens, hidden]`. The first call loads the weights.
     ///
     /// # Errors
     /// Returns an error if the weights cannot be loaded, or if the image does not fit the model.
-    pub fn soft_tokens(&self, image: &Image) -> Result<Tensor<2>, Gemma4Error> {
-        let shared = &self.shared;
-        let patches = shared.processor.patches(image)?;
-        let loaded = match shared.loaded.get() {
-            Some(loaded) => loaded,
-            None => {
-                let loaded = shared.load()?;
-                shared.loaded.get_or_init(|| loaded)
+    pub fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+        let mut pass = self.begin(patches)?;
+        loop {
+            if let Some(rows) = self.advance(&mut pass, usize::MAX)? {
+                return Ok(rows);
             }
-        };
-        match loaded {
-            LoadedVision::Tower(vision) => vision.soft_tokens(&patches),
-            LoadedVision::Projected(vision) => vision.soft_tokens(&patches),
         }
+    }
+
+    /// Begins to compute the soft tokens of an image. The first call loads the weights.
+    ///
+    /// # Errors
+    /// Returns the errors of [`soft_tokens`](Self::soft_tokens).
+    pub fn begin(&self, patches: &Patches) -> Result<ImagePass, Gemma4Error> {
+        Ok(match self.loaded()? {
+            LoadedVision::Tower(vision) => ImagePass::Tower(vision.begin(patches)?),
+            LoadedVision::Projected(vision) => ImagePass::Projected(vision.begin(patches)?),
+        })
+    }
+
+    /// Runs up to `layers` further layers over an image. After the last layer, returns the soft tokens,
+    /// `[soft tokens, hidden]`.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    ///
+    /// # Panics
+    /// Panics if another model has begun the pass.
+    pub fn advance(
+        &self,
+        pass: &mut ImagePass,
+        layers: usize,
+    ) -> Result<Option<Tensor<2>>, Gemma4Error> {
+        Ok(match (self.loaded()?, pass) {
+            (LoadedVision::Tower(vision), ImagePass::Tower(pass)) => vision.advance(pass, layers),
+            (LoadedVision::Projected(vision), ImagePass::Projected(pass)) => {
+                vision.advance(pass, layers)
+            }
+            _ => unreachable!("a pass belongs to the model that has begun it"),
+        })
     }
 }
 
 impl Shared {
     fn module(&self) -> LoadedVision {
-        let (config, hidden, device) = (&self.config, self.text.hidden_size, &self.device);
+        let (config, hidden, device) = (&self.format.config, self.text.hidden_size, &self.device);
         match &config.encoder {
             EncoderConfig::Tower(tower) => {
                 LoadedVision::Tower(Box::new(TowerVision::new(config, tower, hidden, device)))

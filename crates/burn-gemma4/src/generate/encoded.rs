@@ -1,48 +1,87 @@
 //! An encoded prompt: token ids, and the images whose soft tokens stand in the place of some of them.
 
 use crate::checkpoint::vision::LazyVision;
+use crate::config::vision::VisionConfig;
 use crate::error::Gemma4Error;
 use crate::model::soft_tokens::{CallImages, SoftTokens};
-use crate::vision::image::Image;
+use crate::vision::patches::Patches;
+use crate::vision::prepared::{ImageHash, PreparedImage};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// An image in a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PlacedImage {
     /// The tokens of the prompt in whose place the soft tokens of the image stand.
     pub tokens: Range<usize>,
-    pub image: Image,
+    pub hash: ImageHash,
 }
 
-/// A prompt as token ids, with its images in ascending order.
+/// A prompt as token ids, with its images. [`PromptEncoder::encode`](crate::PromptEncoder::encode) makes one from tokens
+/// and images, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
+///
+/// ```
+/// use burn_gemma4::EncodedPrompt;
+///
+/// let prompt = EncodedPrompt::from(vec![2, 30, 31]);
+/// assert_eq!((prompt.tokens(), prompt.images().count()), (&[2, 30, 31][..], 0));
+/// ```
 #[derive(Clone, Debug, Default)]
-pub(crate) struct EncodedPrompt {
-    pub tokens: Vec<u32>,
-    pub images: Vec<PlacedImage>,
+pub struct EncodedPrompt {
+    pub(crate) tokens: Vec<u32>,
+    /// The images in ascending order.
+    pub(crate) images: Vec<PlacedImage>,
+    /// The patches of each image.
+    pub(crate) patches: Vec<Arc<Patches>>,
 }
 
 impl From<Vec<u32>> for EncodedPrompt {
     fn from(tokens: Vec<u32>) -> Self {
         Self {
             tokens,
-            images: Vec::new(),
+            ..Self::default()
         }
     }
 }
 
 impl EncodedPrompt {
+    /// The token ids. An image is a begin token, one placeholder for each soft token, and an end token.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The number of tokens, including those of images.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// True if the prompt has no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// The images in ascending order: the placeholders of each image, and its hash. Two prompts with the same tokens have
+    /// the same meaning only if their images have the same hashes.
+    pub fn images(&self) -> impl Iterator<Item = (Range<usize>, ImageHash)> {
+        let images = self.images.iter();
+        images.map(|image| (image.tokens.clone(), image.hash))
+    }
+
+    /// The size of the resized pixels of all images in memory, in bytes.
+    pub fn image_bytes(&self) -> usize {
+        self.patches.iter().map(|patches| patches.rgb.len()).sum()
+    }
+
     /// Expands each image placeholder in `tokens` to the begin token, one placeholder for each soft token, and the end
     /// token.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the numbers of placeholders and images differ. Returns the same error if an
-    /// image has no soft tokens, because it is too narrow.
-    pub fn expand(
+    /// Returns [`Gemma4Error::Argument`] if the numbers of placeholders and images differ.
+    pub(crate) fn expand(
         tokens: Vec<u32>,
-        images: &[&Image],
-        vision: &LazyVision,
+        images: &[PreparedImage],
+        config: &VisionConfig,
     ) -> Result<Self, Gemma4Error> {
-        let config = vision.config();
         let placeholders = tokens.iter().filter(|token| **token == config.image_token);
         let placeholders = placeholders.count();
         if placeholders != images.len() {
@@ -65,16 +104,16 @@ impl EncodedPrompt {
                 expanded.tokens.push(token);
                 continue;
             };
-            let [columns, rows] = vision.processor().soft_tokens(image)?;
             expanded.tokens.push(config.begin_token);
             let start = expanded.tokens.len();
-            let end = start + columns * rows;
+            let end = start + image.count();
             expanded.tokens.resize(end, config.image_token);
             expanded.tokens.push(config.end_token);
             expanded.images.push(PlacedImage {
                 tokens: start..end,
-                image: (*image).clone(),
+                hash: image.hash,
             });
+            expanded.patches.push(image.patches.clone());
             images.next();
         }
         Ok(expanded)
@@ -82,17 +121,26 @@ impl EncodedPrompt {
 
     /// Returns the length of the common prefix with the tokens and images of another prompt. The prefix contains each of
     /// its images whole.
-    pub fn common(&self, tokens: &[u32], images: &[PlacedImage]) -> usize {
-        let pairs = self.tokens.iter().zip(tokens);
-        let common = pairs.take_while(|(one, other)| one == other).count();
-        let differ = |one: &[PlacedImage], other: &[PlacedImage]| {
-            let mut differing = one.iter().filter(|image| !other.contains(image));
-            differing.next().map(|image| image.tokens.start)
-        };
-        let first = [differ(&self.images, images), differ(images, &self.images)];
-        let common = first.into_iter().flatten().fold(common, usize::min);
-        before_images(&self.images, common)
+    pub(crate) fn common(&self, tokens: &[u32], images: &[PlacedImage]) -> usize {
+        common_prefix((&self.tokens, &self.images), (tokens, images))
     }
+}
+
+/// Returns the length of the common prefix of the tokens and images of two prompts. The prefix contains each of its
+/// images whole.
+pub(crate) fn common_prefix(
+    (tokens, images): (&[u32], &[PlacedImage]),
+    (other_tokens, other_images): (&[u32], &[PlacedImage]),
+) -> usize {
+    let pairs = tokens.iter().zip(other_tokens);
+    let common = pairs.take_while(|(one, other)| one == other).count();
+    let differ = |one: &[PlacedImage], other: &[PlacedImage]| {
+        let mut differing = one.iter().filter(|image| !other.contains(image));
+        differing.next().map(|image| image.tokens.start)
+    };
+    let first = [differ(images, other_images), differ(other_images, images)];
+    let common = first.into_iter().flatten().fold(common, usize::min);
+    before_images(images, common)
 }
 
 /// Returns `end`, or the beginning of the image that `end` would divide.
@@ -130,11 +178,11 @@ pub(super) fn images_in(
     };
     let in_call = columns(prompts, longest)
         .filter(|(_, columns, _)| call.start <= columns.start && columns.end <= call.end);
-    let images = in_call.map(|(sequence, columns, image)| {
+    let images = in_call.map(|(sequence, columns, patches)| {
         Ok(SoftTokens {
             sequence,
             columns: columns.start - call.start..columns.end - call.start,
-            rows: vision.soft_tokens(image)?,
+            rows: vision.soft_tokens(patches)?,
         })
     });
     Ok(CallImages {
@@ -143,22 +191,22 @@ pub(super) fn images_in(
     })
 }
 
-/// Returns the sequence, the columns and the image of each image in a batch.
+/// Returns the sequence, the columns and the patches of each image in a batch.
 fn columns<'a>(
     prompts: &'a [&EncodedPrompt],
     longest: usize,
-) -> impl Iterator<Item = (usize, Range<usize>, &'a Image)> {
+) -> impl Iterator<Item = (usize, Range<usize>, &'a Patches)> {
     prompts
         .iter()
         .enumerate()
         .flat_map(move |(sequence, prompt)| {
             let padding = longest - prompt.tokens.len();
-            let images = prompt.images.iter();
-            images.map(move |PlacedImage { tokens, image }| {
+            let images = prompt.images.iter().zip(&prompt.patches);
+            images.map(move |(PlacedImage { tokens, .. }, patches)| {
                 (
                     sequence,
                     tokens.start + padding..tokens.end + padding,
-                    image,
+                    patches.as_ref(),
                 )
             })
         })
@@ -167,19 +215,28 @@ fn columns<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vision::image::Image;
+    use crate::vision::patches::ImageProcessor;
 
-    fn image(value: u8) -> Image {
-        Image::from_rgb(1, 1, vec![value; 3]).expect("one pixel has three bytes")
+    fn image(value: u8) -> PreparedImage {
+        let image = Image::from_rgb(1, 1, vec![value; 3]).expect("one pixel has three bytes");
+        image
+            .prepared(ImageProcessor::new(16, 3))
+            .expect("the image has soft tokens")
     }
 
     fn prompt(tokens: &[u32], images: &[(Range<usize>, u8)]) -> EncodedPrompt {
         let placed = images.iter().map(|(tokens, value)| PlacedImage {
             tokens: tokens.clone(),
-            image: image(*value),
+            hash: image(*value).hash,
         });
         EncodedPrompt {
             tokens: tokens.to_vec(),
             images: placed.collect(),
+            patches: images
+                .iter()
+                .map(|(_, value)| image(*value).patches)
+                .collect(),
         }
     }
 

@@ -1,8 +1,10 @@
 //! Decodes image files within limits on memory. Truncated files are refused.
 
-use super::image::{MOST_PIXELS, Pixels, check_pixels};
+use super::image::{ImageHeader, MOST_PIXELS, Pixels, check_pixels};
+use ::image::metadata::Orientation;
 use ::image::{
-    DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits, RgbImage, guess_format,
+    DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage,
+    guess_format,
 };
 use std::io::Cursor;
 use zune_jpeg::JpegDecoder;
@@ -17,22 +19,11 @@ const PIXEL_BYTES: usize = 8;
 
 /// Decodes the contents of an image file. The error is a reason that follows the file's name.
 pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
-    let format = guess_format(bytes)
-        .ok()
-        .filter(|format| FORMATS.contains(format))
-        .ok_or("is not a PNG, JPEG or WebP image")?;
+    let format = format_of(bytes)?;
     if is_truncated(bytes, format) {
         return Err("cannot be decoded as an image: the file is truncated".into());
     }
-    let failed = |error| format!("cannot be decoded as an image: {error}");
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
-    let mut limits = Limits::no_limits();
-    limits.max_alloc = Some((MOST_PIXELS * PIXEL_BYTES) as u64);
-    reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(failed)?;
-    let (width, height) = decoder.dimensions();
-    // Check the size before the pixels are allocated. The header may promise any size.
-    check_pixels(width as usize, height as usize)?;
+    let mut decoder = open(bytes, format)?;
     let orientation = decoder.orientation().map_err(failed)?;
     let mut image = match format {
         ImageFormat::Jpeg => whole_jpeg(bytes)?,
@@ -44,6 +35,53 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
         height: image.height() as usize,
         rgb: rgb(image),
     })
+}
+
+/// Reads the header of an image file. The error is a reason that follows the file's name.
+pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
+    let format = format_of(bytes)?;
+    let mut decoder = open(bytes, format)?;
+    let (width, height) = decoder.dimensions();
+    let pixels = u64::from(width) * u64::from(height);
+    let orientation = decoder.orientation().map_err(failed)?;
+    // Turning and the conversion to RGB each copy the decoded pixels. A progressive JPEG file also has coefficients of 16
+    // bits for three channels.
+    let copies = if orientation == Orientation::NoTransforms {
+        1
+    } else {
+        2
+    };
+    let coefficients = if format == ImageFormat::Jpeg { 6 } else { 0 };
+    Ok(ImageHeader {
+        width: width as usize,
+        height: height as usize,
+        decoding_bytes: copies * decoder.total_bytes() + (3 + coefficients) * pixels,
+    })
+}
+
+/// Returns the format of an image file, if it can be decoded.
+fn format_of(bytes: &[u8]) -> Result<ImageFormat, String> {
+    guess_format(bytes)
+        .ok()
+        .filter(|format| FORMATS.contains(format))
+        .ok_or_else(|| "is not a PNG, JPEG or WebP image".into())
+}
+
+/// Reads the header of an image file, and checks the size that it promises. The header may promise any size, so the check
+/// precedes the allocation of pixels.
+fn open(bytes: &[u8], format: ImageFormat) -> Result<impl ImageDecoder, String> {
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+    let mut limits = Limits::no_limits();
+    limits.max_alloc = Some((MOST_PIXELS * PIXEL_BYTES) as u64);
+    reader.limits(limits);
+    let decoder = reader.into_decoder().map_err(failed)?;
+    let (width, height) = decoder.dimensions();
+    check_pixels(width as usize, height as usize)?;
+    Ok(decoder)
+}
+
+fn failed(error: ImageError) -> String {
+    format!("cannot be decoded as an image: {error}")
 }
 
 /// Decodes a JPEG file in strict mode. The decoder of the crate `image` fills pixels with gray after an error.
@@ -174,6 +212,33 @@ mod tests {
         }
         let reason = refused(&with_size(png(3, 2), 1 << 30, 1 << 30));
         assert!(reason.contains("limit"), "{reason}");
+    }
+
+    /// The memory is that of the table in docs/vision.md, or more.
+    #[test]
+    fn header_has_the_size_and_the_memory_of_decoding() {
+        for (name, bytes) in [
+            ("photograph.png", 6),
+            ("alpha.png", 7),
+            ("deep.png", 9),
+            ("gray.png", 4),
+            ("lossless.webp", 6),
+            ("photograph.jpg", 12),
+            ("turned.jpg", 15),
+        ] {
+            let file = read(name);
+            let found = header(&file).expect("the header is readable");
+            let pixels = decode(&file).expect("the image is decodable");
+            let mut sides = [pixels.width, pixels.height];
+            if name == "turned.jpg" {
+                sides.reverse();
+            }
+            assert_eq!([found.width, found.height], sides, "{name}");
+            let count = (found.width * found.height) as u64;
+            assert_eq!(found.decoding_bytes, bytes * count, "{name}");
+        }
+        let reason = header(&with_size(png(3, 2), 8193, 8192)).expect_err("too many pixels");
+        assert!(reason.contains("8193 x 8192"), "{reason}");
     }
 
     #[test]

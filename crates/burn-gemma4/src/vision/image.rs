@@ -1,8 +1,11 @@
 //! An image of a prompt.
 
-use super::decode::decode;
+use super::decode::{decode, header};
+use super::patches::ImageProcessor;
+use super::prepared::PreparedImage;
 use crate::error::Gemma4Error;
-use std::{fmt, fs::File, io::Read, path::Path, sync::Arc};
+use std::sync::{Arc, OnceLock};
+use std::{fmt, fs::File, io::Read, path::Path};
 
 /// The numbers of soft tokens to which an image may be limited, as in Hugging Face Transformers.
 pub(crate) const SOFT_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
@@ -28,10 +31,32 @@ const LONGEST_SIDE: usize = 65_535;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct Image {
     pixels: Arc<Pixels>,
     max_soft_tokens: Option<usize>,
+    /// The image in the form in which a model reads it, for the first processor that has asked. A session encodes the
+    /// same images again at each turn.
+    prepared: Arc<OnceLock<(ImageProcessor, PreparedImage)>>,
+}
+
+/// The size of an image file's pixels, which its header promises.
+///
+/// ```
+/// use burn_gemma4::Image;
+///
+/// let error = Image::header(b"GIF89a").unwrap_err();
+/// assert!(error.to_string().contains("PNG, JPEG or WebP"));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageHeader {
+    /// The width in pixels, before the image is turned upright.
+    pub width: usize,
+    /// The height in pixels, before the image is turned upright.
+    pub height: usize,
+    /// An upper bound of the memory that [`Image::from_bytes`] needs for this image, in bytes. The file itself does not
+    /// count.
+    pub decoding_bytes: u64,
 }
 
 /// Pixels, `[height, width, 3]`.
@@ -83,6 +108,19 @@ impl Image {
         Ok(Self::of(pixels))
     }
 
+    /// Reads the header of a PNG, JPEG or WebP file, without decoding the pixels. A program can check limits before
+    /// [`from_bytes`](Self::from_bytes) allocates memory.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns the
+    /// same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
+    pub fn header(bytes: &[u8]) -> Result<ImageHeader, Gemma4Error> {
+        let argument = "image";
+        check_size(bytes.len() as u64)
+            .and_then(|()| header(bytes))
+            .map_err(|reason| Gemma4Error::Argument { argument, reason })
+    }
+
     /// Creates an image from pixels.
     ///
     /// # Shapes
@@ -121,6 +159,7 @@ impl Image {
         Self {
             pixels: Arc::new(pixels),
             max_soft_tokens: None,
+            prepared: Arc::default(),
         }
     }
 
@@ -133,6 +172,7 @@ impl Image {
         match SOFT_TOKENS.contains(&count) {
             true => Ok(Self {
                 max_soft_tokens: Some(count),
+                prepared: Arc::default(),
                 ..self
             }),
             false => Err(Gemma4Error::Argument {
@@ -160,7 +200,29 @@ impl Image {
     pub(crate) fn pixels(&self) -> &Pixels {
         &self.pixels
     }
+
+    /// Resizes the image for a model.
+    ///
+    /// # Errors
+    /// Returns the errors of [`ImageProcessor::soft_tokens`].
+    pub(crate) fn prepared(&self, processor: ImageProcessor) -> Result<PreparedImage, Gemma4Error> {
+        if let Some((_, prepared)) = self.prepared.get().filter(|(of, _)| *of == processor) {
+            return Ok(prepared.clone());
+        }
+        let prepared = PreparedImage::new(self, processor)?;
+        // Another thread may have been faster, with the same result or for another processor.
+        let _ = self.prepared.set((processor, prepared.clone()));
+        Ok(prepared)
+    }
 }
+
+impl PartialEq for Image {
+    fn eq(&self, other: &Self) -> bool {
+        self.pixels == other.pixels && self.max_soft_tokens == other.max_soft_tokens
+    }
+}
+
+impl Eq for Image {}
 
 impl fmt::Debug for Image {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -4,4 +4,5 @@
 mod decode;
 pub(crate) mod image;
 pub(crate) mod patches;
+pub(crate) mod prepared;
 mod resize;

@@ -6,6 +6,7 @@ use crate::error::Gemma4Error;
 use crate::json;
 use serde::Deserialize;
 use serde_json::Value;
+use std::fmt;
 
 /// The settings of a checkpoint's image processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub(crate) struct ImageProcessor {
 }
 
 /// An image in the size in which the model sees it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Patches {
     /// The resized pixels, `[rows · patch_size, columns · patch_size, 3]`.
     pub rgb: Vec<u8>,
@@ -172,6 +173,17 @@ impl ImageProcessor {
             rows,
             patch_size: self.patch_size,
         })
+    }
+}
+
+/// Writes the sizes only, because logs must not show the pixels of users' images.
+impl fmt::Debug for Patches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Patches")
+            .field("columns", &self.columns)
+            .field("rows", &self.rows)
+            .field("patch_size", &self.patch_size)
+            .finish_non_exhaustive()
     }
 }
 

@@ -7,6 +7,7 @@ mod rotation;
 mod tower;
 
 pub(crate) use clipped::Clip;
+pub(crate) use tower::TowerPass;
 
 use super::layer::Linear;
 use crate::config::vision::{ProjectionConfig, TowerConfig, VisionConfig};
@@ -26,11 +27,17 @@ const DEVIATION: f64 = 0.02;
 /// A part of a model that computes soft tokens from the patches of an image. The path of each parameter is the name of
 /// its tensor in a checkpoint, without the prefix `model.`.
 pub(crate) trait Vision: Module {
-    /// Computes the soft tokens of an image, `[soft tokens, hidden]`.
+    /// The state between two calls of [`advance`](Self::advance).
+    type Pass;
+
+    /// Begins a pass over the patches of an image.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the image has more rows or columns than the model has positions.
-    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error>;
+    fn begin(&self, patches: &Patches) -> Result<Self::Pass, Gemma4Error>;
+
+    /// Runs up to `layers` further layers. After the last layer, returns the soft tokens, `[soft tokens, hidden]`.
+    fn advance(&self, pass: &mut Self::Pass, layers: usize) -> Option<Tensor<2>>;
 }
 
 /// A vision tower, and the projection of its output to the text model.
@@ -76,10 +83,15 @@ impl TowerVision {
 }
 
 impl Vision for TowerVision {
-    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
-        Ok(self
-            .embed_vision
-            .forward(self.vision_tower.forward(patches)?))
+    type Pass = TowerPass;
+
+    fn begin(&self, patches: &Patches) -> Result<TowerPass, Gemma4Error> {
+        self.vision_tower.begin(patches)
+    }
+
+    fn advance(&self, pass: &mut TowerPass, layers: usize) -> Option<Tensor<2>> {
+        let pooled = self.vision_tower.advance(pass, layers)?;
+        Some(self.embed_vision.forward(pooled))
     }
 }
 
@@ -99,11 +111,16 @@ impl ProjectedVision {
     }
 }
 
+/// A model without a tower has no layers, so its pass is complete at its beginning.
 impl Vision for ProjectedVision {
-    fn soft_tokens(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
-        Ok(self
-            .embed_vision
-            .forward(self.vision_embedder.forward(patches)?))
+    type Pass = Tensor<2>;
+
+    fn begin(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+        self.vision_embedder.forward(patches)
+    }
+
+    fn advance(&self, pass: &mut Tensor<2>, _layers: usize) -> Option<Tensor<2>> {
+        Some(self.embed_vision.forward(pass.clone()))
     }
 }
 

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 /// The cosines and sines of the patches' angles, `[patches, 1, 2, 1, head_dim / 4]`. The third dimension has one element
 /// for the column and one for the row.
+#[derive(Clone, Debug)]
 pub(super) struct AxialRotation {
     cos: Tensor<5>,
     sin: Tensor<5>,

@@ -15,6 +15,18 @@ use burn::{
     tensor::{DType, Device, Tensor, TensorData},
 };
 
+/// A pass of a vision tower over an image, which may pause between two layers.
+#[derive(Clone, Debug)]
+pub(crate) struct TowerPass {
+    /// The residual stream, `[patches, hidden]`.
+    stream: Tensor<2>,
+    rotation: AxialRotation,
+    /// The number of layers that have run.
+    layers: usize,
+    /// The number of patches in each row, and the number of rows.
+    grid: [usize; 2],
+}
+
 /// A vision tower. The names of the fields are those of the checkpoint's tensors.
 #[derive(Module, Debug)]
 pub(super) struct VisionTower {
@@ -127,8 +139,8 @@ impl VisionTower {
             .collect()
     }
 
-    /// Computes the pooled output for each square of patches, `[squares, hidden]` in f32.
-    pub fn forward(&self, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+    /// Embeds the patches of an image, before the first layer.
+    pub fn begin(&self, patches: &Patches) -> Result<TowerPass, Gemma4Error> {
         let table = self.patch_embedder.position_embedding_table.val();
         let (device, dtype) = (table.device(), table.dtype());
         let [_, positions, hidden] = table.dims();
@@ -148,20 +160,32 @@ impl VisionTower {
                 .reshape([positions, hidden])
         });
         let embedded = self.patch_embedder.input_proj.rows(numbers) + grid.embeddings(tables);
-        let mut stream = embedded;
-        for layer in &self.encoder.layers {
-            stream = layer.forward(stream, &rotation);
+        Ok(TowerPass {
+            stream: embedded,
+            rotation,
+            layers: 0,
+            grid: [patches.columns, patches.rows],
+        })
+    }
+
+    /// Runs up to `layers` further layers. After the last layer, returns the pooled output for each square of patches,
+    /// `[squares, hidden]` in f32.
+    pub fn advance(&self, pass: &mut TowerPass, layers: usize) -> Option<Tensor<2>> {
+        for layer in self.encoder.layers.iter().skip(pass.layers).take(layers) {
+            pass.stream = layer.forward(pass.stream.clone(), &pass.rotation);
+            pass.layers += 1;
         }
-        Ok(self.pooled(stream, patches))
+        let is_last = pass.layers == self.encoder.layers.len();
+        is_last.then(|| self.pooled(pass.stream.clone(), pass.grid))
     }
 
     /// Averages the rows of each square of patches, and standardizes the averages. The result is f32, because its
     /// values may exceed the range of f16.
-    fn pooled(&self, rows: Tensor<2>, patches: &Patches) -> Tensor<2> {
+    fn pooled(&self, rows: Tensor<2>, [columns, lines]: [usize; 2]) -> Tensor<2> {
         let dtype = rows.dtype();
         let [_, hidden] = rows.dims();
         let side = self.side;
-        let (height, width) = (patches.rows / side, patches.columns / side);
+        let (height, width) = (lines / side, columns / side);
         let squares = rows
             .cast(DType::F32)
             .reshape([height, side, width, side, hidden]);
