@@ -20,6 +20,7 @@ mod packed;
 #[cfg(feature = "cube")]
 mod position;
 mod prefill;
+mod prefill_images;
 mod prefix_cache;
 #[cfg(feature = "cube")]
 mod round;

@@ -38,10 +38,13 @@ impl PackedPrompt {
 
 impl Prefill {
     /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
-    /// have begun, continue from another prompt, have an adapter, or stop within the prompt to store a state. The KV
-    /// cache must store keys and values as the model computes them.
+    /// have begun, continue from another prompt, have images or an adapter, or stop within the prompt to store a
+    /// state. The KV cache must store keys and values as the model computes them.
     pub fn can_pack(&self) -> bool {
-        self.is_new() && self.adapter().is_none() && self.cache().kind().is_plain()
+        self.is_new()
+            && self.adapter().is_none()
+            && !self.has_images()
+            && self.cache().kind().is_plain()
     }
 
     /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt alone,
@@ -100,8 +103,8 @@ impl Prefill {
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
-                    "cannot run in one pass, because number {index} has begun, has an adapter or a checkpoint, or \
-                     stores its keys and values in another format; read such a prompt by `advance`"
+                    "cannot run in one pass, because number {index} has begun, has images, an adapter or a \
+                     checkpoint, or stores its keys and values in another format; read such a prompt by `advance`"
                 ));
             }
             if index > 0 && list_param_ids(prefill.model()) != parameters {

@@ -1,6 +1,7 @@
 //! Reuse of the keys and values of earlier prompts that begin with the same tokens (prefix caching).
 
 use super::prefill::{Prefill, Prefilled};
+use crate::generate::encoded::{before_images, common_prefix};
 use crate::model::Gemma4Model;
 use crate::model::adapters::AdapterId;
 use crate::model::cache::checkpoint::Checkpoint;
@@ -23,7 +24,7 @@ const MOST_CHECKPOINTS: usize = 4;
 
 /// The KV caches of earlier prompts. A later prompt that begins with the same tokens as an earlier prompt continues
 /// from a copy of the earlier prompt's KV cache. The model then runs only over the remaining tokens of the later
-/// prompt. Keys and values of different adapters are never shared.
+/// prompt. Keys and values of different adapters are never shared, and neither are those of different images.
 ///
 /// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only the last window of tokens, in
 /// ring buffers. A checkpoint is a copy of the ring buffers' contents at an earlier token. If a prompt is at least as
@@ -226,9 +227,9 @@ impl Prefilled {
         if self.cache.kind() != prefill.cache().kind() || self.adapter != adapter {
             return 0;
         }
-        let tokens = prefill.tokens();
-        let pairs = self.tokens.iter().zip(&tokens[..tokens.len() - 1]);
-        pairs.take_while(|(one, other)| one == other).count()
+        let (tokens, images) = (prefill.tokens(), prefill.images());
+        let common = common_prefix((&self.tokens, &self.images), (tokens, images));
+        before_images(images, common.min(tokens.len() - 1))
     }
 
     /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue. The other prompt
@@ -261,6 +262,7 @@ impl Prefilled {
         self.cache.kind() == earlier.cache.kind()
             && self.adapter == earlier.adapter
             && self.tokens.starts_with(&earlier.tokens)
+            && self.images.starts_with(&earlier.images)
     }
 
     /// Takes over the checkpoints of `earlier`. This prompt begins with all tokens of `earlier`. If another prompt
