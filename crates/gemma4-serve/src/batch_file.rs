@@ -9,7 +9,7 @@
 //! | OpenAI's batch form | `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}` |
 
 use crate::engine::EngineOptions;
-use crate::http::{MAX_PROMPTS, Server, ServerOptions};
+use crate::http::{ImageOptions, MAX_PROMPTS, Server, ServerOptions};
 use axum::{
     Router,
     body::{Body, to_bytes},
@@ -23,8 +23,6 @@ use tower::ServiceExt;
 
 /// The number of lines that are read in advance, in addition to the `max_running` requests that the engine decodes.
 const AHEAD: usize = 16;
-/// The largest length of an input line, in bytes.
-const LONGEST_LINE: usize = 16 << 20;
 
 /// The numbers of requests and tokens in a processed file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,7 +52,7 @@ pub enum BatchError {
 }
 
 /// Answers all requests of `input`, and writes one line for each request to `output`. A request that lacks a field of
-/// `defaults` gets this field from `defaults`. The function stops reading requests when `is_cancelled` returns true.
+/// `defaults` gets this field from `defaults`. `images` are the limits of images in requests. The function stops reading requests when `is_cancelled` returns true.
 ///
 /// # Errors
 /// Returns an error if the engine fails, or if reading or writing fails. A malformed request is not an error: its output
@@ -62,6 +60,7 @@ pub enum BatchError {
 pub fn run_batch_file(
     gemma: Gemma4,
     engine: EngineOptions,
+    images: ImageOptions,
     input: impl BufRead + Send,
     mut output: impl Write,
     defaults: &Map<String, Value>,
@@ -74,8 +73,11 @@ pub fn run_batch_file(
         max_queue: engine.max_queue.max(concurrency * MAX_PROMPTS),
         ..engine
     };
-    let options = ServerOptions::default();
-    let model = options.model.clone();
+    let options = ServerOptions {
+        images,
+        ..ServerOptions::default()
+    };
+    let (model, longest) = (options.model.clone(), options.max_body);
     let server = Server::new(gemma, engine, options)?;
     let router = server.router();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -90,7 +92,13 @@ pub fn run_batch_file(
         .take_while(|_| !is_cancelled());
     let answers = stream::iter(lines).map(|(index, line)| {
         let (router, model) = (router.clone(), model.as_str());
-        async move { answer(router, index, line?, defaults, model).await }
+        async move {
+            let line = line?;
+            match line.len() > longest {
+                true => Ok(too_long(index, line.len(), longest)),
+                false => answer(router, index, line, defaults, model).await,
+            }
+        }
     });
     runtime.block_on(async {
         let mut answers = std::pin::pin!(answers.buffered(concurrency));
@@ -162,12 +170,6 @@ async fn answer(
 /// Returns the id, the path and the body of the request in an input line. If the request has no `custom_id`, its id is
 /// `number`.
 fn parse(line: &str, number: String) -> Result<(String, String, Map<String, Value>), String> {
-    if line.len() > LONGEST_LINE {
-        return Err(format!(
-            "has {} bytes; expected at most {LONGEST_LINE}",
-            line.len()
-        ));
-    }
     let value: Value = serde_json::from_str(line).map_err(|error| error.to_string())?;
     let Value::Object(mut fields) = value else {
         return Err("expected a JSON object".into());
@@ -200,6 +202,13 @@ fn parse(line: &str, number: String) -> Result<(String, String, Map<String, Valu
         _ => return Err("expected `prompt`, `messages`, or `url` with `body`".into()),
     };
     Ok((id, path.into(), fields))
+}
+
+/// Returns the output line for an input line of more than `longest` bytes.
+fn too_long(index: usize, count: usize, longest: usize) -> Value {
+    let number = index + 1;
+    let message = format!("line {number}: has {count} bytes; expected at most {longest}");
+    failed(&format!("line-{number}"), &message)
 }
 
 fn failed(id: &str, message: &str) -> Value {

@@ -61,6 +61,36 @@ faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400
 await set("temperature", "");
 await set("max_tokens", "60");
 
+// Images are attached and pasted, shown, removed and sent. The model in the program sees no images, and says so.
+const png = Buffer.from("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC", "base64");
+const file = (name, mimeType, buffer) => ({ name, mimeType, buffer });
+const shown = page.locator("#attached img");
+await page.setInputFiles("#files", [file("red.png", "image/png", png), file("a.gif", "image/gif", Buffer.from("GIF89a"))]);
+await page.locator("#note:not(:empty)").waitFor();
+assert.equal(await page.textContent("#note"), "a.gif is not a PNG, JPEG or WebP image.");
+assert.equal(await shown.count(), 1);
+await page.evaluate((bytes) => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array([...bytes, 0])], "pasted.png", { type: "image/png" }));
+  document.getElementById("input").dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true }));
+}, [...png]);
+await shown.nth(1).waitFor();
+assert.equal(await page.textContent("#note"), "");
+await page.locator("#attached button").nth(1).click();
+assert.equal(await shown.count(), 1);
+const sent = page.waitForRequest("**/v1/chat/completions");
+await send("What is this?");
+await ended();
+const content = JSON.parse((await sent).postData()).messages.at(-1).content;
+assert.deepEqual(content, [
+  { type: "image_url", image_url: { url: `data:image/png;base64,${png.toString("base64")}` } },
+  { type: "text", text: "What is this?" },
+]);
+assert.equal(await page.locator(".user").last().locator("img").evaluate((image) => image.naturalWidth), 1);
+assert.equal(await shown.count(), 0);
+assert.match(await last.locator("footer.error").textContent(), /sees no images/);
+faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400")));
+
 // Thoughts are folded. The model in the program does not think, so this answer is prepared.
 const chunk = (delta, reason = null) => `data: ${JSON.stringify({ choices: [{ index: 0, delta, finish_reason: reason }] })}\n\n`;
 const usage = `data: ${JSON.stringify({ choices: [], usage: { completion_tokens: 9 } })}\n\n`;

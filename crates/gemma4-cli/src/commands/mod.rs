@@ -13,6 +13,8 @@ mod quantize;
 mod run;
 #[cfg(feature = "serve")]
 mod serve;
+#[cfg(feature = "serve")]
+mod served_images;
 #[cfg(feature = "training")]
 mod train;
 

@@ -1,5 +1,6 @@
 //! The command `gemma4 serve`: a server with the APIs of OpenAI and Anthropic.
 
+use super::served_images::ServedImages;
 use crate::{
     Error,
     messages::{LogFormat, set_log_format},
@@ -56,7 +57,7 @@ pub struct Serve {
     #[arg(long, help_heading = "Server", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Largest body of a request in bytes.
-    #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = 16 << 20, value_parser = positive)]
+    #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = ServerOptions::default().max_body, value_parser = positive)]
     max_body: usize,
     /// Largest number of open connections. Further connections wait.
     #[arg(long, help_heading = "Server", value_name = "COUNT", default_value_t = 1024, value_parser = positive)]
@@ -81,6 +82,8 @@ pub struct Serve {
         default_value_t
     )]
     log_format: LogFormat,
+    #[command(flatten)]
+    images: ServedImages,
     #[command(flatten)]
     adapters: AdapterArguments,
     #[command(flatten)]
@@ -230,6 +233,7 @@ impl EngineArguments {
             cache,
             graph_capture: true,
             max_adapters,
+            load_vision: false,
         }
     }
 }
@@ -285,6 +289,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
         })?;
     let local = listener.local_addr()?;
     cli.adapters.check()?;
+    let images = cli.images.options()?;
     let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
     let loaded = cli.model.load_all(of_model)?;
     let name = cli.name.clone();
@@ -296,13 +301,17 @@ fn run(cli: &Serve) -> Result<(), Error> {
         max_connections: cli.max_connections,
         drain_timeout: Duration::from_secs(cli.drain_seconds),
         adapter_root,
+        images,
         ..ServerOptions::default()
     };
     let cache = CacheKind {
         compact_keys: cli.cache.compact_keys,
         precision: cli.cache.kv.into(),
     };
-    let engine = cli.engine.options(cache, cli.adapters.max_adapters);
+    let engine = EngineOptions {
+        load_vision: options.images.max_count > 0,
+        ..cli.engine.options(cache, cli.adapters.max_adapters)
+    };
     let models = loaded.into_iter();
     let models: Vec<_> = models.map(|one| (one.chosen.label(), one.gemma)).collect();
     let server = Server::of_devices(models, engine, options, template)?;

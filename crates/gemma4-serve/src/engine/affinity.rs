@@ -7,6 +7,7 @@
 //! A request goes to the engine on which the request waits least, by the estimate of [`EngineState::wait`]. Of equal
 //! engines, the one that has had no request for the longest time is chosen.
 
+use burn_gemma4::EncodedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -58,22 +59,31 @@ pub(super) struct Prefixes {
     hashes: Vec<u64>,
     /// The number of tokens of the prompt.
     tokens: usize,
+    has_images: bool,
 }
 
 impl Prefixes {
     /// Hashes the first blocks of a prompt. Prompts with different adapters share no keys and values, so the adapter is
     /// a part of each hash. An adapter is identified by its load, because a name can be given to another adapter later.
-    pub fn of(prompt: &[u32], adapter: Option<u64>) -> Self {
+    /// The hash of an image is a part of the block in which the image begins, because all images have the same tokens.
+    pub fn of(prompt: &EncodedPrompt, adapter: Option<u64>) -> Self {
         let mut hasher = DefaultHasher::new();
         adapter.hash(&mut hasher);
-        let blocks = prompt.chunks_exact(BLOCK).take(MOST_BLOCKS);
-        let hashes = blocks.map(|block| {
+        let mut images = prompt.images().peekable();
+        let has_images = images.peek().is_some();
+        let blocks = prompt.tokens().chunks_exact(BLOCK).take(MOST_BLOCKS);
+        let hashes = blocks.enumerate().map(|(index, block)| {
+            let end = (index + 1) * BLOCK;
+            while let Some((_, image)) = images.next_if(|(tokens, _)| tokens.start < end) {
+                image.hash(&mut hasher);
+            }
             block.hash(&mut hasher);
             hasher.finish()
         });
         Self {
             hashes: hashes.collect(),
             tokens: prompt.len(),
+            has_images,
         }
     }
 }
@@ -82,7 +92,7 @@ impl Prefixes {
 #[derive(Debug)]
 pub(super) struct RecentPrefixes {
     hashes: Mutex<lru::LruCache<u64, ()>>,
-    /// The number of tokens of the shortest prompt that can reuse a prefix.
+    /// The number of tokens of the shortest prompt without images that can reuse a prefix.
     shortest: AtomicUsize,
 }
 
@@ -99,7 +109,7 @@ impl RecentPrefixes {
         self.hashes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the number of tokens of the shortest prompt that can reuse a prefix.
+    /// Sets the number of tokens of the shortest prompt without images that can reuse a prefix.
     pub fn set_shortest_prompt(&self, tokens: usize) {
         self.shortest.store(tokens, Ordering::SeqCst);
     }
@@ -115,7 +125,8 @@ impl RecentPrefixes {
 
     /// Returns the number of tokens of the longest prefix that the engine has kept and that the prompt can reuse.
     pub fn matched(&self, prefixes: &Prefixes) -> usize {
-        if prefixes.tokens < self.shortest.load(Ordering::SeqCst) {
+        let is_short = prefixes.tokens < self.shortest.load(Ordering::SeqCst);
+        if is_short && !prefixes.has_images {
             return 0;
         }
         let table = self.hashes();
@@ -216,7 +227,7 @@ mod tests {
     }
 
     fn prefixes(prompt: &[u32]) -> Prefixes {
-        Prefixes::of(prompt, None)
+        Prefixes::of(&prompt.to_vec().into(), None)
     }
 
     /// Returns the state of an engine with room, by its answers and the matched tokens.
@@ -246,7 +257,7 @@ mod tests {
         assert_eq!(changed.hashes[0], whole.hashes[0]);
         let differ = |one: &[u64], other: &[u64]| one.iter().zip(other).all(|(a, b)| a != b);
         assert!(differ(&changed.hashes[1..], &whole.hashes[1..]));
-        let adapted = [1, 2].map(|load| Prefixes::of(&long, Some(load)).hashes);
+        let adapted = [1, 2].map(|load| Prefixes::of(&long.clone().into(), Some(load)).hashes);
         assert!(differ(&adapted[0], &whole.hashes) && differ(&adapted[0], &adapted[1]));
         assert!(prefixes(&long[..15]).hashes.is_empty());
     }

@@ -48,6 +48,9 @@ pub struct EngineOptions {
     pub graph_capture: bool,
     /// The largest number of loaded adapters. An adapter that was unloaded counts until its requests have finished.
     pub max_adapters: usize,
+    /// True to load the weights of the vision at the start, if the model has vision. Otherwise the first image loads
+    /// them, while all other answers wait.
+    pub load_vision: bool,
 }
 
 impl Default for EngineOptions {
@@ -62,6 +65,7 @@ impl Default for EngineOptions {
             cache: CacheKind::default(),
             graph_capture: true,
             max_adapters: DEFAULT_MAX_ADAPTERS,
+            load_vision: false,
         }
     }
 }
@@ -115,6 +119,9 @@ impl Engine {
             let device = gemma.device();
             let outcome = gemma.on_stream_of_weights(|| {
                 let in_use = DeviceUse::begin(&device);
+                if options.load_vision {
+                    gemma.load_vision().map_err(|error| error.to_string())?;
+                }
                 let scheduler = Scheduler::new(&gemma, &options, shared.clone());
                 let mut scheduler = scheduler.map_err(|error| error.to_string())?;
                 drop(in_use);
@@ -224,6 +231,7 @@ impl Engine {
         }
         if let Some(token) = request
             .prompt
+            .tokens()
             .iter()
             .find(|token| **token as usize >= limits.vocabulary)
         {
@@ -358,11 +366,12 @@ mod tests {
 
     fn request() -> Request {
         Request {
-            prompt: vec![1],
+            prompt: vec![1].into(),
             choices: 1,
             options: answer_options(),
             constraint: None,
             adapter: None,
+            image_memory: None,
         }
     }
 

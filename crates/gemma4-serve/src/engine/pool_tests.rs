@@ -9,7 +9,7 @@ use tokio::time::timeout;
 /// Returns a request for `choices` answers of `max_tokens` tokens.
 fn request(prompt: Vec<u32>, choices: usize, max_tokens: usize) -> Request {
     Request {
-        prompt,
+        prompt: prompt.into(),
         choices,
         options: AnswerOptions {
             max_tokens,
@@ -18,6 +18,7 @@ fn request(prompt: Vec<u32>, choices: usize, max_tokens: usize) -> Request {
         },
         constraint: None,
         adapter: None,
+        image_memory: None,
     }
 }
 

@@ -2,15 +2,16 @@
 
 use super::adapters::ServedAdapter;
 use super::constraint::Constraint;
+use super::image_memory::ImageMemory;
 use crate::error::RequestError;
-use burn_gemma4::{Sampling, TextKind};
+use burn_gemma4::{EncodedPrompt, Sampling, TextKind};
 use std::sync::Arc;
 
 /// A prompt, and the options of its answers.
 #[derive(Debug)]
 pub struct Request {
-    /// The tokens of the prompt.
-    pub prompt: Vec<u32>,
+    /// The tokens and images of the prompt.
+    pub prompt: EncodedPrompt,
     /// The number of answers. Answer `i` adds `i` to the seed in `options`.
     pub choices: usize,
     /// The options of each answer.
@@ -19,6 +20,8 @@ pub struct Request {
     pub constraint: Option<Constraint>,
     /// The adapter with which the model answers, or `None` for the model alone.
     pub adapter: Option<ServedAdapter>,
+    /// The reserved memory of the prompt's images, which the engine frees after the prefill.
+    pub image_memory: Option<ImageMemory>,
 }
 
 /// The options of each answer to a prompt.

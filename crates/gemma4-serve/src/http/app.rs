@@ -1,6 +1,7 @@
 //! The state that all HTTP handlers share, and the options of the server.
 
 use super::events::Events;
+use super::images::{ImageOptions, ImageStore};
 use super::request_log::RequestLog;
 use crate::engine::{Constraint, EnginePool, Grammar, Grammars, Request, ServedAdapter};
 use crate::error::{ErrorKind, RequestError};
@@ -34,6 +35,8 @@ pub struct ServerOptions {
     /// The folder from whose subfolders clients can load adapters. `None` refuses to load and unload adapters over
     /// HTTP.
     pub adapter_root: Option<PathBuf>,
+    /// The limits of images.
+    pub images: ImageOptions,
 }
 
 impl Default for ServerOptions {
@@ -41,13 +44,14 @@ impl Default for ServerOptions {
         Self {
             model: "gemma4".into(),
             api_keys: Vec::new(),
-            max_body: 16 << 20,
+            max_body: 32 << 20,
             max_connections: 1024,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
             heartbeat: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
             adapter_root: None,
+            images: ImageOptions::default(),
         }
     }
 }
@@ -57,6 +61,7 @@ impl Default for ServerOptions {
 pub(crate) struct App {
     pub engines: EnginePool,
     pub text: TextModel,
+    pub images: ImageStore,
     pub options: ServerOptions,
     pub started: u64,
     /// The projections of each engine's model to which adapters apply.
@@ -76,6 +81,7 @@ impl App {
         Self {
             engines,
             text,
+            images: ImageStore::new(options.images.clone()),
             targets,
             reading: Mutex::new(()),
             options,
@@ -165,8 +171,8 @@ impl App {
         grammars.compile(field, grammar, thought)
     }
 
-    /// Runs `prepare` on a thread for blocking work, and submits the resulting request. Chat templates, the tokenizer and
-    /// grammars may take long, and must not delay other connections.
+    /// Runs `prepare` on a thread for blocking work, and submits the resulting request. Chat templates, the tokenizer,
+    /// grammars and images may take long, and must not delay other connections.
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
         log: &RequestLog,

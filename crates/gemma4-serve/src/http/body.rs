@@ -8,8 +8,14 @@ use axum::http::{Request, header};
 use serde::de::DeserializeOwned;
 use std::error::Error;
 
+/// The number of bytes from which a thread for blocking work parses the body. Bodies with images have megabytes.
+const LONG_BODY: usize = 1 << 18;
+
+/// The largest number of characters of an error of the parser, which may quote a value such as the data of an image.
+const LONGEST_REASON: usize = 200;
+
 /// Reads the body of a request, and parses the body as JSON.
-pub(crate) async fn read_json<T: DeserializeOwned>(
+pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     request: Request<Body>,
     options: &ServerOptions,
 ) -> Result<T, RequestError> {
@@ -32,7 +38,11 @@ pub(crate) async fn read_json<T: DeserializeOwned>(
         return Err(RequestError::new(ErrorKind::Timeout, message));
     };
     let bytes = bytes.map_err(|error| refused_body(&error, options.max_body))?;
-    parse(&bytes)
+    if bytes.len() < LONG_BODY {
+        return parse(&bytes);
+    }
+    let parsed = tokio::task::spawn_blocking(move || parse(&bytes)).await;
+    parsed.unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
 }
 
 fn refused_body(error: &axum::Error, limit: usize) -> RequestError {
@@ -56,14 +66,26 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
         let reason = error.into_inner();
+        let (is_eof, reason) = (reason.is_eof(), shortened(reason.to_string()));
         // `path` ends with a dot or a question mark if the error is not in a named field. If the body ends early, do
         // not name the field that was read last, because this field is not at fault.
         match path.trim_end_matches(['.', '?']) {
-            field if !field.is_empty() && !reason.is_eof() => RequestError::field(field, reason),
+            field if !field.is_empty() && !is_eof => RequestError::field(field, reason),
             _ => RequestError::new(ErrorKind::Invalid, format!("the body: {reason}")),
         }
     })?;
     json.end()
         .map_err(|error| RequestError::new(ErrorKind::Invalid, format!("the body: {error}")))?;
     Ok(parsed)
+}
+
+/// Removes the middle of a long text. The end of a parser's error says what it expected and where.
+fn shortened(text: String) -> String {
+    let count = text.chars().count();
+    if count <= LONGEST_REASON {
+        return text;
+    }
+    let first: String = text.chars().take(LONGEST_REASON / 4).collect();
+    let last = text.chars().skip(count - LONGEST_REASON * 3 / 4);
+    format!("{first}…{}", last.collect::<String>())
 }

@@ -8,6 +8,7 @@ mod body;
 mod connections;
 mod events;
 mod form;
+mod images;
 mod listener;
 mod openai;
 mod overrides;
@@ -18,6 +19,7 @@ mod server;
 mod stream;
 
 pub use app::ServerOptions;
+pub use images::ImageOptions;
 pub(crate) use openai::MAX_PROMPTS;
 pub use request_log::LOG_TARGET;
 pub use server::Server;

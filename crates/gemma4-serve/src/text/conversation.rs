@@ -1,6 +1,70 @@
 //! Conversations: messages and tools in a form that does not depend on the API of the request.
 
+use burn_gemma4::PreparedImage;
 use serde_json::{Map, Value, json};
+
+/// The content of a message of the user or of a tool: texts and images, in the order in which the model reads them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Content(Vec<Part>);
+
+/// A part of a message's content.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Part {
+    /// A text.
+    Text(String),
+    /// An image.
+    Image(PreparedImage),
+}
+
+impl Content {
+    /// Returns the images in order.
+    pub fn images(&self) -> impl Iterator<Item = &PreparedImage> {
+        self.0.iter().filter_map(|part| match part {
+            Part::Image(image) => Some(image),
+            Part::Text(_) => None,
+        })
+    }
+
+    /// Returns the content in the JSON format that chat templates of Hugging Face Transformers expect. Content without
+    /// images is a text, because some templates accept only texts.
+    fn to_json(&self) -> Value {
+        let texts = self.0.iter().map(|part| match part {
+            Part::Text(text) => Some(text.as_str()),
+            Part::Image(_) => None,
+        });
+        match texts.collect::<Option<String>>() {
+            Some(text) => Value::String(text),
+            None => self.0.iter().map(Part::to_json).collect(),
+        }
+    }
+}
+
+impl Part {
+    fn to_json(&self) -> Value {
+        match self {
+            Self::Text(text) => json!({"type": "text", "text": text}),
+            Self::Image(_) => json!({"type": "image"}),
+        }
+    }
+}
+
+impl From<Vec<Part>> for Content {
+    fn from(parts: Vec<Part>) -> Self {
+        Self(parts)
+    }
+}
+
+impl From<String> for Content {
+    fn from(text: String) -> Self {
+        Self(vec![Part::Text(text)])
+    }
+}
+
+impl From<&str> for Content {
+    fn from(text: &str) -> Self {
+        text.to_owned().into()
+    }
+}
 
 /// A message of a conversation.
 #[derive(Clone, Debug, PartialEq)]
@@ -8,7 +72,7 @@ pub enum ChatMessage {
     /// The system prompt.
     System(String),
     /// A message of the user.
-    User(String),
+    User(Content),
     /// An answer of the model, from an earlier turn of the conversation.
     Assistant {
         /// The text of the answer.
@@ -24,17 +88,26 @@ pub enum ChatMessage {
         id: String,
         /// The name of the tool.
         name: String,
-        /// The text of the result.
-        text: String,
+        /// The texts and images of the result.
+        content: Content,
     },
 }
 
 impl ChatMessage {
+    /// Returns the images of the message in order.
+    pub fn images(&self) -> impl Iterator<Item = &PreparedImage> {
+        let content = match self {
+            Self::User(content) | Self::Tool { content, .. } => Some(content),
+            Self::System(_) | Self::Assistant { .. } => None,
+        };
+        content.into_iter().flat_map(Content::images)
+    }
+
     /// Returns the message in the JSON format that chat templates of Hugging Face Transformers expect.
     pub fn to_json(&self) -> Value {
         match self {
             Self::System(text) => json!({"role": "system", "content": text}),
-            Self::User(text) => json!({"role": "user", "content": text}),
+            Self::User(content) => json!({"role": "user", "content": content.to_json()}),
             Self::Assistant {
                 text,
                 thoughts,
@@ -53,8 +126,9 @@ impl ChatMessage {
                 }
                 message
             }
-            Self::Tool { id, name, text } => {
-                json!({"role": "tool", "tool_call_id": id, "name": name, "content": text})
+            Self::Tool { id, name, content } => {
+                let content = content.to_json();
+                json!({"role": "tool", "tool_call_id": id, "name": name, "content": content})
             }
         }
     }

@@ -5,7 +5,7 @@ mod prompt;
 mod tool_call;
 mod tool_grammar;
 
-pub use conversation::{ChatMessage, Tool, ToolChoice};
+pub use conversation::{ChatMessage, Content, Part, Tool, ToolChoice};
 pub use prompt::TextModel;
 pub use tool_call::{ToolCall, parse as parse_tool_call};
 pub use tool_grammar::grammar as tool_grammar;

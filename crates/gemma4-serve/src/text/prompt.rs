@@ -4,7 +4,8 @@ use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
 use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{
-    ChatOptions, ChatTemplate, Gemma4, GenerateOptions, Marking, Placeholders, Tokenizer,
+    ChatOptions, ChatTemplate, EncodedPrompt, Gemma4, Gemma4Error, GenerateOptions, Image, Marking,
+    PreparedImage, PromptEncoder, Tokenizer,
 };
 use serde_json::{Map, Value};
 
@@ -19,7 +20,7 @@ pub struct TextModel {
     pub tokenizer: Tokenizer,
     template: ChatTemplate,
     begin: u32,
-    placeholders: Placeholders,
+    encoder: PromptEncoder,
     plain: GenerateOptions,
     chat: GenerateOptions,
     max_tokens: Option<usize>,
@@ -33,7 +34,7 @@ impl TextModel {
             tokenizer: gemma.tokenizer().clone(),
             template: gemma.chat_template().clone(),
             begin: gemma.config().bos_token,
-            placeholders: gemma.placeholders().clone(),
+            encoder: gemma.prompt_encoder(),
             plain: gemma.options(),
             chat: gemma.chat_options(),
             max_tokens: gemma.defaults().max_new_tokens,
@@ -99,19 +100,39 @@ impl TextModel {
     /// # Errors
     /// Returns an error if the text has too many characters for the context, or if the tokenizer rejects the text.
     /// Returns an error if the text has a placeholder of an image, audio or video.
-    pub fn text_prompt(&self, text: &str) -> Result<Vec<u32>, RequestError> {
+    pub fn text_prompt(&self, text: &str) -> Result<EncodedPrompt, RequestError> {
         self.check_length(self.tokenizer.fewest_tokens(text))?;
         let mut tokens = self.tokenizer.encode(text)?;
         if tokens.first() != Some(&self.begin) {
             tokens.insert(0, self.begin);
         }
-        self.check_placeholders(&tokens)?;
-        Ok(tokens)
+        self.token_prompt(tokens)
     }
 
-    /// Refuses tokens that stand for an image, audio or video, because this server reads text only.
-    pub(crate) fn check_placeholders(&self, tokens: &[u32]) -> Result<(), RequestError> {
-        Ok(self.placeholders.check(tokens)?)
+    /// Checks a prompt that consists of tokens.
+    ///
+    /// # Errors
+    /// Returns an error if the prompt has a placeholder of an image, audio or video.
+    pub(crate) fn token_prompt(&self, tokens: Vec<u32>) -> Result<EncodedPrompt, RequestError> {
+        Ok(self.encoder.encode(tokens, &[])?)
+    }
+
+    /// Checks that the model sees images. `field` is the field of the request with an image.
+    ///
+    /// # Errors
+    /// Returns the reason why the model sees no images.
+    pub(crate) fn check_vision(&self, field: &str) -> Result<(), RequestError> {
+        let checked = self.encoder.check_vision();
+        checked.map_err(|error| of_field(field, error))
+    }
+
+    /// Resizes an image for the model. `field` is the field of the request with the image.
+    ///
+    /// # Errors
+    /// Returns an error if the model sees no images, or if the image is too narrow.
+    pub fn prepare(&self, field: &str, image: &Image) -> Result<PreparedImage, RequestError> {
+        let prepared = self.encoder.prepare(image);
+        prepared.map_err(|error| of_field(field, error))
     }
 
     /// Encodes a conversation by the chat template. The names of special tokens in messages and tools are encoded as plain
@@ -119,13 +140,15 @@ impl TextModel {
     ///
     /// # Errors
     /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation has too
-    /// many characters for the context.
+    /// many characters for the context. Returns an error if the template does not show all images.
     pub fn chat_prompt(
         &self,
         messages: &[ChatMessage],
         tools: &[Tool],
         enable_thinking: bool,
-    ) -> Result<Vec<u32>, RequestError> {
+    ) -> Result<EncodedPrompt, RequestError> {
+        let images = messages.iter().flat_map(ChatMessage::images);
+        let images: Vec<PreparedImage> = images.cloned().collect();
         let messages: Vec<Value> = merged(messages).iter().map(ChatMessage::to_json).collect();
         let tools: Vec<Value> = tools.iter().map(Tool::to_json).collect();
         let mut texts = Vec::new();
@@ -159,10 +182,14 @@ impl TextModel {
                 with
             }
         };
-        self.check_length(marking.fewest_tokens(&prompt))?;
+        // The text has one placeholder for each image.
+        let of_images: usize = images.iter().map(|image| image.tokens() - 1).sum();
+        self.check_length(marking.fewest_tokens(&prompt) + of_images)?;
         let tokens = marking.encode(&prompt)?;
-        self.check_placeholders(&tokens)?;
-        Ok(tokens)
+        let encoded = self.encoder.encode(tokens, &images);
+        // With images, the numbers of placeholders and images differ if the template does not show the images of some
+        // messages, such as tool results.
+        encoded.map_err(|error| of_field("messages", error))
     }
 
     /// Refuses a prompt if the context has no place for the prompt and one further token. `fewest` is a lower bound of
@@ -179,6 +206,14 @@ impl TextModel {
                 Err(RequestError::new(ErrorKind::ContextLength, message))
             }
         }
+    }
+}
+
+/// Converts an error about an image to an error about a field of the request.
+fn of_field(field: &str, error: Gemma4Error) -> RequestError {
+    match error {
+        Gemma4Error::Argument { reason, .. } => RequestError::field(field, reason),
+        error => error.into(),
     }
 }
 

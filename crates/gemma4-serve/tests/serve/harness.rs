@@ -91,11 +91,23 @@ impl Harness {
         options: ServerOptions,
         template: Option<ChatTemplate>,
     ) -> Self {
+        let models = (0..engines).map(|_| gemma()).collect();
+        Self::of_models(models, engine, options, template)
+    }
+
+    /// Creates a server with an engine for each model.
+    pub fn of_models(
+        models: Vec<Gemma4>,
+        engine: EngineOptions,
+        options: ServerOptions,
+        template: Option<ChatTemplate>,
+    ) -> Self {
         let options = ServerOptions {
             model: MODEL.into(),
             ..options
         };
-        let models = (0..engines).map(|number| (format!("flex:{number}"), gemma()));
+        let models = models.into_iter().enumerate();
+        let models = models.map(|(number, gemma)| (format!("flex:{number}"), gemma));
         let server = Server::of_devices(models.collect(), engine, options, template);
         let server = server.expect("the options fit the model");
         let router = server.router();

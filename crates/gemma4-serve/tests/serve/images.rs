@@ -1,82 +1,272 @@
-//! Tests that requests with images, audio or video are refused in the form of their API, because the server reads text
-//! only.
+//! Tests that images and other media which the server does not support are refused in the form of the request's API.
 
 use crate::harness::{Harness, gemma, with_model};
-use burn::tensor::Device;
-use burn_gemma4::Gemma4;
+use crate::pictures::{base64, image_url, model, png, text};
 use gemma4_serve::engine::EngineOptions;
-use gemma4_serve::run_batch_file;
 use gemma4_serve::text::TextModel;
+use gemma4_serve::{ImageOptions, ServerOptions, run_batch_file};
 use serde_json::{Map, Value, json};
 
-/// A part with an image, as in OpenAI's chat completions.
-fn image_url() -> Value {
-    json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}})
+fn content(part: Value) -> Value {
+    json!([{"role": "user", "content": [text("a"), part]}])
+}
+
+/// Sends a request that must be refused. Returns the error's message.
+async fn refused(harness: &Harness, path: &str, body: Value, status: u16) -> String {
+    let answer = harness.post(path, &with_model(body)).await;
+    assert_eq!(answer.status, status, "{path}: {}", answer.text);
+    let json = answer.json();
+    match path {
+        "/v1/messages" => assert_eq!(json["type"], "error"),
+        _ => assert!(json["error"].get("param").is_some(), "{path}: {json}"),
+    }
+    let message = json["error"]["message"].as_str().expect("a message");
+    message.to_owned()
+}
+
+fn chat(part: Value) -> Value {
+    json!({"messages": content(part), "max_tokens": 1})
 }
 
 #[tokio::test]
-async fn request_with_image_is_refused_by_every_api() {
+async fn model_without_vision_refuses_images_in_every_api() {
     let harness = Harness::plain();
-    let message =
-        |part: Value| json!([{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]);
-    let source = json!({"type": "base64", "media_type": "image/png", "data": "AA=="});
-    let input = json!({"type": "input_image", "image_url": "data:image/png;base64,AA=="});
+    let file = png(3, 2, 1, None);
+    let source = json!({"type": "base64", "media_type": "image/png", "data": base64(&file)});
+    let url = crate::pictures::data_url(&file);
+    for (path, body, field) in [
+        (
+            "/v1/chat/completions",
+            chat(image_url(&file)),
+            "messages[0].content[1].image_url.url",
+        ),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 2, "messages": content(json!({"type": "image", "source": source}))}),
+            "messages[0].content[1].source",
+        ),
+        (
+            "/v1/responses",
+            json!({"input": content(json!({"type": "input_image", "image_url": url}))}),
+            "input[0].content[1].image_url",
+        ),
+    ] {
+        let message = refused(&harness, path, body, 400).await;
+        let expected =
+            format!("{field}: this model sees no images: the embedded model has no vision");
+        assert!(message.starts_with(&expected), "{path}: {message}");
+    }
+}
+
+#[tokio::test]
+async fn other_media_are_refused_by_name() {
+    let harness = Harness::of_models(
+        vec![model("vision-ple")],
+        EngineOptions::default(),
+        ServerOptions::default(),
+        None,
+    );
     let audio = json!({"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}});
+    let file = json!({"type": "input_file", "file_id": "a"});
+    let document = json!({"type": "document", "source": {"type": "text", "data": "a"}});
     for (path, body, words) in [
         (
             "/v1/chat/completions",
-            json!({"messages": message(image_url())}),
-            ["messages[0].content[1].type", "image_url"],
-        ),
-        (
-            "/v1/chat/completions",
-            json!({"messages": message(audio)}),
+            chat(audio),
             ["messages[0].content[1].type", "input_audio"],
         ),
         (
             "/v1/completions",
-            json!({"prompt": [image_url()]}),
+            json!({"prompt": [image_url(&[])]}),
             ["prompt", ""],
         ),
         (
             "/v1/messages",
-            json!({"max_tokens": 2, "messages": message(json!({"type": "image", "source": source}))}),
-            ["messages[0].content[1]", "image"],
+            chat(document),
+            ["messages[0].content[1].type", "document"],
         ),
         (
             "/v1/responses",
-            json!({"input": message(input)}),
-            ["input", "input_image"],
+            json!({"input": content(file)}),
+            ["input[0].content[1].type", "input_file"],
         ),
     ] {
-        let answer = harness.post(path, &with_model(body)).await;
-        assert_eq!(answer.status, 400, "{path}: {}", answer.text);
-        let json = answer.json();
-        let error = json["error"]["message"].as_str().expect("a message");
+        let message = refused(&harness, path, body, 400).await;
         assert!(
-            words.iter().all(|word| error.contains(word)),
-            "{path}: {error}"
+            words.iter().all(|word| message.contains(word)),
+            "{path}: {message}"
         );
-        match path {
-            "/v1/messages" => assert_eq!(json["error"]["type"], "invalid_request_error"),
-            _ => assert!(json["error"].get("param").is_some(), "{path}: {json}"),
-        }
     }
+}
+
+#[tokio::test]
+async fn images_outside_of_user_messages_are_refused() {
+    let image = image_url(&png(3, 2, 1, None));
+    let harness = Harness::of_models(
+        vec![model("vision-ple")],
+        EngineOptions::default(),
+        ServerOptions::default(),
+        None,
+    );
+    let call = json!({"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}});
+    for (messages, field) in [
+        (
+            json!([{"role": "system", "content": [image]}]),
+            "messages[0].content[0].type",
+        ),
+        (
+            json!([{"role": "assistant", "content": [image]}]),
+            "messages[0].content[0].type",
+        ),
+        (
+            json!([
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": [image]},
+            ]),
+            "messages[1].content[0].type",
+        ),
+    ] {
+        let body = json!({"messages": messages});
+        let message = refused(&harness, "/v1/chat/completions", body, 400).await;
+        assert!(message.starts_with(field), "{message}");
+        assert!(message.contains("has text only"), "{message}");
+    }
+    let source = json!({"type": "base64", "media_type": "image/png", "data": "AA=="});
+    let body = json!({
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "image", "source": source}]},
+        ],
+        "max_tokens": 1,
+    });
+    let message = refused(&harness, "/v1/messages", body, 400).await;
+    assert!(
+        message.starts_with("messages[1].content[0].type"),
+        "{message}"
+    );
+}
+
+/// Creates a server with limits on images.
+fn limited(images: ImageOptions) -> Harness {
+    let options = ServerOptions {
+        images,
+        ..ServerOptions::default()
+    };
+    Harness::of_models(
+        vec![model("vision-ple")],
+        EngineOptions::default(),
+        options,
+        None,
+    )
+}
+
+#[tokio::test]
+async fn limits_of_images_are_enforced() {
+    let path = "/v1/chat/completions";
+    let usual = ImageOptions::default;
+    let small = image_url(&png(10, 10, 1, None));
+    let three = json!({"messages": [{"role": "user", "content": [small, small, small]}]});
+
+    let harness = limited(ImageOptions {
+        max_count: 2,
+        ..usual()
+    });
+    let message = refused(&harness, path, three.clone(), 400).await;
+    assert!(
+        message.starts_with("messages[0].content[2].image_url.url: is image 3"),
+        "{message}"
+    );
+    let harness = limited(ImageOptions {
+        max_count: 0,
+        ..usual()
+    });
+    let message = refused(&harness, path, three, 400).await;
+    assert!(message.contains("expected at most 0 images"), "{message}");
+
+    let file = png(100, 100, 1, None);
+    let harness = limited(ImageOptions {
+        max_bytes: file.len() - 1,
+        ..usual()
+    });
+    let message = refused(&harness, path, chat(image_url(&file)), 400).await;
+    let expected = format!(
+        "has {} bytes; expected at most {}",
+        file.len(),
+        file.len() - 1
+    );
+    assert!(message.contains(&expected), "{message}");
+
+    let harness = limited(ImageOptions {
+        max_pixels: 9_999,
+        ..usual()
+    });
+    let message = refused(&harness, path, chat(image_url(&file)), 400).await;
+    assert!(
+        message.contains("has 100 x 100 pixels; expected at most 9999"),
+        "{message}"
+    );
+
+    // An image needs 6 bytes for each of its pixels to be decoded.
+    let harness = limited(ImageOptions {
+        memory: 59 << 10,
+        ..usual()
+    });
+    let message = refused(
+        &harness,
+        path,
+        chat(image_url(&png(101, 100, 1, None))),
+        400,
+    )
+    .await;
+    assert!(message.contains("needs 1 MiB to be decoded"), "{message}");
+    // Decoding fits, and the resized image does not: 64 soft tokens of 6,912 bytes.
+    let message = refused(&harness, path, chat(image_url(&file)), 429).await;
+    assert!(message.contains("take all memory"), "{message}");
+    let harness = limited(ImageOptions {
+        memory: 433 << 10,
+        ..usual()
+    });
+    for _ in 0..3 {
+        let answer = harness
+            .post(path, &with_model(chat(image_url(&file))))
+            .await;
+        assert_eq!(answer.status, 200, "{}", answer.text);
+    }
+}
+
+#[tokio::test]
+async fn prompt_whose_images_exceed_the_context_is_refused() {
+    let engine = EngineOptions {
+        context: 150,
+        ..EngineOptions::default()
+    };
+    let models = vec![model("vision-ple")];
+    let harness = Harness::of_models(models, engine, ServerOptions::default(), None);
+    let image = image_url(&png(10, 10, 1, None));
+    let body = |count: usize| {
+        let content = vec![image.clone(); count];
+        json!({"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+    };
+    let path = "/v1/chat/completions";
+    harness.post(path, &with_model(body(1))).await.ok();
+    let answer = harness.post(path, &with_model(body(3))).await;
+    assert_eq!(answer.status, 400, "{}", answer.text);
+    assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
 }
 
 #[test]
 fn batch_file_with_image_has_an_error_in_its_line() {
-    let content = json!([{"type": "text", "text": "a"}, image_url()]);
+    let content = json!([text("a"), image_url(&png(3, 2, 1, None))]);
     let lines = [
         json!({"messages": [{"role": "user", "content": content}]}),
         json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
     ];
     let input: String = lines.iter().map(|line| format!("{line}\n")).collect();
     let mut output = Vec::new();
-    let options = EngineOptions::default();
     let counts = run_batch_file(
         gemma(),
-        options,
+        EngineOptions::default(),
+        ImageOptions::default(),
         input.as_bytes(),
         &mut output,
         &Map::new(),
@@ -87,19 +277,14 @@ fn batch_file_with_image_has_an_error_in_its_line() {
     let output = String::from_utf8(output).expect("UTF-8");
     let refused = output.lines().next().expect("a line for each request");
     assert!(
-        refused.contains("image_url") && refused.contains("400"),
+        refused.contains("sees no images") && refused.contains("400"),
         "{refused}"
     );
 }
 
 #[test]
 fn text_prompt_with_placeholder_is_refused() {
-    let folder = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../tests/fixtures/vision-unified"
-    );
-    let gemma = Gemma4::from_pretrained(folder, &Device::flex()).expect("the fixture is loadable");
-    let model = TextModel::new(&gemma);
+    let model = TextModel::new(&model("vision-unified"));
     for medium in ["image", "audio", "video"] {
         let error = model
             .text_prompt(&format!("a <|{medium}|>"))

@@ -3,6 +3,7 @@
 mod cases;
 mod client;
 mod harness;
+mod pictures;
 mod socket;
 
 mod adapters;
@@ -14,6 +15,7 @@ mod images;
 mod malformed;
 mod malformed_bytes;
 mod malformed_fields;
+mod malformed_images;
 mod malformed_requests;
 mod malformed_tables;
 mod openai;
@@ -23,3 +25,5 @@ mod request_log;
 mod responses;
 mod shutdown;
 mod tools;
+mod vision;
+mod vision_engine;

@@ -79,6 +79,7 @@ impl<'a> Scheduler<'a> {
             let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
             let adapter = job.request.adapter.clone();
             let prefixes = job.prefixes.take();
+            let image_memory = job.request.image_memory.take();
             match self.begin(job) {
                 Ok((prefill, answers)) => {
                     self.prefilling.push_back(Prefilling {
@@ -88,6 +89,7 @@ impl<'a> Scheduler<'a> {
                         prefixes,
                         reserved,
                         arrived,
+                        _image_memory: image_memory,
                     });
                 }
                 Err(error) => {
@@ -136,7 +138,7 @@ impl<'a> Scheduler<'a> {
         let answers = (0..request.choices).map(|choice| {
             Answer::new(
                 choice,
-                &request.prompt,
+                request.prompt.tokens(),
                 &options,
                 request
                     .constraint
@@ -147,10 +149,10 @@ impl<'a> Scheduler<'a> {
             )
         });
         let answers = answers.collect::<Result<Vec<_>, _>>()?;
-        let mut prefill = match self.options.graph_capture {
-            true => self.gemma.prefill(request.prompt, self.options.cache)?,
-            false => Prefill::new(self.gemma.model(), request.prompt, self.options.cache)?,
-        };
+        let mut prefill = self.gemma.prefill(request.prompt, self.options.cache)?;
+        if !self.options.graph_capture {
+            prefill = prefill.without_graph_capture();
+        }
         if let Some(adapter) = &request.adapter {
             prefill = prefill.with_adapter(self.adapters.get(adapter)?)?;
         }

@@ -4,6 +4,7 @@ use super::{Running, Scheduler};
 use crate::engine::adapters::ServedAdapter;
 use crate::engine::affinity::Prefixes;
 use crate::engine::answer::Answer;
+use crate::engine::image_memory::ImageMemory;
 use burn_gemma4::{Gemma4Error, Prefill, RowChoice, RowResult};
 use std::time::Instant;
 
@@ -16,6 +17,8 @@ pub(super) struct Prefilling<'a> {
     pub prefixes: Option<Prefixes>,
     pub reserved: usize,
     pub arrived: Instant,
+    /// Holds the memory of the prompt's images.
+    pub _image_memory: Option<ImageMemory>,
 }
 
 impl Prefilling<'_> {
@@ -44,28 +47,48 @@ impl<'a> Scheduler<'a> {
                 0 | 1 => self.read_chunk()?,
                 prompts => self.read_pack(prompts)?,
             };
-            budget = budget.saturating_sub(count.max(1));
+            budget = budget.saturating_sub(count);
         }
         Ok(())
     }
 
-    /// Prefills one chunk of the first prompt. Returns the number of tokens that the model has processed.
+    /// Prefills one chunk of the first prompt. Returns the number of tokens that the model has processed, or the size of a
+    /// chunk after a call that took as long without tokens.
     fn read_chunk(&mut self) -> Result<usize, Gemma4Error> {
-        let Some(mut first) = self.prefilling.pop_front() else {
-            return Ok(0);
+        let Some(first) = self.prefilling.front_mut() else {
+            return Ok(self.chunk);
         };
         let before = first.remaining();
-        let result = match first.prefill.advance(self.chunk)? {
-            Some(logits) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
-            None => None,
+        let result = match first.prefill.advance(self.chunk) {
+            Ok(Some(logits)) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
+            Ok(None) => None,
+            Err(error @ Gemma4Error::Device(_)) => return Err(error),
+            // The weights of the vision cannot be loaded. Requests without images are not affected.
+            Err(error) => {
+                self.fail_first(error);
+                return Ok(0);
+            }
         };
         let count = before - first.remaining();
         self.shared.metrics.prompt_tokens.inc_by(count as u64);
-        match result {
-            Some(result) => self.join(vec![(first, result)])?,
-            None => self.prefilling.push_front(first),
+        if let Some(result) = result
+            && let Some(first) = self.prefilling.pop_front()
+        {
+            self.join(vec![(first, result)])?;
         }
-        Ok(count)
+        // A call that runs a part of the vision reads no tokens, and takes about as long as a chunk.
+        Ok(if count == 0 { self.chunk } else { count })
+    }
+
+    /// Ends the request whose prompt is the first with an error.
+    fn fail_first(&mut self, error: Gemma4Error) {
+        if let Some(failed) = self.prefilling.pop_front() {
+            self.count_outcome("failed", failed.answers.len());
+            // One error ends all answers of a request.
+            if let Some(first) = failed.answers.first() {
+                first.fail(error.into());
+            }
+        }
     }
 
     /// Prefills the first `prompts` prompts in one pass. Returns the number of tokens that the model has processed.
@@ -95,6 +118,7 @@ impl<'a> Scheduler<'a> {
                 prefixes,
                 reserved,
                 arrived,
+                _image_memory: _,
             } = prefilling;
             let metrics = &self.shared.metrics;
             metrics.first_token.observe(arrived.elapsed().as_secs_f64());

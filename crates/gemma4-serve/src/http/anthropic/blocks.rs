@@ -1,7 +1,9 @@
 //! The messages of a request to Anthropic's API. A message consists of content blocks.
 
+use super::super::images::{ImageSource, RequestImages, shown};
 use crate::error::RequestError;
-use crate::text::ChatMessage;
+use crate::text::{ChatMessage, Content, Part};
+use burn_gemma4::PreparedImage;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -36,6 +38,7 @@ pub(crate) struct Block {
     tool_use_id: Option<String>,
     content: Option<Blocks>,
     is_error: Option<bool>,
+    source: Option<Value>,
 }
 
 impl Blocks {
@@ -56,6 +59,24 @@ impl Blocks {
         texts.collect()
     }
 
+    /// Returns the texts and images of a tool result. `images` reads the images.
+    fn into_parts(
+        self,
+        field: &str,
+        images: &mut RequestImages<'_>,
+    ) -> Result<Vec<Part>, RequestError> {
+        let blocks = self.into_blocks().into_iter().enumerate();
+        let parts = blocks.map(|(index, block)| {
+            let field = format!("{field}[{index}]");
+            Ok(match block.kind.as_str() {
+                "text" => Part::Text(block.text.ok_or_else(|| missing(&field, "text"))?),
+                "image" => Part::Image(block.read_image(&field, images)?),
+                kind => return Err(refused_type(&field, kind, "\"text\" or \"image\"")),
+            })
+        });
+        parts.collect()
+    }
+
     fn into_blocks(self) -> Vec<Block> {
         match self {
             Self::Blocks(blocks) => blocks,
@@ -69,7 +90,51 @@ impl Blocks {
                 tool_use_id: None,
                 content: None,
                 is_error: None,
+                source: None,
             }],
+        }
+    }
+}
+
+impl Block {
+    /// Reads an image.
+    fn read_image(
+        self,
+        field: &str,
+        images: &mut RequestImages<'_>,
+    ) -> Result<PreparedImage, RequestError> {
+        let Some(source) = self.source else {
+            return Err(missing(field, "source"));
+        };
+        let field = format!("{field}.source");
+        let Value::Object(mut source) = source else {
+            return Err(RequestError::field(field, "expected an object"));
+        };
+        let mut text = |name: &str| match source.remove(name) {
+            Some(Value::String(text)) => Ok(text),
+            None | Some(Value::Null) => Err(missing(&field, name)),
+            Some(_) => Err(RequestError::field(
+                format!("{field}.{name}"),
+                "expected a text",
+            )),
+        };
+        match text("type")?.as_str() {
+            "base64" => {
+                let (media_type, data) = (text("media_type")?, text("data")?);
+                images.read(&field, ImageSource::Base64 { media_type, data }, None)
+            }
+            kind => {
+                let reason = match kind {
+                    "url" => "this server loads nothing from the network".to_owned(),
+                    "file" => "this server stores no files".to_owned(),
+                    kind => format!("{:?} is unknown", shown(kind)),
+                };
+                let reason = format!(
+                    "is {:?}; expected \"base64\", because {reason}",
+                    shown(kind)
+                );
+                Err(RequestError::field(format!("{field}.type"), reason))
+            }
         }
     }
 }
@@ -79,12 +144,15 @@ fn missing(field: &str, name: &str) -> RequestError {
 }
 
 fn refused_type(field: &str, kind: &str, expected: &str) -> RequestError {
-    let reason = format!("is {kind:?}; expected {expected}, because this server reads text only");
+    let reason = format!("is {:?}; expected {expected}", shown(kind));
     RequestError::field(format!("{field}.type"), reason)
 }
 
 /// Converts the messages to a conversation. Each tool result in a user message becomes a separate message.
-pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessage>, RequestError> {
+pub(crate) fn conversation(
+    messages: Vec<MessageField>,
+    images: &mut RequestImages<'_>,
+) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(
             "messages",
@@ -96,10 +164,10 @@ pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessag
         let field = format!("messages[{index}]");
         let blocks = message.content.into_blocks();
         match message.role.as_str() {
-            "user" => convert_user(&field, blocks, &names, &mut converted)?,
+            "user" => convert_user(&field, blocks, &names, images, &mut converted)?,
             "assistant" => converted.push(convert_assistant(&field, blocks, &mut names)?),
             role => {
-                let reason = format!("is {role:?}; expected \"user\" or \"assistant\"");
+                let reason = format!("is {:?}; expected \"user\" or \"assistant\"", shown(role));
                 return Err(RequestError::field(format!("{field}.role"), reason));
             }
         }
@@ -117,16 +185,18 @@ fn convert_user(
     message: &str,
     blocks: Vec<Block>,
     names: &HashMap<String, String>,
+    images: &mut RequestImages<'_>,
     converted: &mut Vec<ChatMessage>,
 ) -> Result<(), RequestError> {
-    let (mut text, mut has_text) = (String::new(), false);
+    let mut parts = Vec::new();
     for (index, block) in blocks.into_iter().enumerate() {
         let field = format!("{message}.content[{index}]");
         match block.kind.as_str() {
             "text" => {
-                text += &block.text.ok_or_else(|| missing(&field, "text"))?;
-                has_text = true;
+                let text = block.text.ok_or_else(|| missing(&field, "text"))?;
+                parts.push(Part::Text(text));
             }
+            "image" => parts.push(Part::Image(block.read_image(&field, images)?)),
             "tool_result" => {
                 let id = block
                     .tool_use_id
@@ -136,21 +206,24 @@ fn convert_user(
                     return Err(RequestError::field(format!("{field}.tool_use_id"), reason));
                 };
                 let content = block.content.unwrap_or(Blocks::Text(String::new()));
-                let mut text = content.into_text(&format!("{field}.content"))?;
+                let mut result = content.into_parts(&format!("{field}.content"), images)?;
                 if block.is_error.unwrap_or(false) {
-                    text = format!("error: {text}");
+                    result.insert(0, Part::Text("error: ".into()));
                 }
                 converted.push(ChatMessage::Tool {
                     name: name.clone(),
                     id,
-                    text,
+                    content: result.into(),
                 });
             }
-            kind => return Err(refused_type(&field, kind, "\"text\" or \"tool_result\"")),
+            kind => {
+                let expected = "\"text\", \"image\" or \"tool_result\"";
+                return Err(refused_type(&field, kind, expected));
+            }
         }
     }
-    if has_text {
-        converted.push(ChatMessage::User(text));
+    if !parts.is_empty() {
+        converted.push(ChatMessage::User(Content::from(parts)));
     }
     Ok(())
 }

@@ -5,9 +5,10 @@ use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
 use super::super::openai::tools::{SelectedTools, answer_grammar};
 use super::super::overrides::Overrides;
 use super::blocks::{Blocks, MessageField, conversation};
-use crate::engine::{Request, ServedAdapter};
+use crate::engine::{ImageMemory, Request, ServedAdapter};
 use crate::error::RequestError;
 use crate::text::{ChatMessage, Tool, ToolChoice};
+use burn_gemma4::EncodedPrompt;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -100,11 +101,12 @@ pub(crate) struct MessagesContext {
     pub stream: bool,
 }
 
-/// The parts of a request's conversation: the selected adapter, the prompt's tokens, the tools, and the largest number
-/// of tokens of a thought.
+/// The parts of a request's conversation: the selected adapter, the prompt with the memory of its images, the tools, and
+/// the largest number of tokens of a thought.
 struct Prepared {
     adapter: Option<ServedAdapter>,
-    tokens: Vec<u32>,
+    prompt: EncodedPrompt,
+    image_memory: Option<ImageMemory>,
     tools: SelectedTools,
     thinking: Option<usize>,
 }
@@ -131,7 +133,7 @@ impl MessagesRequest {
             stop: ("stop_sequences", self.stop_sequences.unwrap_or_default()),
             ..Overrides::default()
         };
-        let left = app.engines.context().saturating_sub(prepared.tokens.len());
+        let left = app.engines.context().saturating_sub(prepared.prompt.len());
         let vocabulary = app.text.tokenizer.vocab_size();
         let mut options = overrides.apply(app.text.options(true), left, 1, vocabulary)?;
         options.max_thinking_tokens = prepared.thinking.filter(|budget| *budget < usize::MAX);
@@ -145,11 +147,12 @@ impl MessagesRequest {
         );
         let constraint = answer_grammar(app, &prepared.tools, format, may_think)?;
         let request = Request {
-            prompt: prepared.tokens,
+            prompt: prepared.prompt,
             choices: 1,
             options,
             constraint,
             adapter: prepared.adapter,
+            image_memory: prepared.image_memory,
         };
         let context = MessagesContext {
             model: self.model,
@@ -160,7 +163,7 @@ impl MessagesRequest {
 
     /// Returns the number of tokens of the prompt.
     pub fn count_tokens(mut self, app: &App) -> Result<usize, RequestError> {
-        Ok(self.prompt(app)?.tokens.len())
+        Ok(self.prompt(app)?.prompt.len())
     }
 
     fn prompt(&mut self, app: &App) -> Result<Prepared, RequestError> {
@@ -180,14 +183,17 @@ impl MessagesRequest {
         if let Some(system) = self.system.take() {
             messages.push(ChatMessage::System(system.into_text("system")?));
         }
-        messages.extend(conversation(std::mem::take(&mut self.messages))?);
+        let mut images = app.images.request(&app.text);
+        let of_request = std::mem::take(&mut self.messages);
+        messages.extend(conversation(of_request, &mut images)?);
         let tools = self.selected_tools()?;
-        let tokens = app
+        let prompt = app
             .text
             .chat_prompt(&messages, &tools.tools, thinking.is_some())?;
         Ok(Prepared {
             adapter,
-            tokens,
+            prompt,
+            image_memory: images.into_memory(),
             tools,
             thinking,
         })

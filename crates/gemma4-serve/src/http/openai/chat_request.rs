@@ -91,7 +91,8 @@ impl ChatRequest {
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let context = self.context()?;
-        let messages = conversation(self.messages)?;
+        let mut images = app.images.request(&app.text);
+        let messages = conversation(self.messages, &mut images)?;
         let tools = select_tools(
             self.tools.unwrap_or_default(),
             self.tool_choice,
@@ -134,6 +135,7 @@ impl ChatRequest {
             options,
             constraint,
             adapter,
+            image_memory: images.into_memory(),
         };
         Ok((request, context))
     }

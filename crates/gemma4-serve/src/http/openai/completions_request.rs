@@ -156,10 +156,7 @@ impl CompletionContext {
         let fields = &self.fields;
         let prompt = match prompt {
             Prompt::Text(text) => app.text.text_prompt(&text)?,
-            Prompt::Tokens(tokens) => {
-                app.text.check_placeholders(&tokens)?;
-                tokens
-            }
+            Prompt::Tokens(tokens) => app.text.token_prompt(tokens)?,
         };
         let left = app.engines.context().saturating_sub(prompt.len());
         let stop = fields.stop.as_ref().map(|stop| match stop {
@@ -194,6 +191,7 @@ impl CompletionContext {
             options,
             constraint,
             adapter,
+            image_memory: None,
         })
     }
 }

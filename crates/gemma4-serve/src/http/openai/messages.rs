@@ -1,7 +1,9 @@
 //! The messages of a chat request.
 
+use super::super::images::{ImageSource, RequestImages, shown};
 use crate::error::RequestError;
-use crate::text::ChatMessage;
+use crate::text::{self, ChatMessage};
+use burn_gemma4::PreparedImage;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -35,12 +37,17 @@ pub(crate) enum Content {
     Parts(Vec<ContentPart>),
 }
 
-/// A part of a message's content. Only parts of the type `text` are supported.
+/// A part of a message's content: a text or an image. One struct has the fields of all part types, so that the error for
+/// an unsupported type can name the type.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ContentPart {
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
+    /// An object with `url` and `detail` in the API of chat completions, or a URL in the API of responses.
+    image_url: Option<Value>,
+    detail: Option<Value>,
+    file_id: Option<Value>,
 }
 
 /// A tool call in an assistant message, which the client sends back.
@@ -57,28 +64,114 @@ struct CallFunction {
 }
 
 impl Content {
-    /// Returns the concatenated text of the content.
-    pub fn into_text(self, field: &str) -> Result<String, RequestError> {
+    /// Returns the concatenated text of the content. `holder` names the kind of message in the error for other parts.
+    pub fn into_text(self, field: &str, holder: &str) -> Result<String, RequestError> {
         let parts = match self {
             Self::Text(text) => return Ok(text),
             Self::Parts(parts) => parts,
         };
         let texts = parts.into_iter().enumerate().map(|(index, part)| {
-            let field = |name| format!("{field}[{index}].{name}");
-            match (part.kind.as_str(), part.text) {
-                ("text" | "input_text" | "output_text", Some(text)) => Ok(text),
-                ("text" | "input_text" | "output_text", None) => {
-                    Err(RequestError::field(field("text"), "is missing"))
-                }
-                (kind, _) => {
+            let field = format!("{field}[{index}]");
+            match part.kind.as_str() {
+                "text" | "input_text" | "output_text" => part.into_text(&field),
+                kind => {
                     let reason = format!(
-                        "is {kind:?}; expected \"text\", because this server reads text only"
+                        "is {:?}; expected \"text\", because {holder} has text only",
+                        shown(kind)
                     );
-                    Err(RequestError::field(field("type"), reason))
+                    Err(RequestError::field(format!("{field}.type"), reason))
                 }
             }
         });
         texts.collect()
+    }
+
+    /// Returns the texts and images of the content. `images` reads the images.
+    pub fn into_content(
+        self,
+        field: &str,
+        images: &mut RequestImages<'_>,
+    ) -> Result<text::Content, RequestError> {
+        let parts = match self {
+            Self::Text(text) => return Ok(text.into()),
+            Self::Parts(parts) => parts,
+        };
+        let parts = parts.into_iter().enumerate().map(|(index, part)| {
+            let field = format!("{field}[{index}]");
+            Ok(match part.kind.as_str() {
+                "text" | "input_text" | "output_text" => text::Part::Text(part.into_text(&field)?),
+                "image_url" => text::Part::Image(part.read_image_url(&field, images)?),
+                "input_image" => text::Part::Image(part.read_input_image(&field, images)?),
+                kind => {
+                    let reason = format!("is {:?}; expected a text or an image", shown(kind));
+                    return Err(RequestError::field(format!("{field}.type"), reason));
+                }
+            })
+        });
+        Ok(parts.collect::<Result<Vec<_>, _>>()?.into())
+    }
+}
+
+impl ContentPart {
+    fn into_text(self, field: &str) -> Result<String, RequestError> {
+        let missing = || RequestError::field(format!("{field}.text"), "is missing");
+        self.text.ok_or_else(missing)
+    }
+
+    /// Reads an image in the form of chat completions.
+    fn read_image_url(
+        self,
+        field: &str,
+        images: &mut RequestImages<'_>,
+    ) -> Result<PreparedImage, RequestError> {
+        let field = format!("{field}.image_url");
+        let mut fields = match self.image_url {
+            Some(Value::Object(fields)) => fields,
+            None | Some(Value::Null) => return Err(RequestError::field(field, "is missing")),
+            Some(_) => {
+                let reason = "expected an object with the field `url`";
+                return Err(RequestError::field(field, reason));
+            }
+        };
+        let (url, detail) = (fields.remove("url"), fields.remove("detail"));
+        if let Some(name) = fields.keys().next() {
+            let reason = format!(
+                "has the unknown field {:?}; expected `url` and `detail`",
+                shown(name)
+            );
+            return Err(RequestError::field(field, reason));
+        }
+        let detail = text_of(&format!("{field}.detail"), detail)?;
+        let field = format!("{field}.url");
+        let url = text_of(&field, url)?;
+        let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
+        images.read(&field, ImageSource::Url(url), detail.as_deref())
+    }
+
+    /// Reads an image in the form of responses.
+    fn read_input_image(
+        self,
+        field: &str,
+        images: &mut RequestImages<'_>,
+    ) -> Result<PreparedImage, RequestError> {
+        if self.file_id.is_some_and(|id| !id.is_null()) {
+            let reason = "is not supported, because this server stores no files; use `image_url`";
+            return Err(RequestError::field(format!("{field}.file_id"), reason));
+        }
+        let detail = text_of(&format!("{field}.detail"), self.detail)?;
+        let field = format!("{field}.image_url");
+        let url = text_of(&field, self.image_url)?;
+        let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
+        images.read(&field, ImageSource::Url(url), detail.as_deref())
+    }
+}
+
+/// Returns an optional text. The error does not repeat the value.
+fn text_of(field: &str, value: Option<Value>) -> Result<Option<String>, RequestError> {
+    match value {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(_) => Err(RequestError::field(field, "expected a text")),
     }
 }
 
@@ -93,7 +186,10 @@ pub(crate) fn arguments(field: &str, text: &str) -> Result<Map<String, Value>, R
 }
 
 /// Converts the messages of a request to a conversation.
-pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessage>, RequestError> {
+pub(crate) fn conversation(
+    messages: Vec<MessageField>,
+    images: &mut RequestImages<'_>,
+) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(
             "messages",
@@ -103,7 +199,7 @@ pub(crate) fn conversation(messages: Vec<MessageField>) -> Result<Vec<ChatMessag
     let mut names = HashMap::new();
     let converted = messages.into_iter().enumerate();
     converted
-        .map(|(index, message)| convert(index, message, &mut names))
+        .map(|(index, message)| convert(index, message, &mut names, images))
         .collect()
 }
 
@@ -112,6 +208,7 @@ fn convert(
     index: usize,
     message: MessageField,
     names: &mut HashMap<String, String>,
+    images: &mut RequestImages<'_>,
 ) -> Result<ChatMessage, RequestError> {
     let field = |name: &str| format!("messages[{index}].{name}");
     let refuse = |name: &str, reason: &str| Err(RequestError::field(field(name), reason));
@@ -121,8 +218,15 @@ fn convert(
     if message.function_call.is_some_and(|call| !call.is_null()) {
         return refuse("function_call", "is not supported; use `tool_calls`");
     }
-    let content = message.content;
-    let content = content.map(|content| content.into_text(&field("content")));
+    let mut content = message.content;
+    let mut of_user = None;
+    if message.role == "user" {
+        let content = content.take();
+        let content = content.map(|content| content.into_content(&field("content"), images));
+        of_user = content.transpose()?;
+    }
+    let holder = format!("a message of the role {:?}", shown(&message.role));
+    let content = content.map(|content| content.into_text(&field("content"), &holder));
     let content = content.transpose()?;
     let calls = message.tool_calls.unwrap_or_default();
     if message.role != "assistant" && !calls.is_empty() {
@@ -145,9 +249,12 @@ fn convert(
                 thoughts: message.reasoning_content,
             })
         }
-        ("system" | "developer" | "user" | "tool", None) => refuse("content", "is missing"),
+        ("user", _) => match of_user {
+            Some(content) => Ok(ChatMessage::User(content)),
+            None => refuse("content", "is missing"),
+        },
+        ("system" | "developer" | "tool", None) => refuse("content", "is missing"),
         ("system" | "developer", Some(text)) => Ok(ChatMessage::System(text)),
-        ("user", Some(text)) => Ok(ChatMessage::User(text)),
         ("tool", Some(text)) => {
             let Some(id) = message.tool_call_id else {
                 return refuse("tool_call_id", "is missing");
@@ -156,14 +263,15 @@ fn convert(
                 Some(name) => Ok(ChatMessage::Tool {
                     name: name.clone(),
                     id,
-                    text,
+                    content: text.into(),
                 }),
                 None => refuse("tool_call_id", "does not belong to an earlier tool call"),
             }
         }
         (role, _) => {
             let reason = format!(
-                "is {role:?}; expected \"system\", \"developer\", \"user\", \"assistant\" or \"tool\""
+                "is {:?}; expected \"system\", \"developer\", \"user\", \"assistant\" or \"tool\"",
+                shown(role)
             );
             refuse("role", &reason)
         }

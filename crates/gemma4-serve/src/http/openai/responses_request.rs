@@ -1,6 +1,7 @@
 //! The request of `/v1/responses`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::images::{RequestImages, shown};
 use super::super::overrides::Overrides;
 use super::fields::{JsonSchemaField, ResponseFormat, ToolChoiceField, refuse_fields};
 use super::messages::{Content, arguments};
@@ -132,7 +133,8 @@ impl ResponsesRequest {
         let thinking = self.enables_thinking()?;
         let mut messages: Vec<ChatMessage> = Vec::new();
         messages.extend(self.instructions.clone().map(ChatMessage::System));
-        messages.extend(conversation(self.input)?);
+        let mut images = app.images.request(&app.text);
+        messages.extend(conversation(self.input, &mut images)?);
         let is_parallel = self.parallel_tool_calls.unwrap_or(true);
         let tools = selected_tools(
             self.tools.unwrap_or_default(),
@@ -175,6 +177,7 @@ impl ResponsesRequest {
             options,
             constraint,
             adapter,
+            image_memory: images.into_memory(),
         };
         Ok((request, context))
     }
@@ -306,9 +309,12 @@ fn selected_tools(
 }
 
 /// Converts the field `input` to a conversation.
-fn conversation(input: Input) -> Result<Vec<ChatMessage>, RequestError> {
+fn conversation(
+    input: Input,
+    images: &mut RequestImages<'_>,
+) -> Result<Vec<ChatMessage>, RequestError> {
     let items = match input {
-        Input::Text(text) => return Ok(vec![ChatMessage::User(text)]),
+        Input::Text(text) => return Ok(vec![ChatMessage::User(text.into())]),
         Input::Items(items) if items.is_empty() => {
             return Err(RequestError::field("input", "expected at least 1 item"));
         }
@@ -316,7 +322,7 @@ fn conversation(input: Input) -> Result<Vec<ChatMessage>, RequestError> {
     };
     let (mut messages, mut names) = (Vec::new(), HashMap::new());
     for (index, item) in items.into_iter().enumerate() {
-        convert(index, item, &mut messages, &mut names)?;
+        convert(index, item, &mut messages, &mut names, images)?;
     }
     Ok(messages)
 }
@@ -326,6 +332,7 @@ fn convert(
     item: Item,
     messages: &mut Vec<ChatMessage>,
     names: &mut HashMap<String, String>,
+    images: &mut RequestImages<'_>,
 ) -> Result<(), RequestError> {
     let field = |name: &str| format!("input[{index}].{name}");
     let missing = |name: &str| RequestError::field(field(name), "is missing");
@@ -333,18 +340,22 @@ fn convert(
         "message" => {
             let role = item.role.ok_or_else(|| missing("role"))?;
             let content = item.content.ok_or_else(|| missing("content"))?;
-            let text = content.into_text(&field("content"))?;
+            let content_field = field("content");
+            let holder = format!("a message of the role {:?}", shown(&role));
             messages.push(match role.as_str() {
-                "system" | "developer" => ChatMessage::System(text),
-                "user" => ChatMessage::User(text),
+                "system" | "developer" => {
+                    ChatMessage::System(content.into_text(&content_field, &holder)?)
+                }
+                "user" => ChatMessage::User(content.into_content(&content_field, images)?),
                 "assistant" => ChatMessage::Assistant {
-                    text,
+                    text: content.into_text(&content_field, &holder)?,
                     thoughts: None,
                     calls: Vec::new(),
                 },
                 role => {
                     let reason = format!(
-                        "is {role:?}; expected \"system\", \"developer\", \"user\" or \"assistant\""
+                        "is {:?}; expected \"system\", \"developer\", \"user\" or \"assistant\"",
+                        shown(role)
                     );
                     return Err(RequestError::field(field("role"), reason));
                 }
@@ -376,14 +387,15 @@ fn convert(
                 let reason = "does not belong to an earlier function_call";
                 return Err(RequestError::field(field("call_id"), reason));
             };
-            let text = output.into_text(&field("output"))?;
-            messages.push(ChatMessage::Tool { id, name, text });
+            let content = output.into_content(&field("output"), images)?;
+            messages.push(ChatMessage::Tool { id, name, content });
         }
         // Ignore the reasoning of earlier answers, which clients send back. Chat templates would remove it from the prompt.
         "reasoning" => (),
         kind => {
             let reason = format!(
-                "is {kind:?}; expected \"message\", \"function_call\", \"function_call_output\" or \"reasoning\""
+                "is {:?}; expected \"message\", \"function_call\", \"function_call_output\" or \"reasoning\"",
+                shown(kind)
             );
             return Err(RequestError::field(field("type"), reason));
         }

@@ -1,0 +1,62 @@
+//! The memory of images, from their preparation until the prefill of their prompt has ended.
+
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
+
+/// The number of bytes of one permit. The number of permits in a semaphore's request has 32 bits.
+const UNIT: usize = 1 << 10;
+
+/// A limit on the memory of the images of all requests that wait or are prefilled. Clones share the limit.
+///
+/// ```
+/// use gemma4_serve::engine::ImagePool;
+///
+/// let pool = ImagePool::new(1 << 20);
+/// let half = pool.try_reserve(1 << 19).expect("the pool is free");
+/// assert!(pool.try_reserve(1 << 20).is_none());
+/// drop(half);
+/// assert!(pool.try_reserve(1 << 20).is_some());
+/// ```
+#[derive(Clone, Debug)]
+pub struct ImagePool(Arc<Semaphore>);
+
+/// A part of the memory of an [`ImagePool`]. Dropping this value frees the memory.
+#[derive(Debug)]
+pub struct ImageMemory(OwnedSemaphorePermit);
+
+impl ImagePool {
+    /// Creates a pool of `bytes` bytes.
+    pub fn new(bytes: usize) -> Self {
+        let permits = (bytes / UNIT).min(Semaphore::MAX_PERMITS);
+        Self(Arc::new(Semaphore::new(permits)))
+    }
+
+    /// Reserves `bytes` bytes. Returns `None` if less memory is free.
+    pub fn try_reserve(&self, bytes: usize) -> Option<ImageMemory> {
+        match self.0.clone().try_acquire_many_owned(permits(bytes)) {
+            Ok(permit) => Some(ImageMemory(permit)),
+            // The pool never closes its semaphore.
+            Err(TryAcquireError::NoPermits | TryAcquireError::Closed) => None,
+        }
+    }
+
+    /// The number of free bytes.
+    pub fn free(&self) -> usize {
+        self.0.available_permits() * UNIT
+    }
+}
+
+impl ImageMemory {
+    /// Joins two parts of one pool.
+    ///
+    /// # Panics
+    /// Panics if the parts belong to different pools.
+    pub fn merge(&mut self, other: Self) {
+        self.0.merge(other.0);
+    }
+}
+
+/// Returns the number of permits for `bytes` bytes.
+pub(crate) fn permits(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(UNIT)).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,153 @@
+//! Tests the engine with images: other answers go on while an image is encoded, cancelled requests free their images, and
+//! requests with the same image go to the engine that has it.
+
+use crate::harness::{Harness, with_model};
+use crate::pictures::{image_url, model, png, text};
+use burn_gemma4::{EncodedPrompt, Image, Sampling};
+use gemma4_serve::ServerOptions;
+use gemma4_serve::engine::{AnswerOptions, Engine, EngineOptions, Event, ImagePool, Request};
+use gemma4_serve::text::TextModel;
+use serde_json::json;
+
+fn options(text: &TextModel, max_tokens: usize) -> AnswerOptions {
+    AnswerOptions {
+        max_tokens,
+        sampling: Sampling::greedy(),
+        ignore_stop_tokens: true,
+        ..text.options(true)
+    }
+}
+
+fn request(text: &TextModel, prompt: EncodedPrompt, max_tokens: usize) -> Request {
+    Request {
+        prompt,
+        choices: 1,
+        options: options(text, max_tokens),
+        constraint: None,
+        adapter: None,
+        image_memory: None,
+    }
+}
+
+/// Returns a prompt with one image of 1,089 soft tokens.
+fn prompt(text: &TextModel, seed: u32) -> EncodedPrompt {
+    let image = Image::from_bytes(&png(60, 60, seed, None)).expect("the image is decodable");
+    let image = image
+        .with_max_soft_tokens(1120)
+        .expect("the number is supported");
+    let image = text
+        .prepare("image", &image)
+        .expect("the model sees images");
+    let message =
+        gemma4_serve::text::ChatMessage::User(vec![gemma4_serve::text::Part::Image(image)].into());
+    text.chat_prompt(&[message], &[], false)
+        .expect("the prompt is valid")
+}
+
+#[tokio::test]
+async fn cancelled_requests_free_the_memory_of_their_images() {
+    let gemma = model("vision-ple");
+    let text = TextModel::new(&gemma);
+    let engine = EngineOptions {
+        max_running: 1,
+        prefill_chunk: Some(16),
+        ..EngineOptions::default()
+    };
+    let (engine, _outcome) = Engine::start(gemma, engine).expect("the engine starts");
+    let pool = ImagePool::new(64 << 20);
+    let all = pool.free();
+    let submit = |max_tokens| {
+        let prompt = prompt(&text, 1);
+        assert_eq!(prompt.image_bytes(), 1089 * 48 * 48 * 3);
+        let memory = pool.try_reserve(prompt.image_bytes());
+        let mut request = request(&text, prompt, max_tokens);
+        request.image_memory = Some(memory.expect("the pool has room"));
+        engine.submit(request).expect("the queue has a place")
+    };
+    // One request is decoded, and the others wait in the queue.
+    let mut running = submit(4000);
+    assert!(matches!(running.recv().await, Some(Event::Text { .. })));
+    assert_eq!(pool.free(), all, "a request that is decoded holds no image");
+    let waiting = [submit(9), submit(9), submit(9)];
+    assert!(pool.free() < all);
+    drop(waiting);
+    while pool.free() < all {
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+    // A request is cancelled while its prompt is read.
+    drop(running);
+    drop(submit(9));
+    while pool.free() < all {
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+}
+
+/// Each step of the vision and each chunk of the prompt is followed by a decode step of the running answer. The prompt of
+/// 1,089 soft tokens has at least one step for each layer of the vision, because its patches exceed the chunk.
+#[tokio::test]
+async fn answer_goes_on_while_an_image_is_encoded() {
+    let gemma = model("vision-ple");
+    let text = TextModel::new(&gemma);
+    let engine = EngineOptions {
+        prefill_chunk: Some(8),
+        load_vision: true,
+        ..EngineOptions::default()
+    };
+    let (engine, _outcome) = Engine::start(gemma, engine).expect("the engine starts");
+    let plain = text
+        .text_prompt("what is this?")
+        .expect("the text has no placeholder");
+    let mut running = engine
+        .submit(request(&text, plain, 4000))
+        .expect("the queue has a place");
+    assert!(matches!(running.recv().await, Some(Event::Text { .. })));
+    let mut seeing = engine
+        .submit(request(&text, prompt(&text, 2), 1))
+        .expect("the queue has a place");
+    while running.try_recv().is_ok() {}
+    let before = engine.metrics().text();
+    assert!(matches!(seeing.recv().await, Some(Event::Text { .. })));
+    drop(before);
+    let mut between = 0;
+    while running.try_recv().is_ok() {
+        between += 1;
+    }
+    assert!(between >= 3, "{between} tokens while the image was encoded");
+}
+
+#[tokio::test]
+async fn requests_follow_their_image_to_its_engine() {
+    let models = vec![model("vision-unified"), model("vision-unified")];
+    let engine = EngineOptions::default();
+    let harness = Harness::of_models(models, engine, ServerOptions::default(), None);
+    let send = async |seed: u32| {
+        let content = json!([image_url(&png(90, 90, seed, None)), text("what is this?")]);
+        let body = json!({
+            "messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0,
+        });
+        let answer = harness
+            .post("/v1/chat/completions", &with_model(body))
+            .await
+            .ok();
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"].clone()
+    };
+    // Each image goes to the engine that has had no request for the longest time.
+    for seed in [1, 2] {
+        assert_eq!(send(seed).await, 0);
+    }
+    for seed in [1, 2, 2, 1] {
+        let cached = send(seed).await;
+        assert!(
+            cached.as_u64().is_some_and(|count| count > 64),
+            "{seed}: {cached}"
+        );
+    }
+    for device in ["flex:0", "flex:1"] {
+        for reason in ["load", "prefix"] {
+            let name =
+                format!("gemma4_routed_requests_total{{device=\"{device}\",reason=\"{reason}\"}}");
+            let expected = if reason == "load" { 1.0 } else { 2.0 };
+            assert_eq!(harness.metric(&name).await, expected, "{name}");
+        }
+    }
+}
