@@ -6,7 +6,8 @@ use crate::{
 };
 use burn_gemma4::{Gemma4, Message, SavedSession, Session};
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
     path::{Path, PathBuf},
     time::SystemTime,
 };
@@ -104,9 +105,12 @@ impl CacheFile {
     /// Replaces the file. If another program has changed the file since this program read it, the function writes a new
     /// file in the same folder instead. The function then prints a note that names the new file.
     ///
+    /// A lock on the folder keeps other programs from writing between the comparison of the file and its replacement.
+    ///
     /// # Errors
     /// Passes on the errors of [`Session::save`].
     pub fn write(&mut self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
+        let _locked = locked(folder_of(&self.path));
         if Identity::of(&self.path)? != self.seen {
             let beside = self.beside()?;
             note(format_args!(
@@ -156,6 +160,14 @@ impl CacheFile {
     }
 }
 
+/// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock folders,
+/// such as Windows and some network file systems. Two writes at the same time may then lose one of them.
+fn locked(folder: &Path) -> Option<File> {
+    let folder = File::open(folder).ok()?;
+    folder.lock().ok()?;
+    Some(folder)
+}
+
 /// Follows symbolic links to the final path. The final path may not exist.
 fn followed(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
@@ -174,5 +186,30 @@ fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    #[test]
+    fn locked_folder_is_locked_once_at_a_time() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let first = locked(folder.path()).expect("the folder can be locked");
+        let (sender, receiver) = mpsc::channel();
+        let path = folder.path().to_path_buf();
+        let second = std::thread::spawn(move || {
+            let locked = locked(&path);
+            sender.send(()).expect("the test waits");
+            locked.is_some()
+        });
+        let early = receiver.recv_timeout(Duration::from_millis(50));
+        assert!(early.is_err(), "the second lock waits for the first");
+        drop(first);
+        receiver.recv().expect("the second lock follows");
+        assert!(second.join().expect("no panic"));
     }
 }

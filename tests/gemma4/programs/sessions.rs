@@ -10,13 +10,14 @@ use gemma4_cli::signals::ignores_hang_up;
 use std::fs;
 #[cfg(unix)]
 use std::os::unix::fs::PermissionsExt;
+#[cfg(unix)]
+use std::thread;
 use std::{
     io::Read,
     path::Path,
     process::{Child, Command, Stdio},
+    time::{Duration, SystemTime},
 };
-#[cfg(unix)]
-use std::{thread, time::Duration};
 
 /// With a session file, a second `run` prefills only the tokens that the file does not contain. A second chat continues
 /// the conversation of the first chat.
@@ -147,6 +148,11 @@ fn line(pipe: &mut impl Read) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
+fn modified(path: &Path) -> SystemTime {
+    let metadata = std::fs::metadata(path).expect("the file exists");
+    metadata.modified().expect("the system has the time")
+}
+
 /// Reads lines from the chat's standard error until a line says that the chat has read its session file.
 fn wait_until_resumed(child: &mut Child) {
     let notes = child.stderr.as_mut().expect("stderr is piped");
@@ -204,9 +210,17 @@ fn program_two_chats_of_one_file_keep_both_conversations() {
     let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
     chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {
+        let before = modified(&path);
         for _ in 0..=count {
             write(child, "hello\n");
             answer(child);
+        }
+        // A chat prints its answer before it writes the file.
+        for _ in 0..4000 {
+            if count > 0 || modified(&path) != before {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
     let [first, second] =
