@@ -1,5 +1,5 @@
-//! Checks the official Python clients of OpenAI and Anthropic against `gemma4 serve` with the small model that the
-//! program embeds.
+//! Checks the official Python clients of OpenAI and Anthropic against `gemma4 serve`, with the small model that the
+//! program embeds, and with a fixture that sees images.
 
 use crate::process::{self, Result};
 use std::{
@@ -17,6 +17,10 @@ const MARKER: &str = "complete";
 
 const MODEL: &str = "tiny";
 
+/// The fixture of a model that sees images, and an image.
+const VISION: &str = "tests/fixtures/vision-keqv";
+const IMAGE: &str = "tests/fixtures/vision-keqv/wide.png";
+
 /// Runs the clients. If this machine lacks Python, its module venv, or the package index, the function prints a note
 /// instead.
 pub fn check_if_possible() -> Result<()> {
@@ -27,12 +31,22 @@ pub fn check_if_possible() -> Result<()> {
     // Building the test target `program` also builds the program itself, with the same options as in the step `tests`.
     process::run(process::test_workspace().args(["--no-run", "--test", "program"]))?;
     let name = format!("gemma4{}", std::env::consts::EXE_SUFFIX);
-    let server = Server::start(&process::target_folder().join("debug").join(name))?;
-    process::run(
-        Command::new(python)
-            .current_dir(process::workspace_root())
-            .args(["crates/gemma4-serve/tests/clients.py", &server.url, MODEL]),
-    )
+    let program = process::target_folder().join("debug").join(name);
+    for (model, image) in [(&[][..], None), (&["--model", VISION], Some(IMAGE))] {
+        let server = Server::start(&program, model)?;
+        process::run(
+            Command::new(&python)
+                .current_dir(process::workspace_root())
+                .args([
+                    "crates/gemma4-serve/tests/clients.py",
+                    &server.url,
+                    MODEL,
+                    "none",
+                ])
+                .args(image),
+        )?;
+    }
+    Ok(())
 }
 
 /// Returns the Python interpreter of an environment in which the clients are installed. Creates the environment in
@@ -83,11 +97,13 @@ struct Server {
 }
 
 impl Server {
-    /// Starts `program` and waits until the server listens.
-    fn start(program: &Path) -> Result<Self> {
+    /// Starts `program` with the arguments of a model, and waits until the server listens.
+    fn start(program: &Path, model: &[&str]) -> Result<Self> {
         let mut command = Command::new(program);
         command
+            .current_dir(process::workspace_root())
             .args(["serve", "--device", "cpu", "--port", "0", "--name", MODEL])
+            .args(model)
             .stderr(Stdio::piped());
         let shown = process::display(&command);
         let process = command

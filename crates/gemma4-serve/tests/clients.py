@@ -3,9 +3,16 @@
     pip install openai anthropic
     gemma4 serve --device cpu --port 8123 --name tiny &
     python3 crates/gemma4-serve/tests/clients.py http://127.0.0.1:8123 tiny
+
+The third argument is the API key. With an image, the script checks a server of a model with vision instead:
+
+    gemma4 serve --device cpu --port 8124 --name vision --model tests/fixtures/vision-keqv &
+    python3 crates/gemma4-serve/tests/clients.py http://127.0.0.1:8124 vision none tests/fixtures/vision-keqv/wide.png
 """
 
+import base64
 import json
+import pathlib
 import sys
 
 import anthropic
@@ -83,11 +90,50 @@ def check_anthropic(client: anthropic.Anthropic, model: str) -> None:
         raise AssertionError("a wrong temperature is accepted")
 
 
+def check_images(of_openai: openai.OpenAI, of_anthropic: anthropic.Anthropic, model: str, image: str) -> None:
+    data = base64.b64encode(pathlib.Path(image).read_bytes()).decode()
+    url = f"data:image/png;base64,{data}"
+    question = "what is this?"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    answer = of_openai.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=12)
+    text, tokens = answer.choices[0].message.content, answer.usage.prompt_tokens
+    assert tokens > 30, answer.usage
+
+    content = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": question}]
+    response = of_openai.responses.create(
+        model=model, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=12
+    )
+    assert response.output_text == text and response.usage.input_tokens == tokens
+
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": question}]}]
+    options = {"model": model, "messages": messages, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    with of_anthropic.messages.stream(**options) as stream:
+        assert "".join(stream.text_stream) == text
+    assert of_anthropic.messages.count_tokens(model=model, messages=messages).input_tokens == tokens
+
+    content = [{"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}]
+    try:
+        of_openai.chat.completions.create(model=model, messages=[{"role": "user", "content": content}])
+    except openai.BadRequestError as error:
+        assert error.param == "messages[0].content[0].image_url.url", error
+        assert "loads nothing from the network" in str(error), error
+    else:
+        raise AssertionError("an address in the web is accepted")
+
+
 def main() -> None:
     url, model = sys.argv[1], sys.argv[2]
     key = sys.argv[3] if len(sys.argv) > 3 else "none"
-    check_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0), model)
-    check_anthropic(anthropic.Anthropic(base_url=url, api_key=key, max_retries=0), model)
+    of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    of_anthropic = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+    if len(sys.argv) > 4:
+        check_images(of_openai, of_anthropic, model, sys.argv[4])
+        print("the clients of OpenAI and Anthropic send images")
+        return
+    check_openai(of_openai, model)
+    check_anthropic(of_anthropic, model)
     print("the clients of OpenAI and Anthropic work")
 
 

@@ -135,9 +135,9 @@ fn image_with_more_rows_than_positions_is_refused() {
         Image::from_rgb(4000, 10, vec![9; 4000 * 10 * 3]).expect("the number of bytes is right");
     let error = gemma
         .soft_tokens(&pixels)
-        .expect_err("the tower has 128 positions")
+        .expect_err("the tower has 128 positions for patches")
         .to_string();
-    assert!(error.contains("128 positions"), "{error}");
+    assert!(error.contains("42 positions"), "{error}");
 }
 
 #[test]

@@ -11,8 +11,11 @@ use std::error::Error;
 /// The number of bytes from which a thread for blocking work parses the body. Bodies with images have megabytes.
 const LONG_BODY: usize = 1 << 18;
 
-/// The largest number of characters of an error of the parser, which may quote a value such as the data of an image.
-const LONGEST_REASON: usize = 200;
+/// The largest number of characters of a value that an error of the parser shows. The value may be the data of an image.
+const LONGEST_VALUE: usize = 40;
+
+/// The largest number of characters of an error of the parser. The names of all fields that a request may have are fewer.
+const LONGEST_REASON: usize = 1000;
 
 /// Reads the body of a request, and parses the body as JSON.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
@@ -79,13 +82,39 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     Ok(parsed)
 }
 
-/// Removes the middle of a long text. The end of a parser's error says what it expected and where.
-fn shortened(text: String) -> String {
-    let count = text.chars().count();
-    if count <= LONGEST_REASON {
-        return text;
+/// Shortens an error of the parser, which quotes the whole value of a field that has another type.
+fn shortened(reason: String) -> String {
+    let first = |text: &str, count| -> String {
+        let mut first: String = text.chars().take(count).collect();
+        if first.len() < text.len() {
+            first.push('…');
+        }
+        first
+    };
+    let quotes = reason.find('"').zip(reason.rfind('"'));
+    let reason = match quotes {
+        Some((start, end)) if start < end => {
+            let value = first(&reason[start + 1..end], LONGEST_VALUE);
+            format!("{}{value}{}", &reason[..=start], &reason[end..])
+        }
+        _ => reason,
+    };
+    first(&reason, LONGEST_REASON)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shortened_error_keeps_what_the_parser_expected() {
+        let short = "invalid type: string \"a\", expected u64 at line 1 column 2";
+        assert_eq!(shortened(short.into()), short);
+        let value = "A".repeat(5000);
+        let long = format!("invalid type: string \"{value}\", expected u64");
+        let expected = format!("invalid type: string \"{}…\", expected u64", "A".repeat(40));
+        assert_eq!(shortened(long), expected);
+        let name = shortened(format!("unknown field `{value}`"));
+        assert_eq!(name.chars().count(), 1001);
     }
-    let first: String = text.chars().take(LONGEST_REASON / 4).collect();
-    let last = text.chars().skip(count - LONGEST_REASON * 3 / 4);
-    format!("{first}…{}", last.collect::<String>())
 }

@@ -91,7 +91,7 @@ async fn random_requests_equal_the_same_requests_alone() {
         );
         let is_cancelled = rng.random_bool(0.25);
         let request = gemma4_serve::engine::Request {
-            prompt,
+            prompt: prompt.into(),
             choices: if rng.random_bool(0.2) && options.sampling.is_greedy() {
                 2
             } else {
@@ -100,6 +100,7 @@ async fn random_requests_equal_the_same_requests_alone() {
             options,
             constraint: None,
             adapter: None,
+            image_memory: None,
         };
         let choices = request.choices;
         let mut events = engine.submit(request).expect("the queue is not full");

@@ -288,7 +288,10 @@ pub fn message_requests() -> Vec<(Value, &'static str)> {
             with("tool_choice", json!({"type": "sometimes"})),
             "tool_choice.type",
         ),
-        (content(json!([{"type": "image", "source": {}}])), "image"),
+        (
+            content(json!([{"type": "image", "source": {}}])),
+            "source.type",
+        ),
         (content(json!([{"type": "text"}])), "content[0].text"),
         (content(json!([{"type": "tool_result"}])), "tool_use_id"),
         (

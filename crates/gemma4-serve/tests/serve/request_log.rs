@@ -1,10 +1,11 @@
 //! Tests the log of requests: one JSON object for each request.
 
 use crate::harness::{Answer, Harness, post, user, with_model};
+use crate::pictures::{base64, image_url, model, png};
 use axum::body::Body;
 use axum::http::Request;
-use gemma4_serve::LOG_TARGET;
 use gemma4_serve::engine::EngineOptions;
+use gemma4_serve::{LOG_TARGET, ServerOptions};
 use http_body_util::BodyExt;
 use log::{LevelFilter, Log, Metadata, Record};
 use serde_json::{Value, json};
@@ -184,4 +185,36 @@ async fn refused_and_cancelled_requests_have_an_entry() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     panic!("no entry of the client that has left");
+}
+
+#[tokio::test]
+async fn entry_of_request_with_image_has_no_data_of_the_image() {
+    listen();
+    let models = vec![model("vision-ple")];
+    let options = ServerOptions::default();
+    let harness = Harness::of_models(models, EngineOptions::default(), options, None);
+    let good = png(60, 60, 1, None);
+    let data = base64(&good);
+    for (file, status, outcome) in [
+        (good.clone(), 200, "finished"),
+        (good[..900].to_vec(), 400, "refused"),
+    ] {
+        let content = json!([image_url(&file)]);
+        let body = json!({"messages": [{"role": "user", "content": content}], "max_tokens": 1});
+        let answer = harness
+            .post("/v1/chat/completions", &with_model(body))
+            .await;
+        assert_eq!(answer.status, status, "{}", answer.text);
+        let entry = entry(&id(&answer)).await;
+        assert_eq!(entry["outcome"], outcome, "{entry}");
+        let line = entry.to_string();
+        let chunks = data.as_bytes().chunks_exact(16);
+        let mut chunks = chunks.map(|chunk| std::str::from_utf8(chunk).expect("ASCII"));
+        assert!(chunks.all(|chunk| !line.contains(chunk)), "{line}");
+        match status {
+            // 8 x 8 soft tokens.
+            200 => assert!(entry["prompt_tokens"].as_u64() > Some(64), "{entry}"),
+            _ => assert!(line.contains("cannot be decoded"), "{line}"),
+        }
+    }
 }
