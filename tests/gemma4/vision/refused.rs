@@ -4,12 +4,12 @@ use super::{conversation, generated, image};
 use crate::fixture::{Fixture, folder, greedy};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    Adapter, ChatOptions, Gemma4, GenerateOptions, Image, LoadOptions, Logits, Message,
-    MessagePart, Prompt,
+    Adapter, AdapterTargets, CacheKind, ChatOptions, Gemma4, GenerateOptions, Image, LoadOptions,
+    Logits, Message, MessagePart, Prompt,
 };
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
-use std::{fs, ops::ControlFlow, path::Path};
+use std::{fs, ops::ControlFlow, path::Path, sync::Arc};
 
 fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
     let options = GenerateOptions {
@@ -226,6 +226,31 @@ fn image_with_adapter_of_the_vision_is_refused() {
         error.contains("the adapter") && error.contains("changes the vision"),
         "{error}"
     );
+
+    // An adapter of one request refuses images in the prompt of this request.
+    let gemma = load(&Device::flex());
+    let weights = AdapterTargets::of(gemma.model()).read(written.path());
+    let loaded = weights.expect("the adapter fits").upload(gemma.model());
+    let loaded = Arc::new(loaded.expect("the device works"));
+    let image = image("vision-ple", "wide.png");
+    let encoder = gemma.prompt_encoder();
+    let image = encoder.prepare(&image).expect("the model sees images");
+    let placeholder = gemma.tokenizer().id("<|image|>").expect("a special token");
+    for (tokens, images) in [(vec![2, 5], vec![]), (vec![2, placeholder], vec![image])] {
+        let prompt = encoder
+            .encode(tokens, &images)
+            .expect("the prompt is valid");
+        let prefill = gemma
+            .prefill(prompt, CacheKind::default())
+            .expect("the prompt fits");
+        match prefill.with_adapter(&loaded) {
+            Ok(_) => assert!(images.is_empty()),
+            Err(error) => {
+                assert!(!images.is_empty(), "{error}");
+                assert!(error.to_string().contains("changes the vision"), "{error}");
+            }
+        }
+    }
 }
 
 /// Copies a fixture and changes the values of one of its bf16 tensors.

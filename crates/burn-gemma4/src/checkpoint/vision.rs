@@ -86,8 +86,8 @@ impl ImageFormat {
 /// An image whose soft tokens are being computed.
 #[derive(Debug)]
 pub(crate) enum ImagePass {
-    Tower(TowerPass),
-    Projected(Tensor<2>),
+    Tower(Box<TowerPass>),
+    Projected(Box<Tensor<2>>),
 }
 
 #[derive(Debug)]
@@ -180,8 +180,10 @@ impl LazyVision {
     /// Returns the errors of [`soft_tokens`](Self::soft_tokens).
     pub fn begin(&self, patches: &Patches) -> Result<ImagePass, Gemma4Error> {
         Ok(match self.loaded()? {
-            LoadedVision::Tower(vision) => ImagePass::Tower(vision.begin(patches)?),
-            LoadedVision::Projected(vision) => ImagePass::Projected(vision.begin(patches)?),
+            LoadedVision::Tower(vision) => ImagePass::Tower(Box::new(vision.begin(patches)?)),
+            LoadedVision::Projected(vision) => {
+                ImagePass::Projected(Box::new(vision.begin(patches)?))
+            }
         })
     }
 

@@ -200,7 +200,7 @@ async fn answers_of_every_api_equal_generate() {
     let file = png(90, 60, 3, None);
     let gemma = model("vision-keqv");
     let turns = [json!([{"text": "see"}, {"image": 0}, {"text": "what is this?"}])];
-    let expected = case(&gemma, &turns, &[file.clone()]);
+    let expected = case(&gemma, &turns, std::slice::from_ref(&file));
     let harness = harness("vision-keqv", EngineOptions::default());
     let source = json!({"type": "base64", "media_type": "image/png", "data": base64(&file)});
     let blocks = json!([text("see"), {"type": "image", "source": source}, text("what is this?")]);
@@ -358,7 +358,7 @@ fn batch_file_reads_images_from_data_urls_and_files() {
     let expected = case(
         &gemma,
         &[json!([{"image": 0}, {"text": "what is this?"}])],
-        &[file.clone()],
+        std::slice::from_ref(&file),
     );
     let folder = tempfile::tempdir().expect("a folder");
     std::fs::write(folder.path().join("a picture.png"), &file).expect("a file");

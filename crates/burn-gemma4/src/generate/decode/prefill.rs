@@ -129,9 +129,12 @@ impl Prefill {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the adapter was read for another model, or if the model has processed a
-    /// part of the prompt already.
+    /// part of the prompt already. Returns the same error if the prompt has images, and the adapter changes the vision.
     pub fn with_adapter(self, adapter: &Arc<LoadedAdapter>) -> Result<Self, Gemma4Error> {
         adapter.check(&self.model)?;
+        if !self.images.is_empty() {
+            adapter.check_images()?;
+        }
         if !self.cache.is_empty() {
             return Err(Gemma4Error::Argument {
                 argument: "adapter",

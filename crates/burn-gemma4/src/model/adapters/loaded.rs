@@ -28,14 +28,21 @@ pub struct LoadedAdapter {
     model: Arc<[ParamId]>,
     /// The factors by the parameter id of their projection's weight.
     factors: Arc<HashMap<ParamId, Factors>>,
+    /// True if the adapter changes the vision, which is not supported.
+    changes_vision: bool,
 }
 
 impl LoadedAdapter {
-    pub(crate) fn new(model: Arc<[ParamId]>, factors: HashMap<ParamId, Factors>) -> Self {
+    pub(crate) fn new(
+        model: Arc<[ParamId]>,
+        factors: HashMap<ParamId, Factors>,
+        changes_vision: bool,
+    ) -> Self {
         Self {
             id: AdapterId::next(),
             model,
             factors: Arc::new(factors),
+            changes_vision,
         }
     }
 
@@ -52,6 +59,18 @@ impl LoadedAdapter {
 
     pub(super) fn factors(&self) -> &Arc<HashMap<ParamId, Factors>> {
         &self.factors
+    }
+
+    /// Refuses images if the adapter changes the vision. Images would run through a vision without these changes.
+    pub(crate) fn check_images(&self) -> Result<(), Gemma4Error> {
+        match self.changes_vision {
+            false => Ok(()),
+            true => Err(Gemma4Error::Argument {
+                argument: "image",
+                reason: "the adapter of the request changes the vision, which is not supported"
+                    .into(),
+            }),
+        }
     }
 
     /// Refuses another model than the one for which the adapter was read. Its weights have other parameter ids, so the
