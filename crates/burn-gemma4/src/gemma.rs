@@ -360,7 +360,8 @@ impl Gemma4 {
         vision.soft_tokens(&vision.format().prepared(image)?.patches)
     }
 
-    /// Loads the weights of the vision, unless an image has loaded them before. Does nothing if the model sees no images.
+    /// Loads the weights of the vision, unless an image has loaded them before. Does nothing if the model sees no
+    /// images.
     ///
     /// # Errors
     /// Returns an error if the weights cannot be loaded.
@@ -641,8 +642,8 @@ impl Gemma4 {
     /// A prompt with images must come from an encoder of this checkpoint.
     ///
     /// # Errors
-    /// Passes on the errors of [`Prefill::new`]. Returns [`Gemma4Error::Argument`] if the prompt has images, and the model
-    /// sees none.
+    /// Passes on the errors of [`Prefill::new`]. Returns [`Gemma4Error::Argument`] if the prompt has images, and the
+    /// model sees none.
     pub fn prefill(
         &self,
         prompt: impl Into<EncodedPrompt>,

@@ -160,8 +160,8 @@ impl CacheFile {
     }
 }
 
-/// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock folders,
-/// such as Windows and some network file systems. Two writes at the same time may then lose one of them.
+/// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock
+/// folders, such as Windows and some network file systems. Two writes at the same time may then lose one of them.
 fn locked(folder: &Path) -> Option<File> {
     let folder = File::open(folder).ok()?;
     folder.lock().ok()?;

@@ -1,5 +1,5 @@
-//! Tests `Prefill` and `PrefixCache` with images. The tokens equal those of Hugging Face Transformers for any chunk, in a
-//! batch, and after a prefix of an earlier prompt.
+//! Tests `Prefill` and `PrefixCache` with images. The tokens equal those of Hugging Face Transformers for any chunk, in
+//! a batch, and after a prefix of an earlier prompt.
 
 use super::{ALL, image, on_every_device};
 use crate::fixture::Fixture;

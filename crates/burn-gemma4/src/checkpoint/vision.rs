@@ -60,8 +60,8 @@ impl ImageFormat {
     /// Resizes an image for the model.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the image would have no soft tokens, or more columns or rows than the model has
-    /// positions.
+    /// Returns [`Gemma4Error::Argument`] if the image would have no soft tokens, or more columns or rows than the model
+    /// has positions.
     pub fn prepared(&self, image: &Image) -> Result<PreparedImage, Gemma4Error> {
         let prepared = image.prepared(self.processor)?;
         let [columns, rows] = prepared.soft_tokens();

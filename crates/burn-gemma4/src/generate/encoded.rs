@@ -17,8 +17,8 @@ pub(crate) struct PlacedImage {
     pub hash: ImageHash,
 }
 
-/// A prompt as token ids, with its images. [`PromptEncoder::encode`](crate::PromptEncoder::encode) makes one from tokens
-/// and images, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
+/// A prompt as token ids, with its images. [`PromptEncoder::encode`](crate::PromptEncoder::encode) makes one from
+/// tokens and images, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
 ///
 /// ```
 /// use burn_gemma4::EncodedPrompt;
@@ -60,8 +60,8 @@ impl EncodedPrompt {
         self.tokens.is_empty()
     }
 
-    /// The images in ascending order: the placeholders of each image, and its hash. Two prompts with the same tokens have
-    /// the same meaning only if their images have the same hashes.
+    /// The images in ascending order: the placeholders of each image, and its hash. Two prompts with the same tokens
+    /// have the same meaning only if their images have the same hashes.
     pub fn images(&self) -> impl Iterator<Item = (Range<usize>, ImageHash)> {
         let images = self.images.iter();
         images.map(|image| (image.tokens.clone(), image.hash))

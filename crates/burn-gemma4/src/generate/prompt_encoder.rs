@@ -7,8 +7,8 @@ use crate::error::Gemma4Error;
 use crate::vision::image::Image;
 use crate::vision::prepared::PreparedImage;
 
-/// Puts images in the place of the placeholders in a prompt. The encoder holds no weights, so a thread that does not own
-/// the model can encode prompts. [`Gemma4::prompt_encoder`](crate::Gemma4::prompt_encoder) returns it.
+/// Puts images in the place of the placeholders in a prompt. The encoder holds no weights, so a thread that does not
+/// own the model can encode prompts. [`Gemma4::prompt_encoder`](crate::Gemma4::prompt_encoder) returns it.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {
@@ -66,8 +66,8 @@ impl PromptEncoder {
     /// encoder of the same checkpoint.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if there is not one image for each placeholder, or if the model sees no images.
-    /// Returns the same error for placeholders of audio and video.
+    /// Returns [`Gemma4Error::Argument`] if there is not one image for each placeholder, or if the model sees no
+    /// images. Returns the same error for placeholders of audio and video.
     pub fn encode(
         &self,
         tokens: Vec<u32>,

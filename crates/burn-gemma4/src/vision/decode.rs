@@ -44,8 +44,8 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
     let (width, height) = decoder.dimensions();
     let pixels = u64::from(width) * u64::from(height);
     let orientation = decoder.orientation().map_err(failed)?;
-    // Turning and the conversion to RGB each copy the decoded pixels. A progressive JPEG file also has coefficients of 16
-    // bits for three channels.
+    // Turning and the conversion to RGB each copy the decoded pixels. A progressive JPEG file also has coefficients of
+    // 16 bits for three channels.
     let copies = if orientation == Orientation::NoTransforms {
         1
     } else {
@@ -67,8 +67,8 @@ fn format_of(bytes: &[u8]) -> Result<ImageFormat, String> {
         .ok_or_else(|| "is not a PNG, JPEG or WebP image".into())
 }
 
-/// Reads the header of an image file, and checks the size that it promises. The header may promise any size, so the check
-/// precedes the allocation of pixels.
+/// Reads the header of an image file, and checks the size that it promises. The header may promise any size, so the
+/// check precedes the allocation of pixels.
 fn open(bytes: &[u8], format: ImageFormat) -> Result<impl ImageDecoder, String> {
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::no_limits();

@@ -112,8 +112,8 @@ impl Image {
     /// [`from_bytes`](Self::from_bytes) allocates memory.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns the
-    /// same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
+    /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns
+    /// the same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
     pub fn header(bytes: &[u8]) -> Result<ImageHeader, Gemma4Error> {
         let argument = "image";
         check_size(bytes.len() as u64)

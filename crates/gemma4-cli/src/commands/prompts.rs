@@ -37,8 +37,8 @@ pub struct PromptsArguments {
     /// Largest number of prompts of --prompts to answer together.
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = crate::model::positive)]
     max_running: usize,
-    /// Folder whose image files the prompts of --prompts can name, by a path or a file: URL [default: prompts cannot name
-    /// files].
+    /// Folder whose image files the prompts of --prompts can name, by a path or a file: URL [default: prompts cannot
+    /// name files].
     #[arg(long, value_name = "DIR", requires = "prompts")]
     image_root: Option<PathBuf>,
 }

@@ -11,8 +11,8 @@
 //!
 //! An [`EnginePool`] has one engine for each device, and chooses the engine of each request.
 //!
-//! A prompt may have images. The vision runs in steps that take about as long as a chunk of a prompt, so images do not delay
-//! other answers for longer.
+//! A prompt may have images. The vision runs in steps that take about as long as a chunk of a prompt, so images do not
+//! delay other answers for longer.
 //!
 //! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 

@@ -11,10 +11,12 @@ use std::error::Error;
 /// The number of bytes from which a thread for blocking work parses the body. Bodies with images have megabytes.
 const LONG_BODY: usize = 1 << 18;
 
-/// The largest number of characters of a value that an error of the parser shows. The value may be the data of an image.
+/// The largest number of characters of a value that an error of the parser shows. The value may be the data of an
+/// image.
 const LONGEST_VALUE: usize = 40;
 
-/// The largest number of characters of an error of the parser. The names of all fields that a request may have are fewer.
+/// The largest number of characters of an error of the parser. The names of all fields that a request may have are
+/// fewer.
 const LONGEST_REASON: usize = 1000;
 
 /// Reads the body of a request, and parses the body as JSON.

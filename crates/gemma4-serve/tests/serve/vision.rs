@@ -167,8 +167,8 @@ async fn batched_answers_with_and_without_images_equal_generate() {
     }
 }
 
-/// The prompts have the same tokens, and the images differ in one pixel. The question is long, so that its tokens would be
-/// worth sharing.
+/// The prompts have the same tokens, and the images differ in one pixel. The question is long, so that its tokens would
+/// be worth sharing.
 #[tokio::test]
 async fn images_that_differ_in_one_pixel_share_only_the_tokens_before_them() {
     for name in ALL {

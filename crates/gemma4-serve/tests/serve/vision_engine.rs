@@ -1,5 +1,5 @@
-//! Tests the engine with images: other answers go on while an image is encoded, cancelled requests free their images, and
-//! requests with the same image go to the engine that has it.
+//! Tests the engine with images: other answers go on while an image is encoded, cancelled requests free their images,
+//! and requests with the same image go to the engine that has it.
 
 use crate::harness::{Harness, with_model};
 use crate::pictures::{image_url, model, png, text};

@@ -291,9 +291,9 @@ impl Prefill {
     /// prompt ends earlier, or if the prefill must stop earlier to store a state from which other prompts can continue.
     /// Returns the logits after the prompt's last token, or `None` if tokens remain.
     ///
-    /// No chunk divides an image, so a chunk that begins with an image may be longer. If an image in the chunk has no soft
-    /// tokens yet, the call runs some layers of the vision in place of the chunk. Such a call takes about as long as a
-    /// chunk, and leaves [`remaining`](Self::remaining) unchanged.
+    /// No chunk divides an image, so a chunk that begins with an image may be longer. If an image in the chunk has no
+    /// soft tokens yet, the call runs some layers of the vision in place of the chunk. Such a call takes about as long
+    /// as a chunk, and leaves [`remaining`](Self::remaining) unchanged.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
@@ -342,8 +342,8 @@ impl Prefill {
     }
 
     /// Returns the number of patches that run through one layer of the vision in about the time of a chunk of tokens. A
-    /// layer of a vision tower has fewer operations for a patch than a layer of its text model for a token. E2B's have 9.4
-    /// million multiplications in products and up to 15 million in attention, and 36 million.
+    /// layer of a vision tower has fewer operations for a patch than a layer of its text model for a token. E2B's have
+    /// 9.4 million multiplications in products and up to 15 million in attention, and 36 million.
     fn rows_of_vision(&self, chunk: usize) -> usize {
         chunk
             .max(1)

@@ -47,8 +47,8 @@ impl PrefillImages {
         self.placed
     }
 
-    /// Returns the end of a chunk from `start` to `end` that divides no image. The chunk ends before the image, unless the
-    /// image is its beginning. A call of the model is then no longer than the chunk or an image.
+    /// Returns the end of a chunk from `start` to `end` that divides no image. The chunk ends before the image, unless
+    /// the image is its beginning. A call of the model is then no longer than the chunk or an image.
     pub fn chunk_end(&self, start: usize, end: usize) -> usize {
         match before_images(&self.placed, end) {
             before if before > start => before,
@@ -65,9 +65,9 @@ impl PrefillImages {
         self.in_range(range).next().is_some()
     }
 
-    /// Runs up to `rows` patches through one layer of the vision, or a part of this number through several layers, for the
-    /// first image in `range` that has no soft tokens. Runs at least one layer. Returns false if all images in the range
-    /// have their soft tokens.
+    /// Runs up to `rows` patches through one layer of the vision, or a part of this number through several layers, for
+    /// the first image in `range` that has no soft tokens. Runs at least one layer. Returns false if all images in the
+    /// range have their soft tokens.
     pub fn advance(&mut self, range: &Range<usize>, rows: usize) -> Result<bool, Gemma4Error> {
         let Some(vision) = self.vision.clone() else {
             return Ok(false);

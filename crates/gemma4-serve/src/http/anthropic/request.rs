@@ -101,8 +101,8 @@ pub(crate) struct MessagesContext {
     pub stream: bool,
 }
 
-/// The parts of a request's conversation: the selected adapter, the prompt with the memory of its images, the tools, and
-/// the largest number of tokens of a thought.
+/// The parts of a request's conversation: the selected adapter, the prompt with the memory of its images, the tools,
+/// and the largest number of tokens of a thought.
 struct Prepared {
     adapter: Option<ServedAdapter>,
     prompt: EncodedPrompt,

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 /// system resolves the path, and refuses symbolic links and `..` that lead out of the folder.
 ///
 /// # Errors
-/// Returns an error that names `field` if the path leads out of the folder, or if it does not name a readable file of at
-/// most `max_bytes` bytes. Devices, pipes and folders are refused.
+/// Returns an error that names `field` if the path leads out of the folder, or if it does not name a readable file of
+/// at most `max_bytes` bytes. Devices, pipes and folders are refused.
 pub(super) fn read(
     field: &str,
     root: &Path,

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// The largest number of images that wait for memory. Each of them occupies a thread for blocking work, of which Tokio has
-/// 512.
+/// The largest number of images that wait for memory. Each of them occupies a thread for blocking work, of which Tokio
+/// has 512.
 const MOST_WAITING: usize = 64;
 
 /// The number of soft tokens of an image with the detail `low`, which is the smallest number that models support.
@@ -60,8 +60,8 @@ impl ImageStore {
         }
     }
 
-    /// Waits until there is memory for decoding an image, and reserves it. The call blocks, so it must run on a thread for
-    /// blocking work.
+    /// Waits until there is memory for decoding an image, and reserves it. The call blocks, so it must run on a thread
+    /// for blocking work.
     fn reserve(
         &self,
         field: &str,
@@ -92,12 +92,12 @@ impl ImageStore {
 }
 
 impl RequestImages<'_> {
-    /// Reads, decodes and resizes an image. `field` is the field of the request with the image, and `detail` is its value
-    /// of OpenAI's option. The call blocks.
+    /// Reads, decodes and resizes an image. `field` is the field of the request with the image, and `detail` is its
+    /// value of OpenAI's option. The call blocks.
     ///
     /// # Errors
-    /// Returns an error that names the field if the image is malformed or exceeds a limit, or if the model sees no images.
-    /// Returns [`ErrorKind::Busy`] if there is no memory for the image.
+    /// Returns an error that names the field if the image is malformed or exceeds a limit, or if the model sees no
+    /// images. Returns [`ErrorKind::Busy`] if there is no memory for the image.
     pub fn read(
         &mut self,
         field: &str,
