@@ -172,11 +172,12 @@ async fn waiting_prompts_run_in_one_pass_with_the_same_answers() {
             };
         }
         let request = gemma4_serve::engine::Request {
-            prompt: prompt.clone(),
+            prompt: prompt.clone().into(),
             choices: 1 + number % 2,
             options,
             constraint: None,
             adapter: None,
+            image_memory: None,
         };
         let (sampling, choices) = (request.options.sampling.clone(), request.choices);
         let events = engine.submit(request).expect("the queue is not full");
@@ -224,11 +225,12 @@ async fn waiting_prompts_with_a_shared_prefix_reuse_it() {
         Engine::start(gemma(), EngineOptions::default()).expect("the engine starts");
     let options = answer_options(&gemma(), 2);
     let request = |last: u32| gemma4_serve::engine::Request {
-        prompt: (20..110).chain([last]).collect(),
+        prompt: (20..110).chain([last]).collect::<Vec<u32>>().into(),
         choices: 1,
         options: options.clone(),
         constraint: None,
         adapter: None,
+        image_memory: None,
     };
     let events: Vec<_> = (200..204)
         .map(|last| engine.submit(request(last)))

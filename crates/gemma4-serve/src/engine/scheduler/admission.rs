@@ -106,11 +106,12 @@ impl<'a> Scheduler<'a> {
     fn may_pack(&self, job: &Job, budget: usize) -> bool {
         let (request, mut prefilling) = (&job.request, self.prefilling.iter());
         let tokens: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
-        tokens + request.prompt.len() <= budget.min(self.most_packed)
+        tokens + request.prompt.tokens().len() <= budget.min(self.most_packed)
             && request.adapter.is_none()
+            && request.prompt.images().next().is_none()
             && prefilling.all(|one| {
                 let prefill = &one.prefill;
-                prefill.can_pack() && !self.prefixes.would_share(prefill, &request.prompt)
+                prefill.can_pack() && !self.prefixes.would_share(prefill, request.prompt.tokens())
             })
     }
 
