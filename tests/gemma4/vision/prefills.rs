@@ -97,7 +97,7 @@ fn prefill_with_images_equals_transformers_for_any_chunk_and_in_a_batch() {
         }
         // A prompt without images is decoded in the same batch.
         let mut plain = gemma
-            .prefill(vec![2, 5, 6, 7], kind)
+            .prefill(vec![2, 40, 41, 42], kind)
             .expect("the prompt fits");
         first.push(first_token(&mut plain, 3));
         batch.join(&plain).expect("all is read");

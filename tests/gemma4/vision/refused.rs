@@ -236,7 +236,7 @@ fn image_with_adapter_of_the_vision_is_refused() {
     let encoder = gemma.prompt_encoder();
     let image = encoder.prepare(&image).expect("the model sees images");
     let placeholder = gemma.tokenizer().id("<|image|>").expect("a special token");
-    for (tokens, images) in [(vec![2, 5], vec![]), (vec![2, placeholder], vec![image])] {
+    for (tokens, images) in [(vec![2, 40], vec![]), (vec![2, placeholder], vec![image])] {
         let prompt = encoder
             .encode(tokens, &images)
             .expect("the prompt is valid");
