@@ -8,6 +8,7 @@ use gemma4_serve::ServerOptions;
 use gemma4_serve::engine::{AnswerOptions, Engine, EngineOptions, Event, ImagePool, Request};
 use gemma4_serve::text::TextModel;
 use serde_json::json;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 fn options(text: &TextModel, max_tokens: usize) -> AnswerOptions {
     AnswerOptions {
@@ -108,6 +109,52 @@ async fn answer_goes_on_while_an_image_is_encoded() {
         matches!(events.last(), Some(Event::End { .. })),
         "{events:?}"
     );
+}
+
+/// Prompts without images run in one pass if they wait together. A prompt with an image must not run in this pass,
+/// because the pass would read its placeholders as text.
+#[tokio::test]
+async fn waiting_prompts_with_and_without_images_equal_those_alone() {
+    let gemma = model("vision-ple");
+    let text = TextModel::new(&gemma);
+    let (engine, _outcome) =
+        Engine::start(gemma, EngineOptions::default()).expect("the engine starts");
+    let requests = || {
+        let plain = |prompt: &str| text.text_prompt(prompt).expect("there is no placeholder");
+        let prompts = [
+            plain("what is this?"),
+            prompt(&text, 3),
+            plain("and this?"),
+            prompt(&text, 4),
+            plain("and what is that?"),
+        ];
+        prompts.map(|prompt| request(&text, prompt, 6))
+    };
+    let submit = |request| engine.submit(request).expect("the queue has a place");
+    let mut alone = Vec::new();
+    for request in requests() {
+        alone.push(answer(submit(request)).await);
+    }
+    // The first request occupies the engine, so that the others wait together.
+    let occupied = submit(request(&text, prompt(&text, 5), 40));
+    let mut together = Vec::new();
+    for events in requests().map(submit) {
+        together.push(answer(events).await);
+    }
+    assert_eq!(together, alone);
+    drop(occupied);
+}
+
+/// Returns the text of a request with one answer.
+async fn answer(mut events: UnboundedReceiver<Event>) -> String {
+    let mut answer = String::new();
+    loop {
+        match events.recv().await {
+            Some(Event::Text { text, .. }) => answer += &text,
+            Some(Event::End { .. }) => return answer,
+            other => panic!("expected text or the end, found {other:?}"),
+        }
+    }
 }
 
 #[tokio::test]
