@@ -368,11 +368,8 @@ pub(crate) fn order_blocks(
     while other < blocks {
         let at = (bounds + size * (first + other)) as usize;
         let others = digits(packed[at + 3], packed[at + 4]);
-        // A tile after this one precedes it unless it is shorter, and a tile before this one only if it is longer.
-        let is_after = other > block;
-        let a = select(is_after, own, others);
-        let b = select(is_after, others, own);
-        before += i32::cast_from((a & !b > b) != is_after);
+        let precedes = others & !own > own || other > block && !(own & !others > others);
+        before += i32::cast_from(precedes);
         other += units;
     }
     let before = reduced(before, Reduction::Sum, units);
