@@ -353,4 +353,7 @@ fn adapter_that_cannot_apply_is_refused_with_its_tensors() {
     let mut begun = prefill(&gemma, None);
     assert!(begun.advance(3).expect("the device works").is_none());
     assert!(refused(begun.with_adapter(&loaded).expect_err("begun")));
+    let mut packed = prefill(&gemma, None);
+    Prefill::read_packed(&mut [&mut packed]).expect("one prompt is a pack");
+    assert!(refused(packed.with_adapter(&loaded).expect_err("packed")));
 }

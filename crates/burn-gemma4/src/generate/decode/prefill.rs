@@ -135,7 +135,7 @@ impl Prefill {
         if !self.images.is_empty() {
             adapter.check_images()?;
         }
-        if !self.cache.is_empty() {
+        if self.has_begun() {
             return Err(Gemma4Error::Argument {
                 argument: "adapter",
                 reason: "is set after the prefill has begun; set it before".into(),
@@ -180,7 +180,7 @@ impl Prefill {
     /// Continues from `cache`, which holds the first tokens of this prompt. `checkpoints` holds copies of the ring
     /// buffers of `cache` at earlier tokens. The prefill must not have begun yet.
     pub(super) fn continue_from(&mut self, cache: Cache, checkpoints: Vec<Arc<Checkpoint>>) {
-        debug_assert!(self.cache.is_empty() && cache.len() < self.tokens.len());
+        debug_assert!(!self.has_begun() && cache.len() < self.tokens.len());
         self.reused = cache.len();
         self.cache = cache;
         self.checkpoints = checkpoints;
@@ -215,9 +215,14 @@ impl Prefill {
         self.adapter.as_ref()
     }
 
+    /// True if keys and values of the prompt exist: in a KV cache, or in those of a pass over several prompts.
+    pub(super) fn has_begun(&self) -> bool {
+        !self.cache.is_empty() || self.packed.is_some()
+    }
+
     /// True if the prefill has not begun, does not continue from another prompt, and takes no checkpoint.
     pub(super) fn is_new(&self) -> bool {
-        self.cache.is_empty() && self.packed.is_none() && self.boundary.is_none()
+        !self.has_begun() && self.boundary.is_none()
     }
 
     pub(super) fn has_images(&self) -> bool {
