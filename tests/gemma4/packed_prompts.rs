@@ -280,6 +280,28 @@ fn prefix_cache_continues_from_packed_prompts() {
     });
 }
 
+/// The prefix cache has the beginning of a prompt that was read in one pass. The prefill keeps what the pass computed.
+#[test]
+fn resume_ignores_a_packed_prompt() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let prompts = prompts(&gemma, &[40, 60], 2);
+    let longer = [&prompts[0][..], &[7, 9, 11]].concat();
+    let mut prefixes = PrefixCache::new(gemma.model(), 64 << 20, 512);
+    let mut earlier = prefills(&gemma, &prompts[..1]).remove(0);
+    earlier.advance(usize::MAX).expect("the device works");
+    assert!(prefixes.keep(earlier));
+
+    let mut packed = prefills(&gemma, &[longer.clone(), prompts[1].clone()]);
+    read(&mut packed);
+    let mut packed = packed.remove(0);
+    prefixes.resume(&mut packed);
+    assert_eq!((packed.reused(), packed.remaining()), (0, 0));
+    let mut batch = Batch::new(gemma.model(), CacheKind::default()).expect("a plain cache");
+    batch.join(&packed).expect("all is read");
+    assert_eq!(batch.lengths(), [longer.len()]);
+    assert!(prefixes.keep(packed));
+}
+
 #[test]
 fn read_packed_refuses_prompts_that_cannot_be_packed() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);

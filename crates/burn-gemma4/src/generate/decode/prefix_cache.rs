@@ -94,7 +94,8 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. An earlier
+    /// Lets a prefill continue from a copy of an earlier prompt's keys and values. Ignores prefills that have begun, and
+    /// prompts that were [read in one pass](Prefill::read_packed). An earlier
     /// prompt's usable prefix ends at the last shared token from which its cache or one of its checkpoints can
     /// continue. Selects the earlier prompt with the longest usable prefix, and copies nothing if this prefix has fewer
     /// than 16 tokens.
@@ -102,7 +103,7 @@ impl PrefixCache {
     /// The prompt may share a longer prefix with one of the earlier prompts. If the longest shared prefix is much
     /// longer than the usable prefix, the prefill will take a checkpoint at the end of the longest shared prefix.
     pub fn resume(&mut self, prefill: &mut Prefill) {
-        if !prefill.cache().is_empty() || !self.serves(prefill) {
+        if prefill.has_begun() || !self.serves(prefill) {
             return;
         }
         let (mut longest, mut best) = (0, None::<State>);
