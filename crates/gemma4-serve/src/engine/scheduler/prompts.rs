@@ -71,6 +71,8 @@ impl<'a> Scheduler<'a> {
         };
         let count = before - first.remaining();
         self.shared.metrics.prompt_tokens.inc_by(count as u64);
+        // Only now take the request from the list. If the device fails, the failure must be reported before the request
+        // is dropped.
         if let Some(result) = result
             && let Some(first) = self.prefilling.pop_front()
         {
@@ -93,16 +95,19 @@ impl<'a> Scheduler<'a> {
 
     /// Prefills the first `prompts` prompts in one pass. Returns the number of tokens that the model has processed.
     fn read_pack(&mut self, prompts: usize) -> Result<usize, Gemma4Error> {
-        let mut pack: Vec<Prefilling<'a>> = self.prefilling.drain(..prompts).collect();
-        let count: usize = pack.iter().map(Prefilling::remaining).sum();
-        let mut prefills: Vec<&mut Prefill> = pack.iter_mut().map(|one| &mut one.prefill).collect();
+        let pack = self.prefilling.iter().take(prompts);
+        let count: usize = pack.map(Prefilling::remaining).sum();
+        let pack = self.prefilling.iter_mut().take(prompts);
+        let mut prefills: Vec<&mut Prefill> = pack.map(|one| &mut one.prefill).collect();
         let logits = Prefill::read_packed(&mut prefills)?;
-        let choices: Vec<_> = pack.iter().map(|one| row_choice(&one.answers)).collect();
+        let pack = self.prefilling.iter().take(prompts);
+        let choices: Vec<_> = pack.map(|one| row_choice(&one.answers)).collect();
         let results = logits.choose(&choices)?;
         let metrics = &self.shared.metrics;
         metrics.prompt_tokens.inc_by(count as u64);
         metrics.packed_prompts.inc_by(prompts as u64);
-        self.join(pack.into_iter().zip(results).collect())?;
+        let pack: Vec<_> = self.prefilling.drain(..prompts).zip(results).collect();
+        self.join(pack)?;
         Ok(count)
     }
 
