@@ -124,7 +124,7 @@ fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
 }
 
 /// Returns a copy of a fixture whose tensor `name` has NaN in the row `row`, or in all rows if `row` is `None`.
-fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (Folder, Gemma4) {
+pub fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (Folder, Gemma4) {
     let folder = Folder::copy(fixture);
     folder.edit(|tensors| {
         let tensor = tensors.get_mut(name).expect("the tensor exists");

@@ -2,6 +2,7 @@
 //! sequence must generate the same tokens. Sequences of several packs, and of prompts that ran alone, decode together.
 
 use crate::fixture::{Fixture, assert_close, folder, greedy, on_every_device};
+use crate::not_numbers::spoiled;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Batch, CacheKind, Gemma4, KvPrecision, LoadOptions, PerLayerTable, Prefill, PrefixCache,
@@ -300,6 +301,40 @@ fn resume_ignores_a_packed_prompt() {
     batch.join(&packed).expect("all is read");
     assert_eq!(batch.lengths(), [longer.len()]);
     assert!(prefixes.keep(packed));
+}
+
+/// The per-layer embedding of one token is NaN. A pass with this token has a row without a token. Afterwards each prompt
+/// runs alone, and only the prompt with this token has no token.
+#[test]
+fn run_alone_after_a_pass_with_nan_gives_the_logits_of_prompts_alone() {
+    let table = "model.embed_tokens_per_layer.weight";
+    let (_folder, gemma) = spoiled("dense-ple", table, Some(7), &Device::flex());
+    let mut prompts = prompts(&gemma, &[20, 12, 9], 6);
+    for prompt in &mut prompts {
+        let tokens = prompt.iter_mut().filter(|token| **token == 7);
+        tokens.for_each(|token| *token = 8);
+    }
+    prompts[1][4] = 7;
+    let mut prefills = prefills(&gemma, &prompts);
+    let mut pack: Vec<&mut Prefill> = prefills.iter_mut().collect();
+    let logits = Prefill::read_packed(&mut pack).expect("the prompts can be packed");
+    let logits = logits.choose(&[RowChoice::Argmax, RowChoice::Argmax, RowChoice::Logits]);
+    let rows = logits.expect("the device works");
+    assert!(!rows[1].has_token());
+    for (index, (prefill, prompt)) in prefills.iter_mut().zip(&prompts).enumerate() {
+        prefill.run_alone();
+        assert!(!prefill.can_pack());
+        assert_eq!(prefill.remaining(), prompt.len());
+        let logits = prefill.advance(usize::MAX).expect("the device works");
+        let rows = logits.expect("all is read").choose(&[RowChoice::Logits]);
+        let rows = rows.expect("the device works");
+        assert_eq!(rows[0].has_token(), index != 1);
+        if let [RowResult::Logits(found)] = &rows[..]
+            && index != 1
+        {
+            assert_close(found, &logits_alone(&gemma, prompt), "alone");
+        }
+    }
 }
 
 #[test]

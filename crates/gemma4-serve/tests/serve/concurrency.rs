@@ -4,11 +4,14 @@
 use crate::harness::{Harness, gemma, user, with_model};
 use axum::body::Body;
 use axum::http::Request;
-use burn_gemma4::{Gemma4, GenerateOptions, Sampling};
+use burn::tensor::Device;
+use burn_gemma4::{Gemma4, GenerateOptions, LoadOptions, Sampling};
 use gemma4_serve::ServerOptions;
 use gemma4_serve::engine::{AnswerOptions, EndReason, Engine, EngineOptions, Event};
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
+use std::fs;
 use std::ops::ControlFlow;
 use std::time::Duration;
 use tower::ServiceExt;
@@ -216,6 +219,93 @@ async fn waiting_prompts_run_in_one_pass_with_the_same_answers() {
     assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
     assert_eq!(engine.metrics().prefilling.get(), 0);
     assert_eq!(engine.metrics().reserved_tokens.get(), 0);
+}
+
+/// Returns a copy of the embedded model in which the per-layer embedding of `token` is NaN.
+fn gemma_with_nan(token: u32) -> Gemma4 {
+    let embedded = concat!(env!("CARGO_MANIFEST_DIR"), "/../burn-gemma4/embedded");
+    let folder = tempfile::tempdir().expect("a folder is created");
+    for name in ["config.json", "generation_config.json", "tokenizer.json"] {
+        let source = format!("{embedded}/{name}");
+        fs::copy(source, folder.path().join(name)).expect("the file is copied");
+    }
+    let file = fs::read(format!("{embedded}/model.safetensors")).expect("the file is readable");
+    let tensors = SafeTensors::deserialize(&file).expect("the tensors parse");
+    let tensors = tensors.iter().map(|(name, view)| {
+        let mut bytes = view.data().to_vec();
+        if name.ends_with("embed_tokens_per_layer.weight") {
+            assert_eq!(view.dtype(), Dtype::BF16);
+            let row = bytes.len() / view.shape()[0];
+            let numbers = &mut bytes[token as usize * row..][..row];
+            for number in numbers.as_chunks_mut::<2>().0 {
+                *number = 0x7fc0u16.to_le_bytes();
+            }
+        }
+        (name.to_owned(), view.dtype(), view.shape().to_vec(), bytes)
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        let view = TensorView::new(*dtype, shape.clone(), bytes);
+        (name, view.expect("the bytes fit the shape"))
+    });
+    let changed = serialize(views, None).expect("the tensors are valid");
+    fs::write(folder.path().join("model.safetensors"), changed).expect("the file is written");
+    let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new());
+    gemma.expect("the checkpoint is valid")
+}
+
+/// One of the prompts that run in one pass has NaN in its keys. Only this prompt fails, and the prefix cache keeps no
+/// NaN: the same prompts have the same answers afterwards.
+#[tokio::test]
+async fn nan_in_one_of_the_waiting_prompts_fails_only_that_prompt() {
+    const BAD: u32 = 1999;
+    let alone = gemma_with_nan(BAD);
+    let engine = Engine::start(gemma_with_nan(BAD), EngineOptions::default());
+    let (engine, outcome) = engine.expect("the engine starts");
+    let mut rng = StdRng::seed_from_u64(6);
+    let mut prompts: Vec<Vec<u32>> = [150, 40, 33, 20]
+        .into_iter()
+        .map(|length| (0..length).map(|_| rng.random_range(20..1999)).collect())
+        .collect();
+    prompts[1][30] = BAD;
+    let options = answer_options(&alone, 4);
+    for round in 0..2 {
+        let submit = |prompt: &Vec<u32>| {
+            let request = gemma4_serve::engine::Request {
+                prompt: prompt.clone(),
+                choices: 1,
+                options: options.clone(),
+                constraint: None,
+                adapter: None,
+            };
+            engine.submit(request).expect("the queue is not full")
+        };
+        let events: Vec<_> = prompts.iter().map(submit).collect();
+        for (index, (prompt, mut events)) in prompts.iter().zip(events).enumerate() {
+            let mut found = String::new();
+            let has_failed = loop {
+                match events.recv().await.expect("the engine runs") {
+                    Event::Text { text, .. } => found += &text,
+                    Event::End { .. } => break false,
+                    Event::ToolCall { .. } => (),
+                    Event::Failed(_) => break true,
+                }
+            };
+            assert_eq!(has_failed, index == 1, "round {round}, prompt {index}");
+            if !has_failed {
+                let options = GenerateOptions {
+                    max_tokens: 4,
+                    sampling: Sampling::greedy(),
+                    ..alone.options()
+                };
+                let whole = alone.generate(prompt.clone(), &options, |_| ControlFlow::Continue(()));
+                let whole = whole.expect("the prompt has no NaN");
+                assert_eq!(found, whole.text, "round {round}, prompt {index}");
+            }
+        }
+    }
+    engine.drain();
+    assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
 }
 
 /// Prompts with the same beginning wait for each other, so that the later ones reuse the keys and values of the first.

@@ -39,7 +39,8 @@ impl PackedPrompt {
 impl Prefill {
     /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
     /// have begun, continue from another prompt, have images or an adapter, or stop within the prompt to store a
-    /// state. The KV cache must store keys and values as the model computes them.
+    /// state. It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model computes
+    /// them.
     pub fn can_pack(&self) -> bool {
         self.is_new()
             && self.adapter().is_none()
@@ -63,6 +64,10 @@ impl Prefill {
 
     /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last
     /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
+    ///
+    /// If a prompt's keys or values are NaN or infinite, the logits of the other prompts may be NaN, too. If a row of
+    /// the result [has no token](crate::RowResult::has_token), call [`run_alone`](Self::run_alone) for all prefills, and
+    /// run each prompt by `advance`.
     ///
     /// Each prefill keeps the keys and values of all prompts on the device until it is dropped.
     ///
@@ -103,8 +108,8 @@ impl Prefill {
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
-                    "cannot run in one pass, because number {index} has begun, has images, an adapter or a \
-                     checkpoint, or stores its keys and values in another format; read such a prompt by `advance`"
+                    "cannot run in one pass, because number {index} has begun, has images, an adapter or a checkpoint, \
+                     must run alone, or stores its keys and values in another format; read such a prompt by `advance`"
                 ));
             }
             if index > 0 && list_param_ids(prefill.model()) != parameters {

@@ -52,6 +52,8 @@ pub struct Prefill {
     cache: Cache,
     /// The keys and values of a prompt that was read in one pass with others, or `None`. The cache is then empty.
     packed: Option<PackedPrompt>,
+    /// True if the prompt must not run in one pass with others.
+    is_alone: bool,
     tokens: Vec<u32>,
     images: PrefillImages,
     /// The adapter of the sequence, or `None` if the model runs without an adapter.
@@ -113,6 +115,7 @@ impl Prefill {
             model: model.clone(),
             cache: model.cache_of(kind, vec![0])?,
             packed: None,
+            is_alone: false,
             tokens,
             images: PrefillImages::default(),
             adapter: None,
@@ -220,9 +223,10 @@ impl Prefill {
         !self.cache.is_empty() || self.packed.is_some()
     }
 
-    /// True if the prefill has not begun, does not continue from another prompt, and takes no checkpoint.
+    /// True if the prefill has not begun, does not continue from another prompt, takes no checkpoint, and need not run
+    /// alone.
     pub(super) fn is_new(&self) -> bool {
-        !self.has_begun() && self.boundary.is_none()
+        !self.has_begun() && self.boundary.is_none() && !self.is_alone
     }
 
     pub(super) fn has_images(&self) -> bool {
@@ -247,6 +251,13 @@ impl Prefill {
     /// Ends a prefill whose prompt was read in one pass with others.
     pub(super) fn end_packed(&mut self, packed: PackedPrompt) {
         self.packed = Some(packed);
+    }
+
+    /// Makes [`can_pack`](Self::can_pack) false, so that [`advance`](Self::advance) must run the prompt. Drops the keys
+    /// and values that [`read_packed`](Self::read_packed) has computed, and keeps those of `advance`.
+    pub fn run_alone(&mut self) {
+        self.packed = None;
+        self.is_alone = true;
     }
 
     pub(super) fn into_prefilled(mut self) -> Prefilled {

@@ -43,6 +43,14 @@ impl RowResult {
             Self::Logits(_) => None,
         }
     }
+
+    /// True if a token was chosen, or if the row of logits has one that is neither NaN nor −∞.
+    pub fn has_token(&self) -> bool {
+        match self {
+            Self::Token(token) => token.is_some(),
+            Self::Logits(logits) => logits.iter().any(|logit| *logit > f32::NEG_INFINITY),
+        }
+    }
 }
 
 impl<'a> RowLogits<'a> {

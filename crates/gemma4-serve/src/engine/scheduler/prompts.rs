@@ -103,6 +103,13 @@ impl<'a> Scheduler<'a> {
         let pack = self.prefilling.iter().take(prompts);
         let choices: Vec<_> = pack.map(|one| row_choice(&one.answers)).collect();
         let results = logits.choose(&choices)?;
+        if !results.iter().all(RowResult::has_token) {
+            // NaN in the keys of one prompt may have reached the others. Run each of them alone, so that only this
+            // prompt fails.
+            let pack = self.prefilling.iter_mut().take(prompts);
+            pack.for_each(|one| one.prefill.run_alone());
+            return Ok(count);
+        }
         let metrics = &self.shared.metrics;
         metrics.prompt_tokens.inc_by(count as u64);
         metrics.packed_prompts.inc_by(prompts as u64);
@@ -143,14 +150,15 @@ impl<'a> Scheduler<'a> {
                     joining.push((finished.len(), running));
                 }
             }
-            finished.push((prefill, prefixes));
+            finished.push((prefill, prefixes, result.has_token()));
         }
         let prefills = joining.iter().map(|(index, _)| &finished[*index].0);
         self.batch.join_all(&prefills.collect::<Vec<_>>())?;
         let joining = joining.into_iter().map(|(_, running)| running);
         self.running.extend(joining);
-        for (prefill, prefixes) in finished {
-            if self.prefixes.keep(prefill)
+        for (prefill, prefixes, has_token) in finished {
+            if has_token
+                && self.prefixes.keep(prefill)
                 && let Some(prefixes) = prefixes
             {
                 self.shared.recent_prefixes.record(&prefixes);
