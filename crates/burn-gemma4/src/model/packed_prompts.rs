@@ -93,7 +93,7 @@ impl Gemma4Model {
     }
 
     /// Runs the model over whole prompts in one pass. Returns the normalized hidden state of each prompt's last token,
-    /// `[prompts, 1, hidden]`, and the keys and values of all tokens.
+    /// `[rows, 1, hidden]`, and the keys and values of all tokens. Rows beyond the prompts repeat the last prompt.
     ///
     /// # Panics
     /// Panics if there are no prompts, or if a prompt is empty.
@@ -140,8 +140,12 @@ impl Gemma4Model {
         let stream = self.layers(own, stream, embeddings.as_ref(), &mut shared, &mut all_rows);
 
         // The shared KV layers run only for the last tokens.
-        let last: Vec<i32> = ranges.iter().map(|range| range.end as i32 - 1).collect();
-        let last = Tensor::<1, Int>::from_data(TensorData::new(last, [count]), &device);
+        let rows = self.rows_of_last_tokens(count);
+        let ended: Vec<_> = (0..rows)
+            .map(|row| ranges[row.min(count - 1)].clone())
+            .collect();
+        let last: Vec<i32> = ended.iter().map(|range| range.end as i32 - 1).collect();
+        let last = Tensor::<1, Int>::from_data(TensorData::new(last, [rows]), &device);
         let last_rows = |rows: Tensor<2>| rows.select(0, last.clone());
         let mut stream = ResidualStream::new(last_rows(stream.into_rows()));
         let rest = self.config.first_shared_layer()..self.config.num_layers();
@@ -149,16 +153,16 @@ impl Gemma4Model {
             let embeddings = embeddings.map(last_rows);
             let embeddings = embeddings.as_ref();
             let of_last = |range: &Range<usize>| range.len() - 1..range.len();
-            let intervals = PackedIntervals::new(&ranges, of_last, window, &device);
+            let intervals = PackedIntervals::new(&ended, of_last, window, &device);
             shared.see(|kind| intervals.visible(kind));
-            stream = match count {
+            stream = match rows {
                 #[cfg(feature = "cube")]
-                count if DecodeOps::serve(self, count) => {
-                    let positions = ranges.iter().map(|range| vec![range.len() - 1]);
+                rows if DecodeOps::serve(self, rows) => {
+                    let positions = ended.iter().map(|range| vec![range.len() - 1]);
                     let positions = Positions::Each(positions.collect());
                     let after = &mut |_| ();
                     let few_rows =
-                        self.last_position(&positions, count, self.dtype(), &device, after);
+                        self.last_position(&positions, rows, self.dtype(), &device, after);
                     // The rows of all prompts are the queries of one sequence, whose keys are the packed keys.
                     let mut few_rows = DecodeOps {
                         batch: 1,
@@ -175,7 +179,17 @@ impl Gemma4Model {
         let normed = stream.norm(&self.norm);
         let [_, hidden] = normed.dims();
         let key_values = PackedKeyValues { layers, ranges };
-        (normed.reshape([count, 1, hidden]), key_values)
+        (normed.reshape([rows, 1, hidden]), key_values)
+    }
+
+    /// Returns the number of rows of the pass behind the layers that compute keys and values. The decode kernels are
+    /// compiled for each number of rows, so they get a power of two.
+    fn rows_of_last_tokens(&self, prompts: usize) -> usize {
+        match prompts.next_power_of_two() {
+            #[cfg(feature = "cube")]
+            rows if DecodeOps::serve(self, rows) => rows,
+            _ => prompts,
+        }
     }
 }
 
