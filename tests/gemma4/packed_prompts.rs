@@ -337,6 +337,46 @@ fn run_alone_after_a_pass_with_nan_gives_the_logits_of_prompts_alone() {
     }
 }
 
+/// A prompt waits only for a long enough prefix, and only if the prefix cache has room for the earlier prompt.
+#[test]
+fn would_share_needs_a_quarter_of_the_prompt_and_room() {
+    for name in ["dense-ple", "dense-keqv"] {
+        let gemma = Fixture::open(name).load(&Device::flex(), DType::F32);
+        let prompts = prompts(&gemma, &[80, 200], 9);
+        let mut prefills = prefills(&gemma, &prompts);
+        let prompt = |shared: usize, length: usize| {
+            let other = u32::from(prompts[0][shared] == 0);
+            let rest = &prompts[1][..length - shared - 1];
+            [&prompts[0][..shared], &[other], rest].concat()
+        };
+        let all = PrefixCache::new(gemma.model(), 64 << 20, 512);
+        for (shared, length, expected) in [
+            (64, 65, true),
+            (63, 65, false),
+            (64, 256, true),
+            (64, 257, false),
+        ] {
+            let found = all.would_share(&prefills[0], &prompt(shared, length));
+            assert_eq!(found, expected, "{name}: {shared} of {length}");
+        }
+        read(&mut prefills);
+        let first = prefills.remove(0);
+        let mut kept = PrefixCache::new(gemma.model(), 64 << 20, 512);
+        assert!(kept.keep(first));
+        let bytes = kept.bytes();
+        let first = gemma.prefill(prompts[0].clone(), CacheKind::default());
+        let first = first.expect("the prompt fits");
+        for (most, expected) in [(bytes, true), (bytes - 1, false)] {
+            let cache = PrefixCache::new(gemma.model(), most, 512);
+            assert_eq!(
+                cache.would_share(&first, &prompt(64, 65)),
+                expected,
+                "{name}"
+            );
+        }
+    }
+}
+
 #[test]
 fn read_packed_refuses_prompts_that_cannot_be_packed() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);

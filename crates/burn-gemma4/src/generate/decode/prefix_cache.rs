@@ -19,6 +19,10 @@ const LEAST: usize = 16;
 /// between the reused prefix and the checkpoint. For fewer tokens, this saving would not be worth the cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
+/// A prompt waits for a shared prefix if at least one in this number of its tokens is in the prefix. A pass over several
+/// prompts takes about half the time of a pass for each (H200, 2026-11-30), so a short prefix saves less than the pass.
+const SHARE_TO_WAIT: usize = 4;
+
 /// The largest number of checkpoints of a prompt.
 const MOST_CHECKPOINTS: usize = 4;
 
@@ -135,13 +139,16 @@ impl PrefixCache {
         }
     }
 
-    /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled, because both
-    /// begin with at least 64 equal tokens. If the prompts were [read in one pass](Prefill::read_packed), nothing could
-    /// be reused. Both prompts run without an adapter.
+    /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled. Both then
+    /// begin with at least 64 equal tokens, which are at least a quarter of `tokens`, and the cache has room for the
+    /// earlier prompt. If the prompts were [read in one pass](Prefill::read_packed), nothing could be reused. Both
+    /// prompts run without an adapter.
     pub fn would_share(&self, prefill: &Prefill, tokens: &[u32]) -> bool {
         let pairs = prefill.tokens().iter().zip(tokens);
         let shared = pairs.take_while(|(one, other)| one == other).count();
-        shared >= LEAST_TO_CHECKPOINT && self.serves(prefill)
+        shared >= LEAST_TO_CHECKPOINT.max(tokens.len().div_ceil(SHARE_TO_WAIT))
+            && prefill.cache_bytes() <= self.most_bytes
+            && self.serves(prefill)
     }
 
     /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the least

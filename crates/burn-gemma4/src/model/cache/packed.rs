@@ -1,17 +1,16 @@
 //! The keys and values of packed prompts, and their copies to the buffers of KV caches.
 
-#[cfg(feature = "cube")]
-use super::buffers::capacity;
 use super::{
     Cache, Store,
-    buffers::{Buffers, write_ring},
+    buffers::{Buffers, capacity, write_ring},
     slots::Slots,
 };
+use crate::config::Gemma4Config;
 #[cfg(feature = "cube")]
 use crate::op::{in_place::packed::write_packed, serves};
-use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
-use burn::tensor::{DType, Device, Int, TensorData};
+use burn::tensor::{Device, Int, TensorData};
+use burn::tensor::{DType, Tensor};
 use std::ops::Range;
 
 /// The keys and values that one forward pass computed for several prompts.
@@ -68,6 +67,30 @@ impl Cache {
             return;
         }
         self.append(count, layers);
+    }
+
+    /// Returns the size on the device in bytes that an empty cache will have when [`fill_from_packed`] has filled it with
+    /// a prompt of `count` tokens, whose keys and values have the type `dtype`.
+    ///
+    /// [`fill_from_packed`]: Self::fill_from_packed
+    ///
+    /// # Panics
+    /// Panics if the cache does not store keys and values as the model computes them.
+    pub(crate) fn bytes_of_packed(
+        &self,
+        config: &Gemma4Config,
+        count: usize,
+        dtype: DType,
+    ) -> usize {
+        let elements = self.stores.iter().enumerate().map(|(layer, store)| {
+            let slots = match store {
+                Store::Ring(_) => self.ring_slots(),
+                Store::Growing(_) => capacity(count),
+                Store::Compact(..) => panic!("{SEPARATE}"),
+            };
+            2 * slots * config.key_value_heads(layer) * config.head_dim(layer)
+        });
+        elements.sum::<usize>() * dtype.size()
     }
 
     /// Copies packed prompts to rows of the buffers, in place, with one launch per layer. `rows` has the index and the
