@@ -160,20 +160,21 @@ impl PrefixCache {
         if !is_useful || !self.serves(&prefill) {
             return false;
         }
-        let mut new = prefill.into_prefilled();
-        let bytes = new.cache.bytes();
+        // Compute the size before `into_prefilled` copies the keys and values of a packed prompt.
+        let bytes = prefill.cache_bytes();
         if bytes > self.most_bytes {
             if !self.has_warned {
                 self.has_warned = true;
                 log::warn!(
                     "the prefix cache of {} MiB cannot hold a prompt of {} tokens, which takes {} MiB; increase its limit",
                     self.most_bytes >> 20,
-                    new.tokens.len(),
+                    prefill.tokens().len(),
                     bytes.div_ceil(1 << 20)
                 );
             }
             return false;
         }
+        let mut new = prefill.into_prefilled();
         // Replace the earlier prompts that the new prompt begins with, because the new prompt's cache also holds their
         // keys and values.
         let (replaced, others) = std::mem::take(&mut self.prompts)
