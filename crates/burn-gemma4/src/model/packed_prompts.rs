@@ -1,9 +1,8 @@
 //! The forward pass over several whole prompts at once. The rows of all prompts lie one after another, without padding,
 //! so that each product multiplies all rows together. A token sees only the tokens of its own prompt.
 
-use super::cache::key_values::{KeyValues, SharedKeyValues, Visible};
-use super::cache::packed::PackedKeyValues;
-use super::cache::slots::Slots;
+use super::cache::key_values::SharedKeyValues;
+use super::cache::packed::{PackedDestination, PackedIntervals, PackedKeyValues};
 #[cfg(feature = "cube")]
 use super::decode_ops::DecodeOps;
 use super::forward::Text;
@@ -11,76 +10,9 @@ use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps};
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
-use crate::config::LayerType;
 use crate::op::rope::Positions;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use std::ops::Range;
-
-/// The keys that the tokens of packed prompts see, as an interval of the packed rows for each token. All tensors are
-/// `[1, tokens]`.
-pub(crate) struct PackedIntervals {
-    /// The first key that each token sees in sliding layers.
-    sliding_start: Tensor<2, Int>,
-    /// The first key that each token sees in full-attention layers: the first token of its prompt.
-    full_start: Tensor<2, Int>,
-    /// The first key after those that each token sees: the key after its own.
-    end: Tensor<2, Int>,
-}
-
-/// The place for the keys and values of packed prompts.
-pub(crate) struct PackedDestination<'a> {
-    pub intervals: &'a PackedIntervals,
-    /// A list with the keys and values of each layer that computes its own, each `[1, kv_heads, tokens, head_dim]`.
-    pub layers: &'a mut Vec<[Tensor<4>; 2]>,
-}
-
-impl PackedIntervals {
-    /// Returns the intervals of the tokens with the indices `offsets` in the prompts, whose rows are `ranges`.
-    fn new<'a>(
-        ranges: &'a [Range<usize>],
-        offsets: impl Fn(&Range<usize>) -> Range<usize> + 'a,
-        window: usize,
-        device: &Device,
-    ) -> Self {
-        let tokens = || {
-            let of_prompt = |range: &'a Range<usize>| {
-                offsets(range).map(|offset| (range.start, range.start + offset + 1))
-            };
-            ranges.iter().flat_map(of_prompt)
-        };
-        let bounds = |bounds: Vec<i32>| {
-            let shape = [1, bounds.len()];
-            Tensor::from_data(TensorData::new(bounds, shape), (device, DType::I32))
-        };
-        let in_window = |(start, end): (usize, usize)| start.max(end.saturating_sub(window)) as i32;
-        Self {
-            sliding_start: bounds(tokens().map(in_window).collect()),
-            full_start: bounds(tokens().map(|(start, _)| start as i32).collect()),
-            end: bounds(tokens().map(|(_, end)| end as i32).collect()),
-        }
-    }
-
-    /// Returns the rules of a layer of type `kind`.
-    fn visible(&self, kind: LayerType) -> Visible {
-        let start = match kind {
-            LayerType::Sliding => &self.sliding_start,
-            LayerType::Full => &self.full_start,
-        };
-        Visible {
-            interval: Some([start.clone(), self.end.clone()]),
-            ..Visible::default()
-        }
-    }
-}
-
-impl PackedDestination<'_> {
-    /// Keeps the keys and values of a layer. Returns the keys and values that the layer's queries attend to.
-    pub fn extend(&mut self, kind: LayerType, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
-        self.layers.push([key.clone(), value.clone()]);
-        let visible = self.intervals.visible(kind);
-        KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
-    }
-}
 
 impl Gemma4Model {
     /// Returns the size of the keys and values of one packed token on the device in bytes. In contrast to a KV cache, a

@@ -5,6 +5,7 @@ use super::adapters::PassAdapters;
 #[cfg(feature = "cube")]
 use super::cache::history::Continuation;
 use super::cache::key_values::{KeyValues, Visible};
+use super::cache::packed::PackedDestination;
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
 use super::layer::experts::Mixture;
@@ -13,7 +14,6 @@ use super::layer::ops::LayerOps;
 use super::layer::ops::OwnColumns;
 use super::layer::{Attention, Linear, Mlp};
 use super::observe::{LayerSite, Observer, Site};
-use super::packed_prompts::PackedDestination;
 use crate::config::LayerType;
 #[cfg(feature = "cube")]
 use crate::op;

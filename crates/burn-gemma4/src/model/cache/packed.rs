@@ -1,16 +1,16 @@
-//! The keys and values of packed prompts, and their copies to the buffers of KV caches.
+//! The keys and values of packed prompts, the keys that each of their tokens sees, and copies to the buffers of KV
+//! caches.
 
 use super::{
     Cache, Store,
     buffers::{Buffers, capacity, write_ring},
+    key_values::{KeyValues, Visible},
     slots::Slots,
 };
-use crate::config::Gemma4Config;
+use crate::config::{Gemma4Config, LayerType};
 #[cfg(feature = "cube")]
 use crate::op::{in_place::packed::write_packed, serves};
-#[cfg(feature = "cube")]
-use burn::tensor::{Device, Int, TensorData};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::ops::Range;
 
 /// The keys and values that one forward pass computed for several prompts.
@@ -21,6 +21,72 @@ pub(crate) struct PackedKeyValues {
     pub layers: Vec<[Tensor<4>; 2]>,
     /// The tokens of each prompt.
     pub ranges: Vec<Range<usize>>,
+}
+
+/// The keys that the tokens of packed prompts see, as an interval of the packed rows for each token. All tensors are
+/// `[1, tokens]`.
+pub(crate) struct PackedIntervals {
+    /// The first key that each token sees in sliding layers.
+    sliding_start: Tensor<2, Int>,
+    /// The first key that each token sees in full-attention layers: the first token of its prompt.
+    full_start: Tensor<2, Int>,
+    /// The first key after those that each token sees: the key after its own.
+    end: Tensor<2, Int>,
+}
+
+/// The place for the keys and values of packed prompts.
+pub(crate) struct PackedDestination<'a> {
+    pub intervals: &'a PackedIntervals,
+    /// A list with the keys and values of each layer that computes its own, each `[1, kv_heads, tokens, head_dim]`.
+    pub layers: &'a mut Vec<[Tensor<4>; 2]>,
+}
+
+impl PackedIntervals {
+    /// Returns the intervals of the tokens with the indices `offsets` in the prompts, whose rows are `ranges`.
+    pub fn new<'a>(
+        ranges: &'a [Range<usize>],
+        offsets: impl Fn(&Range<usize>) -> Range<usize> + 'a,
+        window: usize,
+        device: &Device,
+    ) -> Self {
+        let tokens = || {
+            let of_prompt = |range: &'a Range<usize>| {
+                offsets(range).map(|offset| (range.start, range.start + offset + 1))
+            };
+            ranges.iter().flat_map(of_prompt)
+        };
+        let bounds = |bounds: Vec<i32>| {
+            let shape = [1, bounds.len()];
+            Tensor::from_data(TensorData::new(bounds, shape), (device, DType::I32))
+        };
+        let in_window = |(start, end): (usize, usize)| start.max(end.saturating_sub(window)) as i32;
+        Self {
+            sliding_start: bounds(tokens().map(in_window).collect()),
+            full_start: bounds(tokens().map(|(start, _)| start as i32).collect()),
+            end: bounds(tokens().map(|(_, end)| end as i32).collect()),
+        }
+    }
+
+    /// Returns the rules of a layer of type `kind`.
+    pub fn visible(&self, kind: LayerType) -> Visible {
+        let start = match kind {
+            LayerType::Sliding => &self.sliding_start,
+            LayerType::Full => &self.full_start,
+        };
+        Visible {
+            interval: Some([start.clone(), self.end.clone()]),
+            ..Visible::default()
+        }
+    }
+}
+
+impl PackedDestination<'_> {
+    /// Keeps the keys and values of a layer. Returns the keys and values that the layer's queries attend to.
+    pub fn extend(&mut self, kind: LayerType, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
+        self.layers.push([key.clone(), value.clone()]);
+        let visible = self.intervals.visible(kind);
+        KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
+    }
 }
 
 impl PackedKeyValues {
@@ -212,7 +278,6 @@ fn whole(buffers: &Buffers) -> [Tensor<4>; 2] {
 #[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use super::*;
-    use crate::config::{Gemma4Config, LayerType};
     use crate::model::Gemma4Model;
     use crate::model::cache::kind::CacheKind;
     use burn::tensor::DeviceKind;
