@@ -59,7 +59,7 @@ pub(crate) struct Visible {
     /// query sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
     /// The first key that each query sees, and the first key after those that the query sees, each `[batch, queries]`.
-    /// The intervals replace the causal mask and the window in calls with image blocks.
+    /// The intervals replace the causal mask and the window in calls with image blocks, and over packed prompts.
     pub interval: Option<[Tensor<2, Int>; 2]>,
 }
 

@@ -44,7 +44,7 @@ pub(super) struct Scheduler<'a> {
     /// The keys and values of earlier prompts.
     prefixes: PrefixCache,
     adapters: DeviceAdapters,
-    /// The largest number of prompt tokens in one call of the model.
+    /// The largest number of tokens in one call of the model over one prompt.
     chunk: usize,
     /// The largest number of tokens in one pass over several prompts.
     most_packed: usize,

@@ -22,9 +22,8 @@ impl Batch {
     /// Adds the sequences of several finished prefills in their order, and returns the sequences' indices. A prefill
     /// may occur several times, as in [`join`](Self::join).
     ///
-    /// The keys and values of prompts that were [read in one pass](Prefill::read_packed) are copied together. On a
-    /// device with decode kernels, one launch per layer copies all of them, if the buffers have a row for each
-    /// sequence.
+    /// While the batch has a captured graph and free buffer rows, one launch per layer copies the keys and values of
+    /// prompts that were [read in one pass](Prefill::read_packed). Otherwise each prompt is copied by itself.
     ///
     /// # Errors
     /// Passes on the errors of [`join`](Self::join). After an error no sequence has been added.
