@@ -69,7 +69,9 @@ impl Prefill {
     /// the result [has no token](crate::RowResult::has_token), call [`run_alone`](Self::run_alone) for all prefills, and
     /// run each prompt by `advance`.
     ///
-    /// Each prefill keeps the keys and values of all prompts on the device until it is dropped.
+    /// Each prefill keeps the keys and values of all prompts of the pass on the device until it is dropped. One prefill
+    /// that is kept therefore holds the memory of the whole pass. To keep a prompt for later ones, pass its prefill to
+    /// [`PrefixCache::keep`](crate::PrefixCache::keep), which copies the keys and values of this prompt only.
     ///
     /// The time and the memory of the pass grow with the sum of the prompts' lengths. The caller limits this sum, for
     /// example to [`most_packed_tokens`](Self::most_packed_tokens).
