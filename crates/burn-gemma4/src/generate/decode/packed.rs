@@ -7,7 +7,6 @@ use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
 use crate::model::cache::packed::PackedKeyValues;
-use burn::module::list_param_ids;
 use std::sync::Arc;
 
 /// The number of prompts from which one pass is faster than a CUDA graph for each prompt.
@@ -106,7 +105,6 @@ impl Prefill {
             return refuse("are none; expected at least 1".into());
         };
         let model = first.model().clone();
-        let parameters = list_param_ids(&model);
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
@@ -114,7 +112,7 @@ impl Prefill {
                      must run alone, or stores its keys and values in another format; read such a prompt by `advance`"
                 ));
             }
-            if index > 0 && list_param_ids(prefill.model()) != parameters {
+            if prefill.parameters() != first.parameters() {
                 return refuse(format!(
                     "belong to different models; expected that number {index} has the model of number 0"
                 ));

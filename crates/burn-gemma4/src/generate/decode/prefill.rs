@@ -15,6 +15,7 @@ use crate::model::cache::kind::CacheKind;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 use crate::vision::patches::Patches;
+use burn::module::{ParamId, list_param_ids};
 use burn::tensor::Tensor;
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,6 +50,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Prefill {
     model: Gemma4Model,
+    /// The ids of the model's parameters, by which prefills of one model are found.
+    parameters: Vec<ParamId>,
     cache: Cache,
     /// The keys and values of a prompt that was read in one pass with others, or `None`. The cache is then empty.
     packed: Option<PackedPrompt>,
@@ -113,6 +116,7 @@ impl Prefill {
         config.check_tokens(tokens.iter().map(|token| i64::from(*token)))?;
         Ok(Self {
             model: model.clone(),
+            parameters: list_param_ids(model),
             cache: model.cache_of(kind, vec![0])?,
             packed: None,
             is_alone: false,
@@ -211,6 +215,11 @@ impl Prefill {
 
     pub(super) fn model(&self) -> &Gemma4Model {
         &self.model
+    }
+
+    /// The ids of the model's parameters.
+    pub(super) fn parameters(&self) -> &[ParamId] {
+        &self.parameters
     }
 
     /// The adapter of the sequence, or `None` if the model runs without an adapter.

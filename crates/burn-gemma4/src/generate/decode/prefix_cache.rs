@@ -211,7 +211,7 @@ impl PrefixCache {
     /// graph.
     fn serves(&self, prefill: &Prefill) -> bool {
         let runs_whole = prefill.is_fastest_whole() && prefill.tokens().len() <= self.chunk;
-        self.most_bytes > 0 && !runs_whole && list_param_ids(prefill.model()) == self.model
+        self.most_bytes > 0 && !runs_whole && prefill.parameters() == self.model
     }
 
     fn count_bytes(&self) -> usize {
