@@ -3,6 +3,7 @@
 use super::Batch;
 use crate::error::Gemma4Error;
 use crate::generate::decode::prefill::Prefill;
+use crate::model::cache::Cache;
 use std::ops::Range;
 #[cfg(feature = "cube")]
 use std::sync::Arc;
@@ -23,7 +24,8 @@ impl Batch {
     /// may occur several times, as in [`join`](Self::join).
     ///
     /// While the batch has a captured graph and free buffer rows, one launch per layer copies the keys and values of
-    /// prompts that were [read in one pass](Prefill::read_packed). Otherwise each prompt is copied by itself.
+    /// prompts that were [read in one pass](Prefill::read_packed). Otherwise each prompt is copied by itself,
+    /// once for consecutive equal prefills.
     ///
     /// # Errors
     /// Passes on the errors of [`join`](Self::join). After an error no sequence has been added.
@@ -36,18 +38,26 @@ impl Batch {
         #[cfg(feature = "cube")]
         let sequences = sequences.min(self.most_rows);
         let expected = self.expected.max(sequences);
-        let mut rest = prefills;
-        while let Some((next, others)) = rest.split_first() {
+        // The KV cache of the last packed prompt that was copied by itself. Further answers to the prompt use it again.
+        let mut unpacked: Option<(&Prefill, Cache)> = None;
+        let mut joined = 0;
+        while let Some(next) = prefills.get(joined).copied() {
+            let is_next = |prefill: &Prefill| std::ptr::eq(prefill, next);
             #[cfg(feature = "cube")]
-            {
-                let copied = self.overwrite_packed(rest, expected);
+            if joined == 0 || !is_next(prefills[joined - 1]) {
+                let copied = self.overwrite_packed(&prefills[joined..], expected);
                 if copied > 0 {
-                    rest = &rest[copied..];
+                    joined += copied;
                     continue;
                 }
             }
-            self.join_one(next, expected);
-            rest = others;
+            unpacked = match unpacked.take() {
+                Some((prefill, cache)) if is_next(prefill) => Some((prefill, cache)),
+                _ => next.unpacked_cache().map(|cache| (next, cache)),
+            };
+            let cache = unpacked.as_ref().map_or(next.cache(), |(_, cache)| cache);
+            self.join_one(next, cache, expected);
+            joined += 1;
         }
         Ok(first..self.len())
     }
@@ -69,10 +79,9 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds the sequence of a finished prefill. If new buffers are needed, they get rows for `expected` sequences.
-    fn join_one(&mut self, prefill: &Prefill, expected: usize) {
-        let unpacked = prefill.unpacked_cache();
-        let cache = unpacked.as_ref().unwrap_or(prefill.cache());
+    /// Adds the sequence of a finished prefill, whose keys and values are in `cache`. If new buffers are needed, they get
+    /// rows for `expected` sequences.
+    fn join_one(&mut self, prefill: &Prefill, cache: &Cache, expected: usize) {
         let mut lengths = self.lengths();
         self.adapters.join(prefill.adapter(), &self.model.device());
         #[cfg(feature = "cube")]
