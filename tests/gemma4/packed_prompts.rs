@@ -432,8 +432,9 @@ fn most_packed_tokens_keep_512_mib() {
     let elements = (0..config.num_layers())
         .map(|layer| 2 * config.key_value_heads(layer) * config.head_dim(layer));
     let bytes = 4 * elements.sum::<usize>();
-    let most = Prefill::most_packed_tokens(gemma.model());
+    let most = Prefill::most_packed_tokens(gemma.model(), usize::MAX);
     assert!(most * bytes <= 512 << 20 && (most + 1) * bytes > 512 << 20);
+    assert_eq!(Prefill::most_packed_tokens(gemma.model(), 256), 256);
 }
 
 /// Prompts without graphs are faster in one pass, and one prompt is not.

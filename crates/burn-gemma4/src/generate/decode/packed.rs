@@ -7,6 +7,7 @@ use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
 use crate::model::cache::packed::PackedKeyValues;
+use crate::op::is_hopper;
 use std::sync::Arc;
 
 /// The number of prompts from which one pass is faster than a CUDA graph for each prompt.
@@ -56,9 +57,17 @@ impl Prefill {
     }
 
     /// Returns the largest number of tokens that one pass over packed prompts should have. The keys and values of the
-    /// pass then need at most 512 MiB on the device, in addition to the KV cache of the batch.
-    pub fn most_packed_tokens(model: &Gemma4Model) -> usize {
-        MOST_PACKED_BYTES / model.bytes_of_packed_token().max(1)
+    /// pass then need at most 512 MiB on the device, in addition to the KV cache of the batch. `chunk` is the largest
+    /// number of tokens that the caller passes to [`advance`](Self::advance).
+    ///
+    /// The pass also needs memory for activations, in proportion to its tokens. Longer passes than `chunk` were measured
+    /// on Hopper cards only, so other devices get at most `chunk` tokens, whose activations the caller expects anyway.
+    pub fn most_packed_tokens(model: &Gemma4Model, chunk: usize) -> usize {
+        let most = MOST_PACKED_BYTES / model.bytes_of_packed_token().max(1);
+        match is_hopper(&model.device()) {
+            true => most,
+            false => most.min(chunk),
+        }
     }
 
     /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last

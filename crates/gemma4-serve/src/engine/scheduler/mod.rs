@@ -80,7 +80,7 @@ impl<'a> Scheduler<'a> {
             prefixes: PrefixCache::new(gemma.model(), options.prefix_cache_bytes, chunk),
             adapters: DeviceAdapters::default(),
             chunk,
-            most_packed: Prefill::most_packed_tokens(gemma.model()),
+            most_packed: Prefill::most_packed_tokens(gemma.model(), chunk),
             gemma,
             options,
             shared,
