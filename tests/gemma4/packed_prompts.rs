@@ -303,8 +303,8 @@ fn resume_ignores_a_packed_prompt() {
     assert!(prefixes.keep(packed));
 }
 
-/// The per-layer embedding of one token is NaN. A pass with this token has a row without a token. Afterwards each prompt
-/// runs alone, and only the prompt with this token has no token.
+/// The per-layer embedding of one token is NaN. A pass over it has a row without a token. Afterwards each prompt runs
+/// alone, and only the prompt with this embedding has no token.
 #[test]
 fn run_alone_after_a_pass_with_nan_gives_the_logits_of_prompts_alone() {
     let table = "model.embed_tokens_per_layer.weight";

@@ -38,9 +38,8 @@ impl PackedPrompt {
 
 impl Prefill {
     /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
-    /// have begun, continue from another prompt, have images or an adapter, or stop within the prompt to store a
-    /// state. It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model computes
-    /// them.
+    /// have begun, continue from another prompt, have images or an adapter, or stop within the prompt to store a state.
+    /// It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model computes them.
     pub fn can_pack(&self) -> bool {
         self.is_new()
             && self.adapter().is_none()
@@ -60,8 +59,8 @@ impl Prefill {
     /// pass then need at most 512 MiB on the device, in addition to the KV cache of the batch. `chunk` is the largest
     /// number of tokens that the caller passes to [`advance`](Self::advance).
     ///
-    /// The pass also needs memory for activations, in proportion to its tokens. Longer passes than `chunk` were measured
-    /// on Hopper cards only, so other devices get at most `chunk` tokens, whose activations the caller expects anyway.
+    /// The pass also needs memory for activations, in proportion to its tokens. Longer passes than `chunk` were
+    /// measured on Hopper cards only. Other devices therefore get at most `chunk` tokens, as in `advance`.
     pub fn most_packed_tokens(model: &Gemma4Model, chunk: usize) -> usize {
         let most = MOST_PACKED_BYTES / model.bytes_of_packed_token().max(1);
         match is_hopper(&model.device()) {
@@ -74,8 +73,8 @@ impl Prefill {
     /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
     ///
     /// If a prompt's keys or values are NaN or infinite, the logits of the other prompts may be NaN, too. If a row of
-    /// the result [has no token](crate::RowResult::has_token), call [`run_alone`](Self::run_alone) for all prefills, and
-    /// run each prompt by `advance`.
+    /// the result [has no token](crate::RowResult::has_token), call [`run_alone`](Self::run_alone) for all prefills,
+    /// and run each prompt by `advance`.
     ///
     /// Each prefill keeps the keys and values of all prompts of the pass on the device until it is dropped. One prefill
     /// that is kept therefore holds the memory of the whole pass. To keep a prompt for later ones, pass its prefill to

@@ -272,10 +272,10 @@ impl Prefill {
     /// The size on the device in bytes that the prompt's KV cache will have when the whole prompt has been read. If
     /// [`advance`](Self::advance) reads it, the size is known at the end.
     pub(super) fn cache_bytes(&self) -> usize {
-        let (model, count) = (&self.model, self.tokens.len());
-        match self.cache.is_empty() && self.cache.kind().is_plain() {
-            true => (self.cache).bytes_of_packed(model.config(), count, model.dtype()),
-            false => self.cache.bytes(),
+        let (model, cache, count) = (&self.model, &self.cache, self.tokens.len());
+        match cache.is_empty() && cache.kind().is_plain() {
+            true => cache.bytes_of_packed(model.config(), count, model.dtype()),
+            false => cache.bytes(),
         }
     }
 

@@ -19,8 +19,8 @@ const LEAST: usize = 16;
 /// between the reused prefix and the checkpoint. For fewer tokens, this saving would not be worth the cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
-/// A prompt waits for a shared prefix if at least one in this number of its tokens is in the prefix. A pass over several
-/// prompts takes about half the time of a pass for each (H200, 2026-11-30), so a short prefix saves less than the pass.
+/// A prompt waits for a shared prefix if at least one in this number of its tokens is in the prefix. A pass over
+/// several prompts takes about half the time of a pass for each (H200, 2026-11-30). A short prefix saves less.
 const SHARE_TO_WAIT: usize = 4;
 
 /// The largest number of checkpoints of a prompt.
@@ -98,11 +98,10 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill continue from a copy of an earlier prompt's keys and values. Ignores prefills that have begun, and
-    /// prompts that were [read in one pass](Prefill::read_packed). An earlier
-    /// prompt's usable prefix ends at the last shared token from which its cache or one of its checkpoints can
-    /// continue. Selects the earlier prompt with the longest usable prefix, and copies nothing if this prefix has fewer
-    /// than 16 tokens.
+    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. Ignores prefills
+    /// that have begun, also by [`Prefill::read_packed`]. An earlier prompt's usable prefix ends at the last shared
+    /// token from which its cache or one of its checkpoints can continue. Selects the earlier prompt with the longest
+    /// usable prefix, and copies nothing if this prefix has fewer than 16 tokens.
     ///
     /// The prompt may share a longer prefix with one of the earlier prompts. If the longest shared prefix is much
     /// longer than the usable prefix, the prefill will take a checkpoint at the end of the longest shared prefix.

@@ -135,10 +135,8 @@ impl Cache {
         self.append(count, layers);
     }
 
-    /// Returns the size on the device in bytes that an empty cache will have when [`fill_from_packed`] has filled it with
-    /// a prompt of `count` tokens, whose keys and values have the type `dtype`.
-    ///
-    /// [`fill_from_packed`]: Self::fill_from_packed
+    /// Returns the size on the device in bytes of this empty cache after
+    /// [`fill_from_packed`](Self::fill_from_packed) of a prompt of `count` tokens in `dtype`.
     ///
     /// # Panics
     /// Panics if the cache does not store keys and values as the model computes them.

@@ -79,8 +79,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Adds the sequence of a finished prefill, whose keys and values are in `cache`. If new buffers are needed, they get
-    /// rows for `expected` sequences.
+    /// Adds the sequence of a finished prefill, whose keys and values are in `cache`. If new buffers are needed, they
+    /// get rows for `expected` sequences.
     fn join_one(&mut self, prefill: &Prefill, cache: &Cache, expected: usize) {
         let mut lengths = self.lengths();
         self.adapters.join(prefill.adapter(), &self.model.device());
