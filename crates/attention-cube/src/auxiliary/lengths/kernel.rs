@@ -368,7 +368,7 @@ pub(crate) fn order_blocks(
     while other < blocks {
         let at = (bounds + size * (first + other)) as usize;
         let others = digits(packed[at + 3], packed[at + 4]);
-        let precedes = others & !own > own || other > block && !(own & !others > others);
+        let precedes = others & !own > own || other > block && own & !others <= others;
         before += i32::cast_from(precedes);
         other += units;
     }
