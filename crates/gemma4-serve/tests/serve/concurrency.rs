@@ -272,11 +272,12 @@ async fn nan_in_one_of_the_waiting_prompts_fails_only_that_prompt() {
     for round in 0..2 {
         let submit = |prompt: &Vec<u32>| {
             let request = gemma4_serve::engine::Request {
-                prompt: prompt.clone(),
+                prompt: prompt.clone().into(),
                 choices: 1,
                 options: options.clone(),
                 constraint: None,
                 adapter: None,
+                image_memory: None,
             };
             engine.submit(request).expect("the queue is not full")
         };
