@@ -77,7 +77,7 @@ const CRATES: &[Crate] = &[
     Crate {
         folder: "crates/burn-gemma4/src",
         layers: &[
-            &["cancellation", "error", "escaped", "json"],
+            &["cancellation", "error", "escaped", "json", "media_file"],
             &["quant", "vision"],
             &["config"],
             &["text"],

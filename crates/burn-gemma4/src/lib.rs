@@ -12,6 +12,7 @@ mod escaped;
 mod gemma;
 mod generate;
 mod json;
+mod media_file;
 mod model;
 mod op;
 mod quant;

@@ -4,14 +4,15 @@ use super::decode::{decode, header};
 use super::patches::ImageProcessor;
 use super::prepared::PreparedImage;
 use crate::error::Gemma4Error;
+use crate::media_file;
 use std::sync::{Arc, OnceLock};
-use std::{fmt, fs::File, io::Read, path::Path};
+use std::{fmt, path::Path};
 
 /// The numbers of soft tokens to which an image may be limited, as in Hugging Face Transformers.
 pub(crate) const SOFT_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
 
-/// The largest size of an image file in bytes.
-const MOST_BYTES: u64 = 64 << 20;
+/// The noun of an image file in messages.
+const MEDIUM: &str = "an image";
 
 /// The largest number of pixels of an image. An image of this size takes 192 MiB in memory.
 pub(super) const MOST_PIXELS: usize = 1 << 26;
@@ -75,24 +76,7 @@ impl Image {
     /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] in the cases in which
     /// [`from_bytes`](Self::from_bytes) fails.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let path = path.as_ref();
-        let io = |source| Gemma4Error::Io {
-            path: path.into(),
-            source,
-        };
-        let malformed = |reason| Gemma4Error::Malformed {
-            path: path.into(),
-            reason,
-        };
-        // Check the size before the file is read into memory. A device or a pipe has no size, and may have no end.
-        let file = File::open(path).map_err(io)?;
-        check_size(file.metadata().map_err(io)?.len()).map_err(malformed)?;
-        let mut bytes = Vec::new();
-        file.take(MOST_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .map_err(io)?;
-        check_size(bytes.len() as u64).map_err(malformed)?;
-        Ok(Self::of(decode(&bytes).map_err(malformed)?))
+        media_file::open(path.as_ref(), MEDIUM, decode).map(Self::of)
     }
 
     /// Decodes the contents of a PNG, JPEG or WebP file, as [`open`](Self::open) does.
@@ -102,7 +86,7 @@ impl Image {
     /// error for more than 64 MiB, more than 67,108,864 pixels, or a side of more than 65,535 pixels.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         let argument = "image";
-        let pixels = check_size(bytes.len() as u64)
+        let pixels = media_file::check_size(bytes.len() as u64, MEDIUM)
             .and_then(|()| decode(bytes))
             .map_err(|reason| Gemma4Error::Argument { argument, reason })?;
         Ok(Self::of(pixels))
@@ -116,7 +100,7 @@ impl Image {
     /// the same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
     pub fn header(bytes: &[u8]) -> Result<ImageHeader, Gemma4Error> {
         let argument = "image";
-        check_size(bytes.len() as u64)
+        media_file::check_size(bytes.len() as u64, MEDIUM)
             .and_then(|()| header(bytes))
             .map_err(|reason| Gemma4Error::Argument { argument, reason })
     }
@@ -231,15 +215,6 @@ impl fmt::Debug for Image {
             .field("height", &self.height())
             .field("max_soft_tokens", &self.max_soft_tokens)
             .finish_non_exhaustive()
-    }
-}
-
-fn check_size(bytes: u64) -> Result<(), String> {
-    match bytes > MOST_BYTES {
-        true => Err(format!(
-            "has {bytes} bytes; expected at most {MOST_BYTES} for an image"
-        )),
-        false => Ok(()),
     }
 }
 
