@@ -3,6 +3,7 @@
 pub(crate) mod drafter;
 pub(crate) mod generation;
 mod json;
+mod multimodal;
 pub(crate) mod placeholders;
 mod presets;
 pub(crate) mod quantization;

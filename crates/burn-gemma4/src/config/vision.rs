@@ -1,20 +1,15 @@
 //! The configuration of a multimodal model's vision: `vision_config` in `config.json`.
 
 use super::Gemma4Config;
+use super::multimodal::{UNIFIED, check_layers, check_sizes, check_tokens, epsilon, refuse};
 use super::validate::LARGEST_TENSOR;
 use crate::error::Gemma4Error;
 use crate::json;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The values of `model_type` of models without a vision tower, such as 12B.
-const UNIFIED: &str = "gemma4_unified";
-
-/// The largest value of any size in `vision_config`.
-const LARGEST_SIZE: usize = 1 << 20;
-
-/// The largest number of layers of a vision tower. The largest published tower has 27.
-const MOST_LAYERS: usize = 256;
+/// The name of the configuration in `config.json`.
+const FIELD: &str = "vision_config";
 
 /// How a model sees images.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,10 +109,6 @@ struct Rope {
     rope_theta: Option<f64>,
 }
 
-fn refuse<T>(reason: String) -> Result<T, Gemma4Error> {
-    Err(Gemma4Error::Config(reason))
-}
-
 impl VisionConfig {
     /// Reads the vision's configuration from the text of a `config.json`. `text` is the configuration of the text model.
     /// A missing field has the default value of Hugging Face Transformers. Returns `None` if the model has no vision.
@@ -129,8 +120,7 @@ impl VisionConfig {
         let Some(vision) = file.vision_config.as_ref().filter(|value| !value.is_null()) else {
             return Ok(None);
         };
-        let fields: Fields =
-            json::from_field("vision_config", vision).map_err(Gemma4Error::Config)?;
+        let fields: Fields = json::from_field(FIELD, vision).map_err(Gemma4Error::Config)?;
         let is_unified = file.model_type.as_deref() == Some(UNIFIED);
         let config = Self {
             patch_size: fields.patch_size.unwrap_or(16),
@@ -154,17 +144,12 @@ impl VisionConfig {
             ("boi_token_id", self.begin_token),
             ("eoi_token_id", self.end_token),
         ];
-        if let Some((name, token)) = tokens
-            .iter()
-            .find(|(_, token)| *token as usize >= text.vocab_size)
-        {
-            return refuse(format!(
-                "{name} is {token}, which is outside the vocabulary: vocab_size is {}",
-                text.vocab_size
-            ));
-        }
+        check_tokens(&tokens, text)?;
         let (patch, pooling) = (self.patch_size, self.pooling_kernel_size);
-        sizes(&[("patch_size", patch), ("pooling_kernel_size", pooling)])?;
+        check_sizes(
+            FIELD,
+            &[("patch_size", patch), ("pooling_kernel_size", pooling)],
+        )?;
         if patch * pooling > 1024 {
             return refuse(format!(
                 "vision_config: patch_size {patch} and pooling_kernel_size {pooling} give squares of more than 1024 pixels"
@@ -187,29 +172,6 @@ fn is_bidirectional(file: &File, is_unified: bool) -> bool {
         Some(value) => value == "vision",
         // The default of Transformers' configuration class for unified models is "vision", and for others null.
         None => is_unified,
-    }
-}
-
-/// Refuses sizes of 0, and sizes that no model has.
-fn sizes(sizes: &[(&str, usize)]) -> Result<(), Gemma4Error> {
-    match sizes
-        .iter()
-        .find(|(_, size)| !(1..=LARGEST_SIZE).contains(size))
-    {
-        Some((name, size)) => refuse(format!(
-            "vision_config.{name} is {size}, which is not a number from 1 to {LARGEST_SIZE}"
-        )),
-        None => Ok(()),
-    }
-}
-
-fn epsilon(value: Option<f64>) -> Result<f64, Gemma4Error> {
-    let epsilon = value.unwrap_or(1e-6);
-    match (epsilon as f32).is_normal() && epsilon > 0.0 {
-        true => Ok(epsilon),
-        false => refuse(format!(
-            "vision_config.rms_norm_eps is {epsilon}, which is not a positive number in f32"
-        )),
     }
 }
 
@@ -250,7 +212,7 @@ impl Fields {
             num_attention_heads: heads,
             num_key_value_heads: self.num_key_value_heads.unwrap_or(12),
             head_dim: self.head_dim.unwrap_or(64),
-            rms_norm_eps: epsilon(self.rms_norm_eps)?,
+            rms_norm_eps: epsilon(FIELD, self.rms_norm_eps)?,
             rope_theta,
             position_embedding_size: self.position_embedding_size.unwrap_or(10 * 1024),
             use_clipped_linears: self.use_clipped_linears.unwrap_or(false),
@@ -264,13 +226,16 @@ impl Fields {
         let projection = ProjectionConfig {
             mm_embed_dim: self.mm_embed_dim.unwrap_or(3840),
             mm_posemb_size: self.mm_posemb_size.unwrap_or(1120),
-            rms_norm_eps: epsilon(self.rms_norm_eps)?,
+            rms_norm_eps: epsilon(FIELD, self.rms_norm_eps)?,
         };
         let columns = projection.mm_embed_dim;
-        sizes(&[
-            ("mm_embed_dim", columns),
-            ("mm_posemb_size", projection.mm_posemb_size),
-        ])?;
+        check_sizes(
+            FIELD,
+            &[
+                ("mm_embed_dim", columns),
+                ("mm_posemb_size", projection.mm_posemb_size),
+            ],
+        )?;
         match self.output_proj_dims {
             Some(dims) if dims != columns => refuse(format!(
                 "vision_config.output_proj_dims is {dims}; expected mm_embed_dim, {columns}"
@@ -283,20 +248,18 @@ impl Fields {
 impl TowerConfig {
     fn validate(&self) -> Result<(), Gemma4Error> {
         let (heads, head_dim) = (self.num_attention_heads, self.head_dim);
-        sizes(&[
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_attention_heads", heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("head_dim", head_dim),
-            ("position_embedding_size", self.position_embedding_size),
-        ])?;
-        if !(1..=MOST_LAYERS).contains(&self.num_hidden_layers) {
-            return refuse(format!(
-                "vision_config.num_hidden_layers is {}, which is not a number from 1 to {MOST_LAYERS}",
-                self.num_hidden_layers
-            ));
-        }
+        check_sizes(
+            FIELD,
+            &[
+                ("hidden_size", self.hidden_size),
+                ("intermediate_size", self.intermediate_size),
+                ("num_attention_heads", heads),
+                ("num_key_value_heads", self.num_key_value_heads),
+                ("head_dim", head_dim),
+                ("position_embedding_size", self.position_embedding_size),
+            ],
+        )?;
+        check_layers(FIELD, self.num_hidden_layers)?;
         if !head_dim.is_multiple_of(4) || head_dim > attention_cube::MAX_HEAD_DIM {
             return refuse(format!(
                 "vision_config.head_dim is {head_dim}, which is not a multiple of 4 up to {}",
