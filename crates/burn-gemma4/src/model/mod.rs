@@ -12,6 +12,7 @@ pub(crate) mod forward;
 pub(crate) mod host_table;
 pub mod layer;
 mod logits;
+pub(crate) mod multimodal;
 pub mod observe;
 pub(crate) mod packed_prompts;
 pub(crate) mod per_layer;

@@ -1,18 +1,14 @@
 //! The vision of a multimodal model: from patches to soft tokens, which stand in the place of token embeddings.
 
-mod clipped;
-mod layer_norm;
 mod projection;
 mod rotation;
 mod tower;
 
-pub(crate) use clipped::Clip;
 pub(crate) use tower::TowerPass;
 
-use super::layer::Linear;
+use super::multimodal::{Clip, TextProjection};
 use crate::config::vision::{ProjectionConfig, TowerConfig, VisionConfig};
 use crate::error::Gemma4Error;
-use crate::op::norm::normalize;
 use crate::vision::patches::Patches;
 use burn::{
     module::Module,
@@ -20,9 +16,6 @@ use burn::{
 };
 use projection::PatchProjection;
 use tower::VisionTower;
-
-/// The standard deviation of weights before a checkpoint replaces them.
-const DEVIATION: f64 = 0.02;
 
 /// A part of a model that computes soft tokens from the patches of an image. The path of each parameter is the name of
 /// its tensor in a checkpoint, without the prefix `model.`.
@@ -52,14 +45,6 @@ pub(crate) struct TowerVision {
 pub(crate) struct ProjectedVision {
     vision_embedder: PatchProjection,
     embed_vision: TextProjection,
-}
-
-/// A norm without a weight, and a projection to the hidden size of the text model.
-#[derive(Module, Debug)]
-struct TextProjection {
-    embedding_projection: Linear,
-    #[module(skip)]
-    epsilon: f64,
 }
 
 impl TowerVision {
@@ -121,22 +106,6 @@ impl Vision for ProjectedVision {
 
     fn advance(&self, pass: &mut Tensor<2>, _layers: usize) -> Option<Tensor<2>> {
         Some(self.embed_vision.forward(pass.clone()))
-    }
-}
-
-impl TextProjection {
-    fn new(columns: usize, hidden: usize, epsilon: f64, device: &Device) -> Self {
-        Self {
-            embedding_projection: Linear::new(columns, hidden, DEVIATION, device),
-            epsilon,
-        }
-    }
-
-    /// Projects `[soft tokens, columns]` to `[soft tokens, hidden]`. The result has the dtype of the weights.
-    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
-        let normed = normalize(input, self.epsilon);
-        let dtype = self.embedding_projection.weight.dtype();
-        self.embedding_projection.rows(normed.cast(dtype))
     }
 }
 

@@ -1,15 +1,18 @@
 //! The projection of squares of pixels, in models without a vision tower.
 
-use super::layer_norm::LayerNorm;
-use super::{DEVIATION, Grid};
+use super::Grid;
 use crate::config::vision::{ProjectionConfig, VisionConfig};
 use crate::error::Gemma4Error;
-use crate::model::layer::{Linear, Weight, constant, random};
+use crate::model::layer::random;
+use crate::model::multimodal::{BiasedLinear, DEVIATION, LayerNorm};
 use crate::vision::patches::Patches;
 use burn::{
     module::{Module, Param},
     tensor::{Device, Tensor, TensorData},
 };
+
+/// The epsilon of PyTorch's layer norm, which these models keep.
+const EPSILON: f64 = 1e-5;
 
 /// Projects each square of patches to one vector and adds the embedding of its place.
 #[derive(Module, Debug)]
@@ -25,27 +28,18 @@ pub(super) struct PatchProjection {
     side: usize,
 }
 
-/// A linear layer with a bias.
-#[derive(Module, Debug)]
-struct BiasedLinear {
-    weight: Weight,
-    bias: Param<Tensor<1>>,
-}
-
 impl PatchProjection {
     pub fn new(config: &VisionConfig, projection: &ProjectionConfig, device: &Device) -> Self {
         let side = config.pooling_kernel_size;
         let pixels = (config.patch_size * side).pow(2) * 3;
         let columns = projection.mm_embed_dim;
+        let norm = |columns| LayerNorm::new(columns, true, EPSILON, device);
         Self {
-            patch_ln1: LayerNorm::new(pixels, device),
-            patch_dense: BiasedLinear {
-                weight: Linear::new(pixels, columns, DEVIATION, device).weight,
-                bias: constant(0.0, [columns], device),
-            },
-            patch_ln2: LayerNorm::new(columns, device),
+            patch_ln1: norm(pixels),
+            patch_dense: BiasedLinear::new(pixels, columns, device),
+            patch_ln2: norm(columns),
             pos_embedding: random([projection.mm_posemb_size, 2, columns], DEVIATION, device),
-            pos_norm: LayerNorm::new(columns, device),
+            pos_norm: norm(columns),
             side,
         }
     }
@@ -67,13 +61,5 @@ impl PatchProjection {
         });
         let placed = self.patch_ln2.forward(dense) + grid.embeddings(tables);
         Ok(self.pos_norm.forward(placed))
-    }
-}
-
-impl BiasedLinear {
-    /// Projects `[rows, columns in]` to `[rows, columns out]`.
-    fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        let product = crate::op::linear::rows(input, self.weight.matrix());
-        product + self.bias.val().unsqueeze::<2>()
     }
 }

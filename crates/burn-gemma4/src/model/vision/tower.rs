@@ -1,11 +1,11 @@
 //! The vision tower: a transformer over the patches of an image, and the pooling of its output.
 
-use super::clipped::{Clip, ClippedLinear};
+use super::Grid;
 use super::rotation::AxialRotation;
-use super::{DEVIATION, Grid};
 use crate::config::vision::{TowerConfig, VisionConfig};
 use crate::error::Gemma4Error;
 use crate::model::layer::{Linear, RmsNorm, constant, random};
+use crate::model::multimodal::{Clip, ClippedLinear, DEVIATION};
 use crate::op::geglu::gated;
 use crate::op::norm::normalize;
 use crate::vision::patches::Patches;

@@ -26,7 +26,7 @@ impl Clip {
 
 /// A linear layer, with bounds in the towers of some models.
 #[derive(Module, Debug)]
-pub(super) struct ClippedLinear {
+pub(in crate::model) struct ClippedLinear {
     linear: Linear,
     #[module(skip)]
     clip: Option<Clip>,
