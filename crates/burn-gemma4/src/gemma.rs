@@ -168,7 +168,7 @@ impl Gemma4 {
             None => GenerationDefaults::default(),
         };
         let model = Gemma4Model::load_weights(folder, &config, device, options)?;
-        let vision = match LazyVision::open(folder, &config, model.dtype(), device) {
+        let vision = match LazyVision::open(folder, &json, &config, model.dtype(), device) {
             Ok(vision) => vision.ok_or_else(|| "the checkpoint has no vision".to_owned()),
             // A model whose vision cannot run still answers texts.
             Err(error) => Err(error.to_string()),

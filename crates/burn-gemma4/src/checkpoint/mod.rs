@@ -16,6 +16,7 @@ mod placement;
 mod quantize;
 mod save;
 mod source;
+mod tower;
 pub(crate) mod vision;
 
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};

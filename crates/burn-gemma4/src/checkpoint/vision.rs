@@ -1,37 +1,20 @@
 //! Loads the vision of a multimodal checkpoint, when the first image of a prompt needs it.
 
 use super::files::TensorFiles;
-use super::loader::{Expected, check, load_module};
 use super::names::is_of_vision;
-use super::options::LoadOptions;
-use super::source::{Source, WeightSource, burn_dtype};
+use super::tower::{TowerWeights, description};
 use crate::config::Gemma4Config;
-use crate::config::unknown_files::missing;
 use crate::config::vision::{EncoderConfig, VisionConfig};
-use crate::error::{Gemma4Error, TensorProblem, existing, read};
-use crate::json;
-use crate::model::multimodal::Clip;
+use crate::error::Gemma4Error;
 use crate::model::vision::{ProjectedVision, TowerPass, TowerVision, Vision};
 use crate::vision::image::Image;
 use crate::vision::patches::{ImageProcessor, Patches};
 use crate::vision::prepared::PreparedImage;
-use burn::{
-    module::Module,
-    tensor::{DType, Device, Tensor},
-};
-use serde_json::Value;
+use burn::tensor::{DType, Device, Tensor};
 use std::{
-    collections::BTreeSet,
-    fs,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
-
-/// The prefix of the vision's tensors in a checkpoint, before the path of a parameter.
-const PREFIX: &str = "model.";
-
-/// The names of a linear layer's bounds, in the order of [`Clip`]'s fields.
-const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"];
 
 /// The vision of a checkpoint in a folder. The weights are loaded when the first image needs them. Clones share the
 /// weights.
@@ -98,24 +81,23 @@ enum LoadedVision {
 }
 
 impl LazyVision {
-    /// Reads the configuration of a folder's vision and checks the vision's tensors. The model computes in `dtype` on
-    /// `device`. Returns `None` if the checkpoint has no vision.
+    /// Reads the configuration of a folder's vision and checks the vision's tensors. `json` is the text of the folder's
+    /// `config.json`. The model computes in `dtype` on `device`. Returns `None` if the checkpoint has no vision.
     ///
     /// # Errors
     /// Returns an error if this crate cannot run the vision. Text prompts do not need the vision.
     pub fn open(
         folder: &Path,
+        json: &str,
         text: &Gemma4Config,
         dtype: DType,
         device: &Device,
     ) -> Result<Option<Self>, Gemma4Error> {
-        let path = folder.join("config.json");
-        let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
         let files = TensorFiles::open(folder)?;
         if !files.names().any(is_of_vision) {
             return Ok(None);
         }
-        let Some(config) = VisionConfig::from_json(&json, text)? else {
+        let Some(config) = VisionConfig::from_json(json, text)? else {
             return Ok(None);
         };
         let shared = Shared {
@@ -226,55 +208,37 @@ impl Shared {
 
     /// Checks the names, shapes and dtypes of the vision's tensors, without loading them.
     fn check(&self, files: TensorFiles) -> Result<(), Gemma4Error> {
-        let mut expected = Expected::default();
         let mut module = self.module();
+        let weights = module.weights(&self.folder, files);
         match &module {
-            LoadedVision::Tower(vision) => vision.visit(&mut expected),
-            LoadedVision::Projected(vision) => vision.visit(&mut expected),
+            LoadedVision::Tower(vision) => weights.check(&**vision, &self.text),
+            LoadedVision::Projected(vision) => weights.check(&**vision, &self.text),
         }
-        let weights = module.weights(files);
-        weights.clips(&self.folder)?;
-        check(&self.folder, &weights, &self.text, &expected)?;
-        Ok(())
     }
 
     fn load(&self) -> Result<LoadedVision, Gemma4Error> {
         let files = TensorFiles::open(&self.folder)?;
         let mut module = self.module();
-        let weights = module.weights(files);
+        let weights = module.weights(&self.folder, files);
+        let (text, dtype, device) = (&self.text, self.dtype, &self.device);
         Ok(match module {
             LoadedVision::Tower(vision) => {
-                let mut vision = self.loaded(*vision, &weights)?;
-                let clips = weights.clips(&self.folder)?;
-                for ((_, clip), found) in vision.clips_mut().into_iter().zip(clips) {
+                let mut vision = weights.load(*vision, text, dtype, device)?;
+                for ((_, clip), found) in vision.clips_mut().into_iter().zip(weights.clips()?) {
                     *clip = found;
                 }
                 LoadedVision::Tower(Box::new(vision))
             }
             LoadedVision::Projected(vision) => {
-                LoadedVision::Projected(Box::new(self.loaded(*vision, &weights)?))
+                LoadedVision::Projected(Box::new(weights.load(*vision, text, dtype, device)?))
             }
         })
-    }
-
-    fn loaded<M: Module>(&self, module: M, weights: &Weights) -> Result<M, Gemma4Error> {
-        let options = LoadOptions::new().dtype(self.dtype);
-        let nothing = |_: &mut super::loader::Loader<'_, '_>, _: &mut M| Ok(());
-        load_module(
-            &self.folder,
-            weights,
-            &self.text,
-            module,
-            &self.device,
-            options,
-            nothing,
-        )
     }
 }
 
 impl LoadedVision {
     /// Returns the source of this module's weights.
-    fn weights(&mut self, files: TensorFiles) -> Weights {
+    fn weights<'a>(&mut self, folder: &'a Path, files: TensorFiles) -> TowerWeights<'a> {
         let clipped = match self {
             Self::Tower(vision) => {
                 let clips = vision.clips_mut().into_iter();
@@ -282,133 +246,22 @@ impl LoadedVision {
             }
             Self::Projected(_) => Vec::new(),
         };
-        Weights { files, clipped }
-    }
-}
-
-/// The vision's tensors in a folder's files.
-struct Weights {
-    files: TensorFiles,
-    /// The paths of the linear layers that have bounds.
-    clipped: Vec<String>,
-}
-
-impl Weights {
-    /// Returns the bounds of each layer in `clipped`.
-    fn clips(&self, folder: &Path) -> Result<Vec<Clip>, Gemma4Error> {
-        let clips = self.clipped.iter().map(|path| {
-            let mut bounds = [0.0; 4];
-            for (bound, name) in bounds.iter_mut().zip(BOUNDS) {
-                *bound = self.bound(&format!("{path}.{name}"))?;
-            }
-            let [input_min, input_max, output_min, output_max] = bounds;
-            for (end, [smallest, largest]) in [
-                ("input", [input_min, input_max]),
-                ("output", [output_min, output_max]),
-            ] {
-                if smallest > largest {
-                    return Err(TensorProblem::Packing {
-                        name: format!("{PREFIX}{path}.{end}_min"),
-                        reason: format!("is {smallest}; expected at most {end}_max, {largest}"),
-                    });
-                }
-            }
-            Ok(Clip {
-                input: [input_min, input_max],
-                output: [output_min, output_max],
-            })
-        });
-        clips
-            .collect::<Result<_, _>>()
-            .map_err(|problem| Gemma4Error::Tensors {
-                path: folder.into(),
-                problems: vec![problem],
-            })
-    }
-
-    /// Reads a bound, a tensor of one element that is not NaN.
-    fn bound(&self, path: &str) -> Result<f32, TensorProblem> {
-        let source = self.get(path)?;
-        let name = || format!("{PREFIX}{path}");
-        if source.shape != [1] {
-            return Err(TensorProblem::Shape {
-                name: name(),
-                found: source.shape,
-                expected: vec![1],
-            });
+        TowerWeights {
+            folder,
+            files,
+            clipped,
+            is_part: is_of_vision,
         }
-        let bound = source.slices(0..1, DType::F32).iter::<f32>().next();
-        bound
-            .filter(|bound| !bound.is_nan())
-            .ok_or_else(|| TensorProblem::Packing {
-                name: name(),
-                reason: "is NaN; expected a bound".into(),
-            })
     }
 }
 
-impl WeightSource for Weights {
-    fn names(&self, path: &str) -> Vec<String> {
-        vec![format!("{PREFIX}{path}")]
-    }
-
-    fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
-        let name = format!("{PREFIX}{path}");
-        let Some(entry) = self.files.get(&name) else {
-            return Err(TensorProblem::Missing { name });
-        };
-        let Some(dtype) = burn_dtype(entry.dtype) else {
-            let found = format!("{:?}", entry.dtype);
-            return Err(TensorProblem::Dtype { name, found });
-        };
-        // Bounds are tensors without dimensions.
-        let shape = match entry.shape.is_empty() {
-            true => vec![1],
-            false => entry.shape.clone(),
-        };
-        Ok(Source::floats(shape, dtype, self.files.bytes(entry)))
-    }
-
-    fn unknown(&self, known: &BTreeSet<String>, _config: &Gemma4Config) -> Vec<String> {
-        let is_bound = |name: &str| {
-            let layer = name
-                .strip_prefix(PREFIX)
-                .and_then(|path| path.rsplit_once('.'));
-            layer.is_some_and(|(layer, bound)| {
-                BOUNDS.contains(&bound) && self.clipped.iter().any(|path| path == layer)
-            })
-        };
-        let names = self.files.names().filter(|name| is_of_vision(name));
-        names
-            .filter(|name| !known.contains(*name) && !is_bound(name))
-            .map(String::from)
-            .collect()
-    }
-}
-
-/// Reads the image processor from `processor_config.json`, or from `preprocessor_config.json`. If both files lack it,
-/// returns Gemma 4's defaults.
+/// Reads the image processor, or returns Gemma 4's defaults.
 fn processor(folder: &Path, config: &VisionConfig) -> Result<ImageProcessor, Gemma4Error> {
     let default = ImageProcessor::new(config.patch_size, config.pooling_kernel_size);
-    for (name, is_nested) in [
-        ("processor_config.json", true),
-        ("preprocessor_config.json", false),
-    ] {
-        let Some(path) = existing(folder, name)? else {
-            continue;
-        };
-        let malformed = |reason| Gemma4Error::Malformed {
-            path: path.clone(),
-            reason,
-        };
-        let whole: Value = json::from_slice(&read(&path)?).map_err(malformed)?;
-        let found = match is_nested {
-            true => whole.get("image_processor"),
-            false => Some(&whole),
-        };
-        if let Some(description) = found.filter(|value| !value.is_null()) {
-            return default.read(description).map_err(malformed);
-        }
+    match description(folder, "image_processor")? {
+        Some((path, description)) => default
+            .read(&description)
+            .map_err(|reason| Gemma4Error::Malformed { path, reason }),
+        None => Ok(default),
     }
-    Ok(default)
 }
