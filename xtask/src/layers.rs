@@ -78,7 +78,7 @@ const CRATES: &[Crate] = &[
         folder: "crates/burn-gemma4/src",
         layers: &[
             &["cancellation", "error", "escaped", "json", "media_file"],
-            &["quant", "vision"],
+            &["audio", "quant", "vision"],
             &["config"],
             &["text"],
             &["op"],

@@ -4,6 +4,7 @@
 //! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model without tokenizer
 //! and chat template.
 
+mod audio;
 mod cancellation;
 mod checkpoint;
 mod config;
@@ -22,6 +23,7 @@ mod text;
 mod train;
 mod vision;
 
+pub use audio::clip::Audio;
 pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
 pub use checkpoint::{

@@ -1,0 +1,9 @@
+//! The preprocessing of audio on the host: decoding, resampling and features. The features are those of the feature
+//! extractors of Hugging Face Transformers.
+
+pub(crate) mod clip;
+mod decode;
+pub(crate) mod features;
+mod log_mel;
+mod mel;
+mod resample;
