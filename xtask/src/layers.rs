@@ -77,7 +77,14 @@ const CRATES: &[Crate] = &[
     Crate {
         folder: "crates/burn-gemma4/src",
         layers: &[
-            &["cancellation", "error", "escaped", "json", "media_file"],
+            &[
+                "cancellation",
+                "error",
+                "escaped",
+                "json",
+                "media_file",
+                "media_hash",
+            ],
             &["audio", "quant", "vision"],
             &["config"],
             &["text"],

@@ -1,9 +1,11 @@
 //! A loaded checkpoint: the model, the tokenizer, the chat template and the generation defaults.
 
+use crate::audio::clip::Audio;
+use crate::audio::prepared::PreparedAudio;
 use crate::cancellation::Cancellation;
-use crate::checkpoint::adapter::adapts_vision;
+use crate::checkpoint::adapter::AdaptedTowers;
 use crate::checkpoint::gguf::Gguf;
-use crate::checkpoint::vision::LazyVision;
+use crate::checkpoint::media::MediaEncoders;
 use crate::checkpoint::{LoadOptions, Quantization};
 use crate::config::Gemma4Config;
 use crate::config::drafter::DrafterConfig;
@@ -26,6 +28,7 @@ use crate::speculative::drafts::Drafts;
 use crate::text::chat::{ChatOptions, ChatTemplate, Message};
 use crate::text::tokenizer::Tokenizer;
 use crate::vision::image::Image;
+use crate::vision::prepared::PreparedImage;
 use burn::tensor::{DType, Device, Tensor};
 use std::{fs, ops::ControlFlow, path::Path};
 
@@ -58,8 +61,8 @@ pub struct Gemma4 {
     chat_template: ChatTemplate,
     defaults: GenerationDefaults,
     drafter: Option<Drafter>,
-    /// The part of the model that sees images, or the reason why this model sees none.
-    vision: Result<LazyVision, String>,
+    /// The parts of the model that see images and hear audio, or the reasons why this model has none.
+    encoders: MediaEncoders,
     placeholders: Placeholders,
     /// The CUDA graphs of the model's forward passes over whole prompts.
     graphs: CapturedPrompts,
@@ -145,7 +148,7 @@ impl Gemma4 {
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
-            vision: Err("GGUF files contain no vision; load the checkpoint's folder".into()),
+            encoders: MediaEncoders::none("GGUF files contain", "load the checkpoint's folder"),
             placeholders: Placeholders::default(),
             graphs: CapturedPrompts::default(),
         })
@@ -168,18 +171,14 @@ impl Gemma4 {
             None => GenerationDefaults::default(),
         };
         let model = Gemma4Model::load_weights(folder, &config, device, options)?;
-        let vision = match LazyVision::open(folder, &json, &config, model.dtype(), device) {
-            Ok(vision) => vision.ok_or_else(|| "the checkpoint has no vision".to_owned()),
-            // A model whose vision cannot run still answers texts.
-            Err(error) => Err(error.to_string()),
-        };
+        let encoders = MediaEncoders::open(folder, &json, &config, model.dtype(), device);
         Ok(Self {
             model,
             tokenizer,
             chat_template,
             defaults: defaults.or_of(&config),
             drafter: None,
-            vision,
+            encoders,
             placeholders,
             graphs: CapturedPrompts::default(),
         })
@@ -206,14 +205,14 @@ impl Gemma4 {
             tokenizer: Tokenizer::from_bytes(include_bytes!("../embedded/tokenizer.json"))?,
             chat_template: ChatTemplate::gemma4(),
             drafter: None,
-            vision: Err("the embedded model has no vision; load a multimodal checkpoint".into()),
+            encoders: MediaEncoders::none("the embedded model has", "load a multimodal checkpoint"),
             placeholders: Placeholders::default(),
             graphs: CapturedPrompts::default(),
         })
     }
 
-    /// Merges the LoRA adapter in `folder` into the weights. If the adapter has factors for the vision, the result sees
-    /// no images.
+    /// Merges the LoRA adapter in `folder` into the weights. If the adapter has factors for the vision or the audio,
+    /// the result sees no images or hears no audio.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::merge_adapter`].
@@ -223,7 +222,7 @@ impl Gemma4 {
 
     /// Adds the LoRA adapter in `folder` to the model. For weights that are not quantized, the adapter is merged into
     /// the weights. For quantized weights, each forward pass adds the adapter's output. If the adapter has factors for
-    /// the vision, the result sees no images.
+    /// the vision or the audio, the result sees no images or hears no audio.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
@@ -239,12 +238,21 @@ impl Gemma4 {
         change: impl FnOnce(Gemma4Model, &Path) -> Result<Gemma4Model, Gemma4Error>,
     ) -> Result<Self, Gemma4Error> {
         let mut adapted = self.with_model(|model| change(model, folder))?;
-        // This crate does not adapt the vision. Images would run through a vision without the adapter's changes.
-        if adapted.vision.is_ok() && adapts_vision(folder)? {
-            adapted.vision = Err(format!(
-                "the adapter {} changes the vision, which is not supported",
-                folder.display()
-            ));
+        let MediaEncoders { vision, audio } = &mut adapted.encoders;
+        if vision.is_err() && audio.is_err() {
+            return Ok(adapted);
+        }
+        // This crate does not adapt towers. Images would run through a vision without the adapter's changes.
+        let towers = AdaptedTowers::of(folder)?;
+        let reason = |tower: &str| {
+            let folder = folder.display();
+            format!("the adapter {folder} changes the {tower}, which is not supported")
+        };
+        if towers.vision && vision.is_ok() {
+            *vision = Err(reason("vision"));
+        }
+        if towers.audio && audio.is_ok() {
+            *audio = Err(reason("audio"));
         }
         Ok(adapted)
     }
@@ -329,22 +337,36 @@ impl Gemma4 {
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no images.
     pub fn check_vision(&self) -> Result<(), Gemma4Error> {
-        self.vision().map(|_| ())
+        self.encoders.vision().map(|_| ())
+    }
+
+    /// Checks that the model hears audio. The weights of the audio are loaded when the first audio clip needs them.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_gemma4::{Audio, Gemma4, LoadOptions, Message};
+    /// use std::ops::ControlFlow;
+    ///
+    /// let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new())?;
+    /// let silence = Audio::from_samples(&[0.0; 16_000], 16_000)?;
+    /// let message = Message::user(vec![silence.into(), "What is said?".into()]);
+    /// let answer = gemma.generate(vec![message], &gemma.chat_options(), |_| ControlFlow::Continue(()));
+    /// assert!(gemma.check_audio().is_err() && answer.is_err());
+    /// # }
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model hears no audio.
+    pub fn check_audio(&self) -> Result<(), Gemma4Error> {
+        self.encoders.audio().map(|_| ())
     }
 
     /// The tokens that stand for images, audio and video. Check tokens with them that [`tokens`](Self::tokens) has not
     /// encoded.
     pub fn placeholders(&self) -> &Placeholders {
         &self.placeholders
-    }
-
-    fn vision(&self) -> Result<&LazyVision, Gemma4Error> {
-        self.vision
-            .as_ref()
-            .map_err(|reason| Gemma4Error::Argument {
-                argument: "image",
-                reason: format!("this model sees no images: {reason}"),
-            })
     }
 
     /// Computes the soft tokens that stand for an image in a prompt.
@@ -356,8 +378,21 @@ impl Gemma4 {
     /// Returns [`Gemma4Error::Argument`] if the model sees no images, or if the image is too narrow. Returns an error if
     /// the weights of the vision cannot be loaded.
     pub fn soft_tokens(&self, image: &Image) -> Result<Tensor<2>, Gemma4Error> {
-        let vision = self.vision()?;
+        let vision = self.encoders.vision()?;
         vision.soft_tokens(&vision.format().prepared(image)?.patches)
+    }
+
+    /// Computes the soft tokens that stand for an audio clip in a prompt.
+    ///
+    /// # Shapes
+    /// The result is `[soft tokens, hidden]`, in the order of time. A soft token stands for 40 ms in published models.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model hears no audio, or if the clip is too short. Returns an error if
+    /// the weights of the audio cannot be loaded.
+    pub fn audio_soft_tokens(&self, audio: &Audio) -> Result<Tensor<2>, Gemma4Error> {
+        let hearing = self.encoders.audio()?;
+        hearing.soft_tokens(&hearing.format().prepared(audio)?.features)
     }
 
     /// Loads the weights of the vision, unless an image has loaded them before. Does nothing if the model sees no
@@ -366,16 +401,21 @@ impl Gemma4 {
     /// # Errors
     /// Returns an error if the weights cannot be loaded.
     pub fn load_vision(&self) -> Result<(), Gemma4Error> {
-        self.vision.as_ref().map_or(Ok(()), LazyVision::load)
+        self.encoders.load_vision()
     }
 
-    /// Returns the part of the model that puts images in the place of placeholders. It holds no weights.
+    /// Loads the weights of the audio, unless an audio clip has loaded them before. Does nothing if the model hears no
+    /// audio.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn load_audio(&self) -> Result<(), Gemma4Error> {
+        self.encoders.load_audio()
+    }
+
+    /// Returns the part of the model that puts images and audio clips in the place of placeholders. It holds no weights.
     pub fn prompt_encoder(&self) -> PromptEncoder {
-        let format = match &self.vision {
-            Ok(vision) => Ok(vision.format().clone()),
-            Err(reason) => Err(reason.clone()),
-        };
-        PromptEncoder::new(format, self.placeholders.clone())
+        PromptEncoder::new(self.encoders.formats(), self.placeholders.clone())
     }
 
     /// Computes the logits of the prompt's positions that `asked` selects, in one call of the model.
@@ -394,8 +434,7 @@ impl Gemma4 {
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
         let prompt = self.encode(&prompt.into(), chat, None)?;
         generate::check_prompts(self.config(), std::slice::from_ref(&prompt))?;
-        let vision = self.vision.as_ref().ok();
-        let hidden = generate::hidden_of_prompt(&self.model, vision, &prompt, asked)?;
+        let hidden = generate::hidden_of_prompt(&self.model, &self.encoders, &prompt, asked)?;
         Ok(hidden.map(|hidden| self.model.logits(hidden)))
     }
 
@@ -451,18 +490,19 @@ impl Gemma4 {
         options
     }
 
-    /// Encodes a prompt to token ids. Each image becomes a begin token, one placeholder token for each of its soft tokens,
-    /// and an end token.
+    /// Encodes a prompt to token ids. Each image and each audio clip becomes a begin token, one placeholder token for each
+    /// of its soft tokens, and an end token.
     ///
     /// # Errors
     /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text. Returns
-    /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or if the chat template does not write
-    /// one placeholder for each image. Returns the same error for placeholders of audio and video.
+    /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or audio and the model hears none.
+    /// Returns the same error if the chat template does not write one placeholder for each of them, and for placeholders
+    /// of video.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         Ok(self.encode(prompt, chat, None)?.tokens)
     }
 
-    /// Encodes a prompt like [`tokens`](Self::tokens), with its images. Returns an error if `cancellation` is cancelled
+    /// Encodes a prompt like [`tokens`](Self::tokens), with its images and audio. Returns an error if `cancellation` is cancelled
     /// while the chat template renders.
     pub(crate) fn encode(
         &self,
@@ -470,24 +510,30 @@ impl Gemma4 {
         chat: ChatOptions,
         cancellation: Option<&Cancellation>,
     ) -> Result<EncodedPrompt, Gemma4Error> {
-        let images: Vec<&Image> = match prompt {
-            Prompt::Chat(messages) => {
-                let contents = messages.iter().map(|message| &message.content);
-                contents.flat_map(|content| content.images()).collect()
-            }
-            Prompt::Text(_) | Prompt::Tokens(_) => Vec::new(),
+        let messages = match prompt {
+            Prompt::Chat(messages) => &messages[..],
+            Prompt::Text(_) | Prompt::Tokens(_) => &[],
         };
+        let contents = || messages.iter().map(|message| &message.content);
+        let images: Vec<&Image> = contents().flat_map(|content| content.images()).collect();
+        let audio: Vec<&Audio> = contents().flat_map(|content| content.audio()).collect();
+        // Check the model before the chat template, which may reject images or audio without a reason.
         if !images.is_empty() {
-            // Check the model before the chat template, which may reject images without a reason.
-            self.check_vision()?;
+            self.encoders.vision()?;
+        }
+        if !audio.is_empty() {
+            self.encoders.audio()?;
         }
         let tokens = self.rendered(prompt, chat, cancellation)?;
         let encoder = self.prompt_encoder();
         let images = images.into_iter().map(|image| encoder.prepare(image));
-        encoder.encode(tokens, &images.collect::<Result<Vec<_>, _>>()?)
+        let images: Vec<PreparedImage> = images.collect::<Result<_, _>>()?;
+        let audio = audio.into_iter().map(|clip| encoder.prepare_audio(clip));
+        let audio: Vec<PreparedAudio> = audio.collect::<Result<_, _>>()?;
+        encoder.encode(tokens, &images, &audio)
     }
 
-    /// Encodes a prompt to token ids, in which each image is one placeholder.
+    /// Encodes a prompt to token ids, in which each image and each audio clip is one placeholder.
     fn rendered(
         &self,
         prompt: &Prompt,
@@ -599,7 +645,7 @@ impl Gemma4 {
         Ok(generations.remove(0))
     }
 
-    /// Prefills only the first `end` tokens of a prompt. `end` must not divide an image.
+    /// Prefills only the first `end` tokens of a prompt. `end` must not divide an image or an audio clip.
     pub(crate) fn read_beginning(
         &self,
         prompt: &EncodedPrompt,
@@ -607,14 +653,13 @@ impl Gemma4 {
         cache: &mut Cache,
         options: &GenerateOptions,
     ) -> Result<(), Gemma4Error> {
-        let vision = self.vision.as_ref().ok();
-        generate::read_beginning(&self.model, vision, prompt, end, cache, options)
+        generate::read_beginning(&self.model, &self.encoders, prompt, end, cache, options)
     }
 
     fn checkpoint(&self) -> generate::Checkpoint<'_> {
         generate::Checkpoint {
             model: &self.model,
-            vision: self.vision.as_ref().ok(),
+            encoders: &self.encoders,
             drafter: self.drafter.as_ref(),
             tokenizer: &self.tokenizer,
             graphs: &self.graphs,
@@ -639,11 +684,11 @@ impl Gemma4 {
     /// [`Prefill::new`], this prefill can replay a CUDA graph in each call of [`Prefill::advance`] over up to 2,048
     /// tokens.
     ///
-    /// A prompt with images must come from an encoder of this checkpoint.
+    /// A prompt with images or audio must come from an encoder of this checkpoint.
     ///
     /// # Errors
     /// Passes on the errors of [`Prefill::new`]. Returns [`Gemma4Error::Argument`] if the prompt has images, and the
-    /// model sees none.
+    /// model sees none, or if the prompt has audio, and the model hears none.
     pub fn prefill(
         &self,
         prompt: impl Into<EncodedPrompt>,
@@ -651,14 +696,15 @@ impl Gemma4 {
     ) -> Result<Prefill, Gemma4Error> {
         let EncodedPrompt {
             tokens,
-            images,
-            patches,
+            media,
+            inputs,
         } = prompt.into();
         let prefill = Prefill::new(&self.model, tokens, kind)?.with_graphs(&self.graphs);
-        match images.is_empty() {
-            true => Ok(prefill),
-            false => Ok(prefill.with_images(images, patches, self.vision()?)),
+        if media.is_empty() {
+            return Ok(prefill);
         }
+        self.encoders.check(&inputs)?;
+        Ok(prefill.with_media(media, inputs, &self.encoders))
     }
 
     /// Returns the number of tokens of the longest prompt that runs faster as one CUDA graph than with a reused prefix.

@@ -14,6 +14,7 @@ mod gemma;
 mod generate;
 mod json;
 mod media_file;
+mod media_hash;
 mod model;
 mod op;
 mod quant;
@@ -24,6 +25,7 @@ mod train;
 mod vision;
 
 pub use audio::clip::Audio;
+pub use audio::prepared::PreparedAudio;
 pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
 pub use checkpoint::{
@@ -49,6 +51,7 @@ pub use generate::sampling::sampler::Sampler;
 pub use generate::{
     FinishReason, GenerateOptions, Generation, PromptEncoder, PromptGraphs, Timings, Token,
 };
+pub use media_hash::MediumHash;
 pub use model::adapters::{AdapterId, LoadedAdapter};
 pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
@@ -70,7 +73,7 @@ pub use text::{
 pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
 pub use vision::image::{Image, ImageHeader};
-pub use vision::prepared::{ImageHash, PreparedImage};
+pub use vision::prepared::PreparedImage;
 
 pub mod update {
     //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32. AdamW

@@ -33,7 +33,7 @@ fn encoded(fixture: &Fixture, gemma: &Gemma4, images: &[Image]) -> EncodedPrompt
     let images: Vec<_> = images.collect();
     let tokens = collapsed(gemma, &fixture.prompt);
     encoder
-        .encode(tokens, &images)
+        .encode(tokens, &images, &[])
         .expect("the placeholders fit")
 }
 
@@ -131,7 +131,7 @@ fn prefix_cache_shares_prompts_up_to_the_first_other_image() {
                 encoded(&fixture, &gemma, &[same[0].clone(), other]),
                 encoded(&fixture, &gemma, &same),
             ];
-            let second = prompts[0].images().nth(1).expect("two images").0;
+            let second = prompts[0].media().nth(1).expect("two images").0;
             let mut prefixes = PrefixCache::new(gemma.model(), 256 << 20, 50);
             for (index, prompt) in prompts.iter().cycle().take(12).enumerate() {
                 let what = format!("{name} {precision:?} {index}");
@@ -190,7 +190,7 @@ fn encoder_refuses_other_numbers_of_images() {
         .expect("the model sees images");
     for images in [vec![], vec![one.clone()], vec![one; 3]] {
         let error = encoder
-            .encode(tokens.clone(), &images)
+            .encode(tokens.clone(), &images, &[])
             .expect_err("two placeholders");
         let expected = format!("2 image placeholders, but {} images", images.len());
         assert!(error.to_string().contains(&expected), "{error}");

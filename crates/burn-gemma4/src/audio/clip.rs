@@ -1,10 +1,13 @@
 //! An audio clip of a prompt.
 
 use super::decode::decode;
+use super::features::FeatureExtractor;
+use super::prepared::PreparedAudio;
 use super::resample::resampled;
 use crate::error::Gemma4Error;
 use crate::media_file;
-use std::{fmt, path::Path, sync::Arc, time::Duration};
+use std::sync::{Arc, OnceLock};
+use std::{fmt, path::Path, time::Duration};
 
 /// The number of samples in a second of a clip, which all Gemma 4 models expect.
 pub(crate) const SAMPLE_RATE: u32 = 16_000;
@@ -34,9 +37,17 @@ const MEDIUM: &str = "audio";
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, PartialEq)]
+#[derive(Clone)]
 pub struct Audio {
     samples: Arc<[f32]>,
+    /// The features, for the first extractor that has asked. A session encodes the same clips again at each turn.
+    prepared: Arc<OnceLock<(Arc<FeatureExtractor>, PreparedAudio)>>,
+}
+
+impl PartialEq for Audio {
+    fn eq(&self, other: &Self) -> bool {
+        self.samples == other.samples
+    }
 }
 
 /// Samples are finite, so that a clip equals itself.
@@ -104,7 +115,10 @@ impl Audio {
             SAMPLE_RATE => samples.into(),
             _ => resampled(samples, sample_rate).into(),
         };
-        Ok(Self { samples })
+        Ok(Self {
+            samples,
+            prepared: Arc::default(),
+        })
     }
 
     /// The length of the clip in time.
@@ -115,6 +129,23 @@ impl Audio {
     /// The samples, 16,000 in a second.
     pub fn samples(&self) -> &[f32] {
         &self.samples
+    }
+
+    /// Computes the features of the clip for a model.
+    ///
+    /// # Errors
+    /// Returns a reason if the clip is shorter than one frame.
+    pub(crate) fn prepared(
+        &self,
+        extractor: &Arc<FeatureExtractor>,
+    ) -> Result<PreparedAudio, String> {
+        if let Some((_, prepared)) = self.prepared.get().filter(|(of, _)| of == extractor) {
+            return Ok(prepared.clone());
+        }
+        let prepared = PreparedAudio::new(self, extractor)?;
+        // Another thread may have been faster, with the same result or for another extractor.
+        let _ = self.prepared.set((extractor.clone(), prepared.clone()));
+        Ok(prepared)
     }
 }
 

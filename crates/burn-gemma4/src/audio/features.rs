@@ -15,6 +15,13 @@ pub(crate) struct Features {
     pub numbers: Vec<f32>,
 }
 
+impl Features {
+    /// The size in memory, in bytes.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.numbers[..])
+    }
+}
+
 /// Computes the features of clips.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum FeatureExtractor {

@@ -6,4 +6,5 @@ mod decode;
 pub(crate) mod features;
 mod log_mel;
 mod mel;
+pub(crate) mod prepared;
 mod resample;

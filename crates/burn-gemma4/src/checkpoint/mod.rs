@@ -1,6 +1,7 @@
 //! Loads checkpoints: safetensors files in Hugging Face's layout, and GGUF files.
 
 pub(crate) mod adapter;
+mod audio;
 mod drafter;
 mod export;
 mod files;
@@ -9,6 +10,7 @@ pub(crate) mod gguf;
 mod host_table;
 mod load;
 mod loader;
+pub(crate) mod media;
 mod names;
 mod options;
 mod packed;
@@ -17,7 +19,7 @@ mod quantize;
 mod save;
 mod source;
 mod tower;
-pub(crate) mod vision;
+mod vision;
 
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};
 pub(crate) use files::map;

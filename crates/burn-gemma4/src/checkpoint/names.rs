@@ -21,20 +21,31 @@ pub(super) const HEAD: &str = "lm_head.weight";
 /// The name prefixes of a multimodal model's tensors that see images. `vision.rs` loads these tensors.
 const VISION: [&str; 3] = ["vision_tower.", "vision_embedder.", "embed_vision."];
 
-/// The name prefixes of a multimodal model's other tensors outside the text model. This crate does not load these
+/// The name prefixes of a multimodal model's tensors that hear audio. `audio.rs` loads these tensors.
+const AUDIO: [&str; 2] = ["audio_tower.", "embed_audio."];
+
+/// The name prefix of a multimodal model's other tensors outside the text model. This crate does not load these
 /// tensors.
-const OTHERS: [&str; 3] = ["audio_tower.", "embed_audio.", "multi_modal_projector."];
+const OTHERS: [&str; 1] = ["multi_modal_projector."];
 
 /// True if a tensor is part of a vision or audio tower, or of the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
-    let path = name.strip_prefix(TEXT).unwrap_or(name);
-    is_of_vision(name) || OTHERS.iter().any(|tower| path.starts_with(tower))
+    is_of_vision(name) || is_of_audio(name) || is_of(name, &OTHERS)
 }
 
 /// True if a tensor is part of the vision: a tower, or a projection to the text model.
 pub(super) fn is_of_vision(name: &str) -> bool {
+    is_of(name, &VISION)
+}
+
+/// True if a tensor is part of the audio: a tower, or a projection to the text model.
+pub(super) fn is_of_audio(name: &str) -> bool {
+    is_of(name, &AUDIO)
+}
+
+fn is_of(name: &str, parts: &[&str]) -> bool {
     let path = name.strip_prefix(TEXT).unwrap_or(name);
-    VISION.iter().any(|part| path.starts_with(part))
+    parts.iter().any(|part| path.starts_with(part))
 }
 
 impl Names {

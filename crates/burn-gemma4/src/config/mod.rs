@@ -1,5 +1,6 @@
 //! The configuration of a Gemma 4 text model.
 
+pub(crate) mod audio;
 pub(crate) mod drafter;
 pub(crate) mod generation;
 mod json;

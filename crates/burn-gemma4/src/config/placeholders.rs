@@ -37,7 +37,10 @@ struct Fields {
 }
 
 /// The medium of the placeholders that images replace.
-const IMAGE: &str = "image";
+pub(crate) const IMAGE: &str = "image";
+
+/// The medium of the placeholders that audio clips replace.
+pub(crate) const AUDIO: &str = "audio";
 
 impl Placeholders {
     /// Reads the placeholders from the text of a `config.json`. A missing field has the default value of Hugging Face
@@ -49,7 +52,7 @@ impl Placeholders {
         }
         let tokens = [
             (IMAGE, fields.image_token_id.unwrap_or(258_880)),
-            ("audio", fields.audio_token_id.unwrap_or(258_881)),
+            (AUDIO, fields.audio_token_id.unwrap_or(258_881)),
             ("video", fields.video_token_id.unwrap_or(258_884)),
         ];
         let in_vocabulary = tokens
@@ -70,10 +73,10 @@ impl Placeholders {
         Self::refuse(self.0.iter(), tokens)
     }
 
-    /// Checks that tokens contain no placeholder, except those of images.
-    pub(crate) fn check_except_images(&self, tokens: &[u32]) -> Result<(), Gemma4Error> {
+    /// Checks that tokens contain no placeholder, except those of `media`.
+    pub(crate) fn check_except(&self, tokens: &[u32], media: &[&str]) -> Result<(), Gemma4Error> {
         let others = self.0.iter();
-        Self::refuse(others.filter(|one| one.medium != IMAGE), tokens)
+        Self::refuse(others.filter(|one| !media.contains(&one.medium)), tokens)
     }
 
     fn refuse<'a>(
@@ -106,8 +109,10 @@ mod tests {
                 .expect_err("the token is refused")
                 .to_string();
             assert!(error.contains(medium), "{error}");
-            let is_image = medium == "image";
-            assert_eq!(placeholders.check_except_images(&[token]).is_ok(), is_image);
+            for other in [IMAGE, AUDIO] {
+                let outcome = placeholders.check_except(&[token], &[other]);
+                assert_eq!(outcome.is_ok(), medium == other);
+            }
         }
         placeholders.check(&[1, 6, 8]).expect("no placeholders");
     }

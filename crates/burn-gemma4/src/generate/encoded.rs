@@ -1,38 +1,77 @@
-//! An encoded prompt: token ids, and the images whose soft tokens stand in the place of some of them.
+//! An encoded prompt: token ids, and the images and audio clips whose soft tokens stand in the place of some of them.
 
-use crate::checkpoint::vision::LazyVision;
-use crate::config::vision::VisionConfig;
+use crate::audio::prepared::PreparedAudio;
+use crate::checkpoint::media::{MediaEncoders, MediaFormats, MediumInput};
 use crate::error::Gemma4Error;
-use crate::model::soft_tokens::{CallImages, SoftTokens};
-use crate::vision::patches::Patches;
-use crate::vision::prepared::{ImageHash, PreparedImage};
+use crate::media_hash::MediumHash;
+use crate::model::soft_tokens::{CallMedia, SoftTokens};
+use crate::vision::prepared::PreparedImage;
 use std::ops::Range;
-use std::sync::Arc;
 
-/// An image in a prompt.
+/// An image or an audio clip in a prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct PlacedImage {
-    /// The tokens of the prompt in whose place the soft tokens of the image stand.
+pub(crate) struct PlacedMedium {
+    /// The tokens of the prompt in whose place the soft tokens stand.
     pub tokens: Range<usize>,
-    pub hash: ImageHash,
+    pub hash: MediumHash,
 }
 
-/// A prompt as token ids, with its images. [`PromptEncoder::encode`](crate::PromptEncoder::encode) makes one from
-/// tokens and images, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
+/// A prompt as token ids, with its images and audio clips. [`PromptEncoder::encode`](crate::PromptEncoder::encode)
+/// makes one from tokens and media, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
 ///
 /// ```
 /// use burn_gemma4::EncodedPrompt;
 ///
 /// let prompt = EncodedPrompt::from(vec![2, 30, 31]);
-/// assert_eq!((prompt.tokens(), prompt.images().count()), (&[2, 30, 31][..], 0));
+/// assert_eq!((prompt.tokens(), prompt.media().count()), (&[2, 30, 31][..], 0));
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct EncodedPrompt {
     pub(crate) tokens: Vec<u32>,
-    /// The images in ascending order.
-    pub(crate) images: Vec<PlacedImage>,
-    /// The patches of each image.
-    pub(crate) patches: Vec<Arc<Patches>>,
+    /// The images and audio clips in ascending order.
+    pub(crate) media: Vec<PlacedMedium>,
+    /// The input of each of `media`, from which the model computes soft tokens.
+    pub(crate) inputs: Vec<MediumInput>,
+}
+
+/// The tokens around the soft tokens of one kind of media, and the media that replace the kind's placeholders in order.
+struct Replacements {
+    /// The word for a placeholder of the kind in messages.
+    noun: &'static str,
+    /// The word for several media of the kind in messages.
+    plural: &'static str,
+    placeholder: u32,
+    begin: u32,
+    end: u32,
+    media: Vec<Replacement>,
+}
+
+/// An image or an audio clip that replaces a placeholder.
+struct Replacement {
+    hash: MediumHash,
+    input: MediumInput,
+    /// The number of soft tokens.
+    count: usize,
+}
+
+impl From<&PreparedImage> for Replacement {
+    fn from(image: &PreparedImage) -> Self {
+        Self {
+            hash: image.hash,
+            input: MediumInput::Image(image.patches.clone()),
+            count: image.count(),
+        }
+    }
+}
+
+impl From<&PreparedAudio> for Replacement {
+    fn from(audio: &PreparedAudio) -> Self {
+        Self {
+            hash: audio.hash,
+            input: MediumInput::Audio(audio.features.clone()),
+            count: audio.count(),
+        }
+    }
 }
 
 impl From<Vec<u32>> for EncodedPrompt {
@@ -45,12 +84,12 @@ impl From<Vec<u32>> for EncodedPrompt {
 }
 
 impl EncodedPrompt {
-    /// The token ids. An image is a begin token, one placeholder for each soft token, and an end token.
+    /// The token ids. An image or an audio clip is a begin token, one placeholder for each soft token, and an end token.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// The number of tokens, including those of images.
+    /// The number of tokens, including those of images and audio clips.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
@@ -60,100 +99,131 @@ impl EncodedPrompt {
         self.tokens.is_empty()
     }
 
-    /// The images in ascending order: the placeholders of each image, and its hash. Two prompts with the same tokens
-    /// have the same meaning only if their images have the same hashes.
-    pub fn images(&self) -> impl Iterator<Item = (Range<usize>, ImageHash)> {
-        let images = self.images.iter();
-        images.map(|image| (image.tokens.clone(), image.hash))
+    /// The images and audio clips in ascending order: the placeholders of each of them, and its hash. Two prompts with
+    /// the same tokens have the same meaning only if their media have the same hashes.
+    pub fn media(&self) -> impl Iterator<Item = (Range<usize>, MediumHash)> {
+        let media = self.media.iter();
+        media.map(|medium| (medium.tokens.clone(), medium.hash))
     }
 
-    /// The size of the resized pixels of all images in memory, in bytes.
-    pub fn image_bytes(&self) -> usize {
-        self.patches.iter().map(|patches| patches.rgb.len()).sum()
+    /// The size of all resized pixels and features of audio in memory, in bytes.
+    pub fn media_bytes(&self) -> usize {
+        self.inputs.iter().map(MediumInput::bytes).sum()
     }
 
-    /// Expands each image placeholder in `tokens` to the begin token, one placeholder for each soft token, and the end
-    /// token.
+    /// Expands each placeholder in `tokens` to the begin token, one placeholder for each soft token, and the end token.
+    /// Placeholders of media that the model does not read stay as they are.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the numbers of placeholders and images differ.
+    /// Returns [`Gemma4Error::Argument`] if the numbers of placeholders and of images or audio clips differ.
     pub(crate) fn expand(
         tokens: Vec<u32>,
         images: &[PreparedImage],
-        config: &VisionConfig,
+        audio: &[PreparedAudio],
+        formats: &MediaFormats,
     ) -> Result<Self, Gemma4Error> {
-        let placeholders = tokens.iter().filter(|token| **token == config.image_token);
-        let placeholders = placeholders.count();
-        if placeholders != images.len() {
-            return Err(Gemma4Error::Argument {
-                argument: "prompt",
-                reason: format!(
-                    "has {placeholders} image placeholders, but {} images; expected one image for each placeholder",
-                    images.len()
-                ),
-            });
+        let images = formats.vision.iter().map(|format| Replacements {
+            noun: "image",
+            plural: "images",
+            placeholder: format.config.image_token,
+            begin: format.config.begin_token,
+            end: format.config.end_token,
+            media: images.iter().map(Replacement::from).collect(),
+        });
+        let audio = formats.audio.iter().map(|format| Replacements {
+            noun: "audio",
+            plural: "audio clips",
+            placeholder: format.config.audio_token,
+            begin: format.config.begin_token,
+            end: format.config.end_token,
+            media: audio.iter().map(Replacement::from).collect(),
+        });
+        Self::replace(tokens, images.chain(audio).collect())
+    }
+
+    /// Replaces the placeholders of each of some kinds of media.
+    fn replace(tokens: Vec<u32>, kinds: Vec<Replacements>) -> Result<Self, Gemma4Error> {
+        for kind in &kinds {
+            let placeholders = tokens.iter().filter(|token| **token == kind.placeholder);
+            let placeholders = placeholders.count();
+            if placeholders != kind.media.len() {
+                return Err(Gemma4Error::Argument {
+                    argument: "prompt",
+                    reason: format!(
+                        "has {placeholders} {} placeholders, but {} {}; expected one for each placeholder",
+                        kind.noun,
+                        kind.media.len(),
+                        kind.plural
+                    ),
+                });
+            }
         }
-        let mut images = images.iter();
+        let mut kinds: Vec<_> = kinds
+            .into_iter()
+            .map(|kind| {
+                let around = [kind.begin, kind.end];
+                (kind.placeholder, around, kind.media.into_iter())
+            })
+            .collect();
         let mut expanded = Self::default();
         for token in tokens {
-            let image = images
-                .as_slice()
-                .first()
-                .filter(|_| token == config.image_token);
-            let Some(image) = image else {
+            let mut kinds = kinds.iter_mut();
+            let kind = kinds.find(|(placeholder, ..)| *placeholder == token);
+            let Some(([begin, end], medium)) =
+                kind.and_then(|(_, around, media)| Some((*around, media.next()?)))
+            else {
                 expanded.tokens.push(token);
                 continue;
             };
-            expanded.tokens.push(config.begin_token);
+            expanded.tokens.push(begin);
             let start = expanded.tokens.len();
-            let end = start + image.count();
-            expanded.tokens.resize(end, config.image_token);
-            expanded.tokens.push(config.end_token);
-            expanded.images.push(PlacedImage {
-                tokens: start..end,
-                hash: image.hash,
+            let last = start + medium.count;
+            expanded.tokens.resize(last, token);
+            expanded.tokens.push(end);
+            expanded.media.push(PlacedMedium {
+                tokens: start..last,
+                hash: medium.hash,
             });
-            expanded.patches.push(image.patches.clone());
-            images.next();
+            expanded.inputs.push(medium.input);
         }
         Ok(expanded)
     }
 
-    /// Returns the length of the common prefix with the tokens and images of another prompt. The prefix contains each of
-    /// its images whole.
-    pub(crate) fn common(&self, tokens: &[u32], images: &[PlacedImage]) -> usize {
-        common_prefix((&self.tokens, &self.images), (tokens, images))
+    /// Returns the length of the common prefix with the tokens and media of another prompt. The prefix contains each of
+    /// its media whole.
+    pub(crate) fn common(&self, tokens: &[u32], media: &[PlacedMedium]) -> usize {
+        common_prefix((&self.tokens, &self.media), (tokens, media))
     }
 }
 
-/// Returns the length of the common prefix of the tokens and images of two prompts. The prefix contains each of its
-/// images whole.
+/// Returns the length of the common prefix of the tokens and media of two prompts. The prefix contains each of its
+/// media whole.
 pub(crate) fn common_prefix(
-    (tokens, images): (&[u32], &[PlacedImage]),
-    (other_tokens, other_images): (&[u32], &[PlacedImage]),
+    (tokens, media): (&[u32], &[PlacedMedium]),
+    (other_tokens, other_media): (&[u32], &[PlacedMedium]),
 ) -> usize {
     let pairs = tokens.iter().zip(other_tokens);
     let common = pairs.take_while(|(one, other)| one == other).count();
-    let differ = |one: &[PlacedImage], other: &[PlacedImage]| {
-        let mut differing = one.iter().filter(|image| !other.contains(image));
-        differing.next().map(|image| image.tokens.start)
+    let differ = |one: &[PlacedMedium], other: &[PlacedMedium]| {
+        let mut differing = one.iter().filter(|medium| !other.contains(medium));
+        differing.next().map(|medium| medium.tokens.start)
     };
-    let first = [differ(images, other_images), differ(other_images, images)];
+    let first = [differ(media, other_media), differ(other_media, media)];
     let common = first.into_iter().flatten().fold(common, usize::min);
-    before_images(images, common)
+    before_media(media, common)
 }
 
-/// Returns `end`, or the beginning of the image that `end` would divide.
-pub(crate) fn before_images(images: &[PlacedImage], end: usize) -> usize {
-    let divided = images
+/// Returns `end`, or the beginning of the image or audio clip that `end` would divide.
+pub(crate) fn before_media(media: &[PlacedMedium], end: usize) -> usize {
+    let divided = media
         .iter()
-        .find(|image| image.tokens.start < end && end < image.tokens.end);
-    divided.map_or(end, |image| image.tokens.start)
+        .find(|medium| medium.tokens.start < end && end < medium.tokens.end);
+    divided.map_or(end, |medium| medium.tokens.start)
 }
 
-/// Returns `end`, or the end of the last image that `end` would divide. `prompts` are the prompts of a batch, which are
-/// padded on the left to `longest` columns.
-pub(super) fn after_images(prompts: &[&EncodedPrompt], longest: usize, mut end: usize) -> usize {
+/// Returns `end`, or the end of the last image or audio clip that `end` would divide. `prompts` are the prompts of a
+/// batch, which are padded on the left to `longest` columns.
+pub(super) fn after_media(prompts: &[&EncodedPrompt], longest: usize, mut end: usize) -> usize {
     loop {
         let divided = columns(prompts, longest)
             .filter(|(_, columns, _)| columns.start < end && end < columns.end)
@@ -166,47 +236,43 @@ pub(super) fn after_images(prompts: &[&EncodedPrompt], longest: usize, mut end: 
     }
 }
 
-/// Computes the soft tokens of the images in the columns `call` of a batch. No image may lie only partly in the call.
-pub(super) fn images_in(
+/// Computes the soft tokens of the images and audio clips in the columns `call` of a batch. None of them may lie only
+/// partly in the call.
+pub(super) fn media_in(
     prompts: &[&EncodedPrompt],
     longest: usize,
     call: Range<usize>,
-    vision: Option<&LazyVision>,
-) -> Result<CallImages, Gemma4Error> {
-    let Some(vision) = vision else {
-        return Ok(CallImages::default());
-    };
+    encoders: &MediaEncoders,
+) -> Result<CallMedia, Gemma4Error> {
     let in_call = columns(prompts, longest)
         .filter(|(_, columns, _)| call.start <= columns.start && columns.end <= call.end);
-    let images = in_call.map(|(sequence, columns, patches)| {
+    let media = in_call.map(|(sequence, columns, input)| {
         Ok(SoftTokens {
             sequence,
             columns: columns.start - call.start..columns.end - call.start,
-            rows: vision.soft_tokens(patches)?,
+            rows: encoders.soft_tokens(input)?,
+            is_bidirectional: encoders.is_bidirectional(input),
         })
     });
-    Ok(CallImages {
-        images: images.collect::<Result<_, Gemma4Error>>()?,
-        is_bidirectional: vision.config().is_bidirectional,
-    })
+    media.collect::<Result<_, Gemma4Error>>().map(CallMedia)
 }
 
-/// Returns the sequence, the columns and the patches of each image in a batch.
+/// Returns the sequence, the columns and the input of each image and audio clip in a batch.
 fn columns<'a>(
     prompts: &'a [&EncodedPrompt],
     longest: usize,
-) -> impl Iterator<Item = (usize, Range<usize>, &'a Patches)> {
+) -> impl Iterator<Item = (usize, Range<usize>, &'a MediumInput)> {
     prompts
         .iter()
         .enumerate()
         .flat_map(move |(sequence, prompt)| {
             let padding = longest - prompt.tokens.len();
-            let images = prompt.images.iter().zip(&prompt.patches);
-            images.map(move |(PlacedImage { tokens, .. }, patches)| {
+            let media = prompt.media.iter().zip(&prompt.inputs);
+            media.map(move |(PlacedMedium { tokens, .. }, input)| {
                 (
                     sequence,
                     tokens.start + padding..tokens.end + padding,
-                    patches.as_ref(),
+                    input,
                 )
             })
         })
@@ -215,37 +281,55 @@ fn columns<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::audio::clip::Audio;
+    use crate::audio::features::FeatureExtractor;
     use crate::vision::image::Image;
     use crate::vision::patches::ImageProcessor;
+    use serde_json::json;
+    use std::sync::Arc;
 
-    fn image(value: u8) -> PreparedImage {
-        let image = Image::from_rgb(1, 1, vec![value; 3]).expect("one pixel has three bytes");
-        image
-            .prepared(ImageProcessor::new(16, 3))
-            .expect("the image has soft tokens")
+    /// Returns an image for an even value, and an audio clip for an odd one.
+    fn medium(value: u8) -> Replacement {
+        match value.is_multiple_of(2) {
+            true => {
+                let image = Image::from_rgb(1, 1, vec![value; 3]);
+                let image = image.expect("one pixel has three bytes");
+                let prepared = image.prepared(ImageProcessor::new(16, 3));
+                (&prepared.expect("the image has soft tokens")).into()
+            }
+            false => {
+                let extractor = FeatureExtractor::samples(&json!({}), 2);
+                let extractor = Arc::new(extractor.expect("the defaults are valid"));
+                let audio = Audio::from_samples(&[f32::from(value) / 256.0; 5], 16_000);
+                let audio = audio.expect("the samples are valid");
+                let prepared = audio.prepared(&extractor);
+                (&prepared.expect("any clip is long enough")).into()
+            }
+        }
     }
 
-    fn prompt(tokens: &[u32], images: &[(Range<usize>, u8)]) -> EncodedPrompt {
-        let placed = images.iter().map(|(tokens, value)| PlacedImage {
+    fn prompt(tokens: &[u32], media: &[(Range<usize>, u8)]) -> EncodedPrompt {
+        let placed = media.iter().map(|(tokens, value)| PlacedMedium {
             tokens: tokens.clone(),
-            hash: image(*value).hash,
+            hash: medium(*value).hash,
         });
         EncodedPrompt {
             tokens: tokens.to_vec(),
-            images: placed.collect(),
-            patches: images
+            media: placed.collect(),
+            inputs: media
                 .iter()
-                .map(|(_, value)| image(*value).patches)
+                .map(|(_, value)| medium(*value).input)
                 .collect(),
         }
     }
 
     #[test]
-    fn common_of_prompts_with_images_ends_before_the_first_other_image() {
+    fn common_of_prompts_with_media_ends_before_the_first_other_medium() {
         let tokens = [1, 5, 5, 2, 5, 5, 3];
         let one = prompt(&tokens, &[(1..3, 7), (4..6, 8)]);
         for (other, expected) in [
             (prompt(&tokens, &[(1..3, 7), (4..6, 8)]), 7),
+            (prompt(&tokens, &[(1..3, 7), (4..6, 10)]), 4),
             (prompt(&tokens, &[(1..3, 7), (4..6, 9)]), 4),
             (prompt(&tokens, &[(1..3, 9), (4..6, 8)]), 1),
             (prompt(&tokens, &[(1..3, 7)]), 4),
@@ -254,24 +338,71 @@ mod tests {
             (prompt(&[9], &[]), 0),
         ] {
             assert_eq!(
-                one.common(&other.tokens, &other.images),
+                one.common(&other.tokens, &other.media),
                 expected,
                 "{other:?}"
             );
-            assert_eq!(
-                other.common(&one.tokens, &one.images),
-                expected,
-                "{other:?}"
-            );
+            assert_eq!(other.common(&one.tokens, &one.media), expected, "{other:?}");
         }
     }
 
     #[test]
-    fn after_images_of_batch_divides_no_image() {
+    fn after_media_of_batch_divides_no_medium() {
         let short = prompt(&[1, 5, 5, 5, 2], &[(1..4, 7)]);
         let long = prompt(&[1, 1, 5, 5, 5, 5, 2], &[(2..6, 8)]);
         let prompts = [&short, &long];
-        let found: Vec<usize> = (0..=7).map(|end| after_images(&prompts, 7, end)).collect();
+        let found: Vec<usize> = (0..=7).map(|end| after_media(&prompts, 7, end)).collect();
         assert_eq!(found, [0, 1, 2, 6, 6, 6, 6, 7]);
+    }
+
+    fn kinds(images: &[u8], audio: &[u8]) -> Vec<Replacements> {
+        let media = |values: &[u8], count| {
+            let media = values.iter().map(|value| Replacement {
+                count,
+                ..medium(*value)
+            });
+            media.collect()
+        };
+        let images = Replacements {
+            noun: "image",
+            plural: "images",
+            placeholder: 5,
+            begin: 3,
+            end: 4,
+            media: media(images, 2),
+        };
+        let audio = Replacements {
+            noun: "audio",
+            plural: "audio clips",
+            placeholder: 8,
+            begin: 6,
+            end: 7,
+            media: media(audio, 3),
+        };
+        vec![images, audio]
+    }
+
+    #[test]
+    fn replace_of_two_kinds_keeps_the_order_of_each() {
+        let found = EncodedPrompt::replace(vec![1, 8, 5, 8], kinds(&[2], &[7, 9]))
+            .expect("the numbers of placeholders are right");
+        assert_eq!(found.tokens, [1, 6, 8, 8, 8, 7, 3, 5, 5, 4, 6, 8, 8, 8, 7]);
+        let places: Vec<Range<usize>> = found.media().map(|(tokens, _)| tokens).collect();
+        assert_eq!(places, [2..5, 7..9, 11..14]);
+        let hashes: Vec<MediumHash> = found.media().map(|(_, hash)| hash).collect();
+        assert_eq!(hashes, [7, 2, 9].map(|value| medium(value).hash));
+        assert!(matches!(found.inputs[1], MediumInput::Image(_)));
+        assert!(matches!(found.inputs[2], MediumInput::Audio(_)));
+    }
+
+    #[test]
+    fn replace_of_other_numbers_names_the_kind() {
+        for (kinds, words) in [
+            (kinds(&[], &[7]), "1 image placeholders, but 0 images"),
+            (kinds(&[2], &[]), "1 audio placeholders, but 0 audio clips"),
+        ] {
+            let error = EncodedPrompt::replace(vec![5, 8], kinds).expect_err("one is missing");
+            assert!(error.to_string().contains(words), "{error}");
+        }
     }
 }

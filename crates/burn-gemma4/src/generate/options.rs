@@ -37,7 +37,8 @@ pub struct GenerateOptions {
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,
     /// The number of tokens that one prefill chunk takes from each prompt. Smaller chunks need less memory. The default
-    /// is 8,192 tokens (512 on a CPU), divided by the batch size. A chunk that would divide an image ends after the image.
+    /// is 8,192 tokens (512 on a CPU), divided by the batch size. A chunk that would divide an image or an
+    /// audio clip ends after it.
     pub prefill_chunk: Option<usize>,
     /// A flag that another thread sets to stop the generation, also during prefill.
     pub cancellation: Option<Cancellation>,

@@ -1,10 +1,10 @@
 //! Prefill of the prompts in chunks. A column of the KV cache is one token position of every sequence.
 
-use super::encoded::{EncodedPrompt, after_images, images_in};
+use super::encoded::{EncodedPrompt, after_media, media_in};
 use super::options::GenerateOptions;
 use super::prompt_graphs::CapturedPrompts;
 use super::sequence::Sequence;
-use crate::checkpoint::vision::LazyVision;
+use crate::checkpoint::media::MediaEncoders;
 use crate::error::Gemma4Error;
 use crate::model::cache::Cache;
 use crate::model::tokens::Tokens;
@@ -22,7 +22,7 @@ const ACCELERATORS_CHUNK: usize = 8192;
 /// replay one of the `graphs`, which must belong to `model`.
 pub(super) fn prefill(
     model: &Gemma4Model,
-    vision: Option<&LazyVision>,
+    encoders: &MediaEncoders,
     graphs: &CapturedPrompts,
     sequences: &[Sequence<'_>],
     cache: &mut Cache,
@@ -34,7 +34,7 @@ pub(super) fn prefill(
     if let [prompt] = prompts[..]
         && options.graph_capture
         && !options.is_cancelled()
-        && prompt.images.is_empty()
+        && prompt.media.is_empty()
         && let Some(tokens) = prompt.tokens.get(cache.len()..)
         && tokens.len() <= chunk(model, 1, options)
         && let Some(hidden) = graphs.read(model, tokens, cache, &mut Vec::new())
@@ -44,16 +44,16 @@ pub(super) fn prefill(
     let prompts = Prompts {
         prompts: &prompts,
         longest,
-        vision,
+        encoders,
     };
     read(model, prompts, longest, Logits::Last(1), cache, options)
 }
 
 /// Prefills only the first `end` tokens of a prompt, in chunks. The chunk size is that of a generation with the same
-/// options. `end` must not divide an image.
+/// options. `end` must not divide an image or an audio clip.
 pub(crate) fn read_beginning(
     model: &Gemma4Model,
-    vision: Option<&LazyVision>,
+    encoders: &MediaEncoders,
     prompt: &EncodedPrompt,
     end: usize,
     cache: &mut Cache,
@@ -62,7 +62,7 @@ pub(crate) fn read_beginning(
     let prompts = Prompts {
         prompts: &[prompt],
         longest: prompt.tokens.len(),
-        vision,
+        encoders,
     };
     read(model, prompts, end, Logits::None, cache, options).map(|_| ())
 }
@@ -70,7 +70,7 @@ pub(crate) fn read_beginning(
 /// Computes the hidden states of the positions of a prompt that `asked` selects, in one call of the model.
 pub(crate) fn hidden_of_prompt(
     model: &Gemma4Model,
-    vision: Option<&LazyVision>,
+    encoders: &MediaEncoders,
     prompt: &EncodedPrompt,
     asked: Logits,
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
@@ -78,7 +78,7 @@ pub(crate) fn hidden_of_prompt(
     let prompts = Prompts {
         prompts: &[prompt],
         longest: end,
-        vision,
+        encoders,
     };
     let tokens = prompts.tokens(model, 0..end)?;
     model.step_hidden(&tokens, &mut model.cache(vec![0]), asked)
@@ -89,12 +89,12 @@ pub(crate) fn hidden_of_prompt(
 struct Prompts<'a> {
     prompts: &'a [&'a EncodedPrompt],
     longest: usize,
-    /// The part of the model that sees images, if the model has one.
-    vision: Option<&'a LazyVision>,
+    /// The parts of the model that see images and hear audio.
+    encoders: &'a MediaEncoders,
 }
 
 impl Prompts<'_> {
-    /// Uploads the tokens and the images of some columns. No image may lie only partly in these columns.
+    /// Uploads the tokens, images and audio clips of some columns. None of them may lie only partly in these columns.
     fn tokens(&self, model: &Gemma4Model, columns: Range<usize>) -> Result<Tokens, Gemma4Error> {
         let pad = model.config().pad_token;
         let token = |prompt: &[u32], column: usize| {
@@ -107,11 +107,11 @@ impl Prompts<'_> {
             prompts.flat_map(|prompt| columns.clone().map(|column| token(&prompt.tokens, column)));
         let tokens: Vec<u32> = tokens.collect();
         let shape = [self.prompts.len(), columns.len()];
-        let images = images_in(self.prompts, self.longest, columns, self.vision)?;
-        Ok(Tokens::upload_with_images(
+        let media = media_in(self.prompts, self.longest, columns, self.encoders)?;
+        Ok(Tokens::upload_with_media(
             tokens,
             shape,
-            images,
+            media,
             pad,
             &model.device(),
         ))
@@ -129,8 +129,8 @@ fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usiz
     })
 }
 
-/// Prefills the columns before `last` that the cache does not hold yet, in chunks. A chunk that would divide an image ends
-/// after the image. `asked` selects positions in the last chunk.
+/// Prefills the columns before `last` that the cache does not hold yet, in chunks. A chunk that would divide an image or an
+/// audio clip ends after it. `asked` selects positions in the last chunk.
 ///
 /// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or
 /// the generation was cancelled.
@@ -150,7 +150,7 @@ fn read(
         }
         let start = cache.len();
         let end = start.saturating_add(chunk).min(last);
-        let end = after_images(prompts.prompts, prompts.longest, end).min(last);
+        let end = after_media(prompts.prompts, prompts.longest, end).min(last);
         let tokens = prompts.tokens(model, start..end)?;
         if end == last {
             return model.step_hidden(&tokens, cache, asked);

@@ -7,7 +7,7 @@ use super::options::GenerateOptions;
 use super::prefill::prefill;
 use super::prompt_graphs::CapturedPrompts;
 use super::sequence::{Chosen, Sequence, begins, samplers};
-use crate::checkpoint::vision::LazyVision;
+use crate::checkpoint::media::MediaEncoders;
 use crate::config::Gemma4Config;
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
@@ -22,8 +22,8 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 pub(crate) struct Checkpoint<'a> {
     pub model: &'a Gemma4Model,
-    /// The part of the model that sees images, if the model has one.
-    pub vision: Option<&'a LazyVision>,
+    /// The parts of the model that see images and hear audio.
+    pub encoders: &'a MediaEncoders,
     /// The drafter, which a generation uses if its options select it.
     pub drafter: Option<&'a Drafter>,
     pub tokenizer: &'a Tokenizer,
@@ -129,7 +129,7 @@ pub(crate) fn run(
 ) -> Result<Vec<Generation>, Gemma4Error> {
     let Checkpoint {
         model,
-        vision,
+        encoders,
         drafter,
         tokenizer,
         graphs,
@@ -146,7 +146,7 @@ pub(crate) fn run(
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
-    let hidden = prefill(model, vision, graphs, &sequences, cache, options)?;
+    let hidden = prefill(model, encoders, graphs, &sequences, cache, options)?;
     let read = |sequence: &Sequence<'_>| {
         let first = read_before.max(longest - sequence.prompt.tokens.len());
         cache.len().saturating_sub(first)

@@ -10,7 +10,7 @@ use super::layer::ops::{LayerOps, ResidualStream};
 use super::logits::Logits;
 use super::observe::{Observer, Site};
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
-use super::soft_tokens::CallImages;
+use super::soft_tokens::CallMedia;
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
 #[cfg(feature = "cube")]
@@ -37,8 +37,8 @@ pub(crate) struct Text {
     pub segments: Option<Tensor<2, Int>>,
     /// The adapters that the rows select, or `None` if no row selects an adapter.
     pub adapters: Option<PassAdapters>,
-    /// The images, whose soft tokens stand in the place of some tokens' embeddings.
-    pub images: CallImages,
+    /// The images and audio clips, whose soft tokens stand in the place of some tokens' embeddings.
+    pub media: CallMedia,
 }
 
 /// The KV cache to which a call appends tokens, and the positions of these tokens.
@@ -60,7 +60,7 @@ impl Gemma4Model {
         let Tokens {
             ids,
             on_host,
-            images,
+            media,
         } = tokens;
         let device = ids.device();
         Text {
@@ -69,7 +69,7 @@ impl Gemma4Model {
             rotations: Rotations::new(&self.rope, positions, self.dtype(), &device),
             segments: None,
             adapters: None,
-            images: images.clone(),
+            media: media.clone(),
         }
     }
 
@@ -91,7 +91,7 @@ impl Gemma4Model {
             rotations,
             segments,
             adapters,
-            images,
+            media,
         } = text;
         let adapters = adapters.as_ref();
         let [batch, count] = ids.dims();
@@ -99,13 +99,13 @@ impl Gemma4Model {
         let device = ids.device();
 
         let (embedded, embeddings) =
-            self.embedded_rows(&ids, from_host, &images, adapters, observer);
+            self.embedded_rows(&ids, from_host, &media, adapters, observer);
         let hidden = embedded.dims()[1];
 
         let (destination, positions) = match after {
             Some(After { cache, positions }) => {
                 let mut call = cache.call(count, &device, self.is_accelerated());
-                cache.see_images(&mut call, &images, &device);
+                cache.see_images(&mut call, &media, &device);
                 (KvDestination::Cache(cache, Box::new(call)), Some(positions))
             }
             None => (KvDestination::Dropped, None),
@@ -180,18 +180,18 @@ impl Gemma4Model {
     }
 
     /// Embeds the tokens `ids`, `[batch, positions]`. Returns the first residual stream, `[rows, hidden]`, and the per-layer
-    /// embeddings of all layers, `[rows, layers · columns]`, if the model has them. The soft tokens of `images` replace the
+    /// embeddings of all layers, `[rows, layers · columns]`, if the model has them. The soft tokens of `media` replace the
     /// embeddings in their places.
     pub(crate) fn embedded_rows<O: Observer>(
         &self,
         ids: &Tensor<2, Int>,
         from_host: Option<Tensor<2>>,
-        images: &CallImages,
+        media: &CallMedia,
         adapters: Option<&PassAdapters>,
         observer: &mut O,
     ) -> (Tensor<2>, Option<Tensor<2>>) {
         let [batch, count] = ids.dims();
-        let embedded = images.placed(self.embed_tokens.forward(ids.clone()));
+        let embedded = media.placed(self.embed_tokens.forward(ids.clone()));
         observer.observe(Site::Embedding, || embedded.clone());
         let embedded = flat_rows(embedded);
         let project = |input: Tensor<2>, weight| {

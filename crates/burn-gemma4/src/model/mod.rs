@@ -1,6 +1,7 @@
 //! The Gemma 4 text model: from token ids to logits.
 
 pub(crate) mod adapters;
+pub(crate) mod audio;
 mod buffer_pool;
 pub(crate) mod cache;
 mod calls;

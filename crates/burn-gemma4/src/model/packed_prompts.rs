@@ -46,10 +46,10 @@ impl Gemma4Model {
             ids,
             from_host,
             rotations,
-            images,
+            media,
             ..
         } = self.text(&tokens, &positions);
-        let (embedded, embeddings) = self.embedded_rows(&ids, from_host, &images, None, &mut ());
+        let (embedded, embeddings) = self.embedded_rows(&ids, from_host, &media, None, &mut ());
 
         let intervals = PackedIntervals::new(&ranges, |range| 0..range.len(), window, &device);
         let mut layers = Vec::new();

@@ -2,7 +2,7 @@
 //! `columns` for each layer.
 
 use super::placement::TablePlacement;
-use super::soft_tokens::CallImages;
+use super::soft_tokens::CallMedia;
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
 use crate::error::Gemma4Error;
@@ -27,7 +27,7 @@ impl Gemma4Model {
         Ok(Tokens {
             ids,
             on_host,
-            images: CallImages::default(),
+            media: CallMedia::default(),
         })
     }
 

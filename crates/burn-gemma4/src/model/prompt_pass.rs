@@ -12,7 +12,7 @@ use super::decode_ops::DecodeOps;
 use super::layer::Weight;
 use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
-use super::soft_tokens::CallImages;
+use super::soft_tokens::CallMedia;
 use super::text_model::Gemma4Model;
 use crate::config::LayerType;
 use crate::op::graph_capture::Computation;
@@ -200,7 +200,7 @@ impl Computation for PromptPass {
         let [length] = self.tokens.dims();
         let ids = self.tokens.clone().reshape([1, length]);
         let (embedded, embeddings) =
-            model.embedded_rows(&ids, None, &CallImages::default(), None, &mut ());
+            model.embedded_rows(&ids, None, &CallMedia::default(), None, &mut ());
         let mut key_values = Vec::new();
         let (destination, last_position, full_length) = match &self.earlier {
             Earlier::None(_) => (

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 use std::ops::Range;
 
-/// The soft tokens of an image in a call of the model.
+/// The soft tokens of an image or an audio clip in a call of the model.
 #[derive(Clone, Debug)]
 pub(crate) struct SoftTokens {
     /// The index of the sequence.
@@ -12,17 +12,15 @@ pub(crate) struct SoftTokens {
     pub columns: Range<usize>,
     /// The soft tokens, `[columns, hidden]`.
     pub rows: Tensor<2>,
-}
-
-/// The images in a call of the model.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct CallImages {
-    pub images: Vec<SoftTokens>,
-    /// True if the soft tokens of an image see each other in both directions in sliding layers.
+    /// True if the soft tokens see each other in both directions in sliding layers.
     pub is_bidirectional: bool,
 }
 
-impl CallImages {
+/// The images and audio clips in a call of the model.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CallMedia(pub Vec<SoftTokens>);
+
+impl CallMedia {
     /// Puts the soft tokens in the place of token embeddings, `[batch, columns, hidden]`.
     pub fn placed(&self, mut embedded: Tensor<3>) -> Tensor<3> {
         let [_, _, hidden] = embedded.dims();
@@ -30,7 +28,8 @@ impl CallImages {
             sequence,
             columns,
             rows,
-        } in &self.images
+            ..
+        } in &self.0
         {
             let place = [*sequence..sequence + 1, columns.clone(), 0..hidden];
             let rows = rows.clone().cast(embedded.dtype()).unsqueeze::<3>();
@@ -42,14 +41,14 @@ impl CallImages {
     /// Returns the columns of the image that contains `column` of a sequence, if the image's soft tokens see each other in
     /// both directions.
     pub fn block(&self, sequence: usize, column: usize) -> Option<Range<usize>> {
-        let mut images = self.images.iter().filter(|_| self.is_bidirectional);
-        let image =
-            images.find(|image| image.sequence == sequence && image.columns.contains(&column));
-        image.map(|image| image.columns.clone())
+        let mut blocks = self.0.iter().filter(|one| one.is_bidirectional);
+        let block = blocks.find(|one| one.sequence == sequence && one.columns.contains(&column));
+        block.map(|block| block.columns.clone())
     }
 
     /// True if the soft tokens of some image see each other in both directions.
     pub fn has_blocks(&self) -> bool {
-        self.is_bidirectional && self.images.iter().any(|image| image.columns.len() > 1)
+        let mut blocks = self.0.iter().filter(|one| one.is_bidirectional);
+        blocks.any(|block| block.columns.len() > 1)
     }
 }

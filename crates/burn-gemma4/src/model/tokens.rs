@@ -1,6 +1,6 @@
 //! The tokens of a call.
 
-use super::soft_tokens::CallImages;
+use super::soft_tokens::CallMedia;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 /// The tokens of a call, on the device and on the host. A per-layer embedding table in host memory needs the tokens on
@@ -11,30 +11,30 @@ pub(crate) struct Tokens {
     pub ids: Tensor<2, Int>,
     /// The token ids on the host, sequence by sequence.
     pub on_host: Vec<u32>,
-    /// The images, whose soft tokens stand in the place of some tokens' embeddings.
-    pub images: CallImages,
+    /// The images and audio clips, whose soft tokens stand in the place of some tokens' embeddings.
+    pub media: CallMedia,
 }
 
 impl Tokens {
-    /// Uploads token ids as [`upload`](Self::upload) does, with images. The embeddings of the tokens in the places of
-    /// images are those of `pad`, as in Hugging Face Transformers. The per-layer embeddings depend on these tokens.
-    pub fn upload_with_images(
+    /// Uploads token ids as [`upload`](Self::upload) does, with images and audio clips. The embeddings of the tokens in
+    /// their places are those of `pad`, as in Hugging Face Transformers. The per-layer embeddings depend on these tokens.
+    pub fn upload_with_media(
         mut on_host: Vec<u32>,
         shape: [usize; 2],
-        images: CallImages,
+        media: CallMedia,
         pad: u32,
         device: &Device,
     ) -> Self {
         let [_, columns] = shape;
-        for image in &images.images {
-            let place = image
+        for one in &media.0 {
+            let place = one
                 .columns
                 .clone()
-                .map(|column| image.sequence * columns + column);
+                .map(|column| one.sequence * columns + column);
             place.for_each(|index| on_host[index] = pad);
         }
         Self {
-            images,
+            media,
             ..Self::upload(on_host, shape, device)
         }
     }
@@ -45,7 +45,7 @@ impl Tokens {
         Self {
             ids: Tensor::from_data(TensorData::new(ids, shape), device),
             on_host,
-            images: CallImages::default(),
+            media: CallMedia::default(),
         }
     }
 }

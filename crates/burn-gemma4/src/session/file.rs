@@ -112,7 +112,7 @@ impl Gemma4 {
             gemma: self,
             cache: saved.cache,
             read: saved.read,
-            images: Vec::new(),
+            media: Vec::new(),
             checkpoints: saved.checkpoints,
         }
     }
@@ -126,16 +126,16 @@ impl Session<'_> {
     /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot
     /// be read from the device. Passes on the errors of
     /// [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json). Returns [`Gemma4Error::Argument`] if the session
-    /// or a message has images.
+    /// or a message has images or audio.
     ///
     /// # Panics
     /// Panics if the device fails while the file is written.
     pub fn save(&self, path: impl AsRef<Path>, messages: &[Message]) -> Result<(), Gemma4Error> {
         let mut contents = messages.iter().map(|message| &message.content);
-        if !self.images.is_empty() || contents.any(|content| content.images().count() > 0) {
+        if !self.media.is_empty() || contents.any(|content| content.has_media()) {
             return Err(Gemma4Error::Argument {
                 argument: "session",
-                reason: "has images, which a session file cannot hold".into(),
+                reason: "has images or audio, which a session file cannot hold".into(),
             });
         }
         let model = self.gemma.model();

@@ -20,7 +20,7 @@ pub use file::SavedSession;
 use crate::error::Gemma4Error;
 use crate::gemma::{Gemma4, Prompt};
 use crate::generate;
-use crate::generate::encoded::{EncodedPrompt, PlacedImage, before_images};
+use crate::generate::encoded::{EncodedPrompt, PlacedMedium, before_media};
 use crate::generate::{GenerateOptions, Generation, Token};
 use crate::model::cache::Cache;
 use crate::text::chat::ChatOptions;
@@ -39,8 +39,8 @@ pub struct Session<'a> {
     cache: Cache,
     /// The tokens whose keys and values are in the cache.
     read: Vec<u32>,
-    /// The images whose soft tokens are in the cache.
-    images: Vec<PlacedImage>,
+    /// The images and audio clips whose soft tokens are in the cache.
+    media: Vec<PlacedMedium>,
     checkpoints: Checkpoints,
 }
 
@@ -50,7 +50,7 @@ impl<'a> Session<'a> {
             gemma,
             cache: gemma.model().cache(vec![0]),
             read: Vec::new(),
-            images: Vec::new(),
+            media: Vec::new(),
             checkpoints: Checkpoints::default(),
         }
     }
@@ -77,7 +77,7 @@ impl<'a> Session<'a> {
         let prompt = prompt.into();
         let cancellation = options.cancellation.as_ref();
         let encoded = self.gemma.encode(&prompt, options.chat, cancellation)?;
-        let images = encoded.images.clone();
+        let media = encoded.media.clone();
         let max_tokens = generate::check(
             self.gemma.config(),
             std::slice::from_ref(&encoded),
@@ -100,8 +100,8 @@ impl<'a> Session<'a> {
         };
         self.read = [&generation.prompt_tokens[..], &generation.tokens].concat();
         self.read.truncate(self.cache.len());
-        self.images = images;
-        self.forget_images();
+        self.media = media;
+        self.forget_media();
         Ok(generation)
     }
 
@@ -136,8 +136,8 @@ impl<'a> Session<'a> {
     /// Returns the length of the common prefix. The restored cache may hold fewer tokens than the common prefix.
     fn go_back(&mut self, prompt: &EncodedPrompt, options: &GenerateOptions) -> usize {
         // Exclude the prompt's last token, which must run through the model for its logits.
-        let common = prompt.common(&self.read, &self.images);
-        let common = before_images(&prompt.images, common.min(prompt.tokens.len() - 1));
+        let common = prompt.common(&self.read, &self.media);
+        let common = before_media(&prompt.media, common.min(prompt.tokens.len() - 1));
         if !options.fits(&self.cache) {
             self.cache = options.cache(self.gemma.config(), vec![0]);
             self.checkpoints.clear();
@@ -149,14 +149,14 @@ impl<'a> Session<'a> {
         }
         self.checkpoints.forget_after(self.cache.len());
         self.read.truncate(self.cache.len());
-        self.forget_images();
+        self.forget_media();
         common
     }
 
-    /// Forgets the images that the cache does not hold whole.
-    fn forget_images(&mut self) {
+    /// Forgets the images and audio clips that the cache does not hold whole.
+    fn forget_media(&mut self) {
         let length = self.cache.len();
-        self.images.retain(|image| image.tokens.end <= length);
+        self.media.retain(|medium| medium.tokens.end <= length);
     }
 
     /// Returns the probable length of the common prefix of `encoded` and the next prompt. In a conversation, this prefix
@@ -177,11 +177,11 @@ impl<'a> Session<'a> {
         let length = encoded.tokens.len();
         let boundary = match history {
             Some(history) => encoded
-                .common(&history.tokens, &history.images)
+                .common(&history.tokens, &history.media)
                 .min(length - 1),
             None => length.saturating_sub(MARGIN),
         };
-        before_images(&encoded.images, boundary)
+        before_media(&encoded.media, boundary)
     }
 
     /// Removes all tokens from the session.
@@ -189,7 +189,7 @@ impl<'a> Session<'a> {
         let empty = Cache::new(self.gemma.config(), vec![0], self.cache.kind());
         self.cache = empty.forgetting(self.cache.spare());
         self.read.clear();
-        self.images.clear();
+        self.media.clear();
         self.checkpoints.clear();
     }
 

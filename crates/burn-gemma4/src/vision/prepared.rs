@@ -3,20 +3,15 @@
 use super::image::Image;
 use super::patches::{ImageProcessor, Patches};
 use crate::error::Gemma4Error;
-use sha2::{Digest, Sha256};
+use crate::media_hash::MediumHash;
 use std::fmt;
 use std::sync::Arc;
-
-/// The SHA-256 hash of an image in a prompt. Images with equal hashes have the same pixels, and the same numbers of
-/// columns and rows of soft tokens.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ImageHash([u8; 32]);
 
 /// An image in the size in which a model sees it, without its original pixels, which may take 192 MiB. Two prepared
 /// images are equal if their hashes are. Clones share the pixels.
 #[derive(Clone)]
 pub struct PreparedImage {
-    pub(crate) hash: ImageHash,
+    pub(crate) hash: MediumHash,
     pub(crate) patches: Arc<Patches>,
     /// The number of columns and rows of soft tokens.
     soft_tokens: [usize; 2],
@@ -30,13 +25,10 @@ impl PreparedImage {
     pub(super) fn new(image: &Image, processor: ImageProcessor) -> Result<Self, Gemma4Error> {
         let soft_tokens = processor.soft_tokens(image)?;
         let pixels = image.pixels();
-        let mut hasher = Sha256::new();
-        for length in [pixels.width, pixels.height].into_iter().chain(soft_tokens) {
-            hasher.update((length as u64).to_le_bytes());
-        }
-        hasher.update(&pixels.rgb);
+        let [columns, rows] = soft_tokens;
+        let sizes = [pixels.width, pixels.height, columns, rows];
         Ok(Self {
-            hash: ImageHash(hasher.finalize().into()),
+            hash: MediumHash::of("image", sizes, &pixels.rgb),
             patches: Arc::new(processor.patches(image)?),
             soft_tokens,
         })
@@ -77,13 +69,6 @@ impl fmt::Debug for PreparedImage {
             .field("hash", &self.hash)
             .field("soft_tokens", &self.soft_tokens)
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for ImageHash {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let first = self.0.first_chunk().expect("a hash has 32 bytes");
-        write!(f, "ImageHash({:016x})", u64::from_be_bytes(*first))
     }
 }
 

@@ -59,23 +59,24 @@ pub(super) struct Prefixes {
     hashes: Vec<u64>,
     /// The number of tokens of the prompt.
     tokens: usize,
-    has_images: bool,
+    has_media: bool,
 }
 
 impl Prefixes {
     /// Hashes the first blocks of a prompt. Prompts with different adapters share no keys and values, so the adapter is
     /// a part of each hash. An adapter is identified by its load, because a name can be given to another adapter later.
-    /// The hash of an image is a part of the block in which the image begins, because all images have the same tokens.
+    /// The hash of an image or audio clip is a part of the block in which the medium begins, because all media of a kind
+    /// have the same tokens.
     pub fn of(prompt: &EncodedPrompt, adapter: Option<u64>) -> Self {
         let mut hasher = DefaultHasher::new();
         adapter.hash(&mut hasher);
-        let mut images = prompt.images().peekable();
-        let has_images = images.peek().is_some();
+        let mut media = prompt.media().peekable();
+        let has_media = media.peek().is_some();
         let blocks = prompt.tokens().chunks_exact(BLOCK).take(MOST_BLOCKS);
         let hashes = blocks.enumerate().map(|(index, block)| {
             let end = (index + 1) * BLOCK;
-            while let Some((_, image)) = images.next_if(|(tokens, _)| tokens.start < end) {
-                image.hash(&mut hasher);
+            while let Some((_, medium)) = media.next_if(|(tokens, _)| tokens.start < end) {
+                medium.hash(&mut hasher);
             }
             block.hash(&mut hasher);
             hasher.finish()
@@ -83,7 +84,7 @@ impl Prefixes {
         Self {
             hashes: hashes.collect(),
             tokens: prompt.len(),
-            has_images,
+            has_media,
         }
     }
 }
@@ -92,7 +93,7 @@ impl Prefixes {
 #[derive(Debug)]
 pub(super) struct RecentPrefixes {
     hashes: Mutex<lru::LruCache<u64, ()>>,
-    /// The number of tokens of the shortest prompt without images that can reuse a prefix.
+    /// The number of tokens of the shortest prompt without media that can reuse a prefix.
     shortest: AtomicUsize,
 }
 
@@ -109,7 +110,7 @@ impl RecentPrefixes {
         self.hashes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the number of tokens of the shortest prompt without images that can reuse a prefix.
+    /// Sets the number of tokens of the shortest prompt without media that can reuse a prefix.
     pub fn set_shortest_prompt(&self, tokens: usize) {
         self.shortest.store(tokens, Ordering::SeqCst);
     }
@@ -126,7 +127,7 @@ impl RecentPrefixes {
     /// Returns the number of tokens of the longest prefix that the engine has kept and that the prompt can reuse.
     pub fn matched(&self, prefixes: &Prefixes) -> usize {
         let is_short = prefixes.tokens < self.shortest.load(Ordering::SeqCst);
-        if is_short && !prefixes.has_images {
+        if is_short && !prefixes.has_media {
             return 0;
         }
         let table = self.hashes();

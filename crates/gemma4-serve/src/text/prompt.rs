@@ -114,7 +114,7 @@ impl TextModel {
     /// # Errors
     /// Returns an error if the prompt has a placeholder of an image, audio or video.
     pub(crate) fn token_prompt(&self, tokens: Vec<u32>) -> Result<EncodedPrompt, RequestError> {
-        Ok(self.encoder.encode(tokens, &[])?)
+        Ok(self.encoder.encode(tokens, &[], &[])?)
     }
 
     /// Checks that the model sees images. `field` is the field of the request with an image.
@@ -186,7 +186,7 @@ impl TextModel {
         let of_images: usize = images.iter().map(|image| image.tokens() - 1).sum();
         self.check_length(marking.fewest_tokens(&prompt) + of_images)?;
         let tokens = marking.encode(&prompt)?;
-        let encoded = self.encoder.encode(tokens, &images);
+        let encoded = self.encoder.encode(tokens, &images, &[]);
         // With images, the numbers of placeholders and images differ if the template does not show the images of some
         // messages, such as tool results.
         encoded.map_err(|error| of_field("messages", error))

@@ -59,8 +59,8 @@ async fn cancelled_requests_free_the_memory_of_their_images() {
     let all = pool.free();
     let submit = |max_tokens| {
         let prompt = prompt(&text, 1);
-        assert_eq!(prompt.image_bytes(), 529 * 48 * 48 * 3);
-        let memory = pool.try_reserve(prompt.image_bytes());
+        assert_eq!(prompt.media_bytes(), 529 * 48 * 48 * 3);
+        let memory = pool.try_reserve(prompt.media_bytes());
         let mut request = request(&text, prompt, max_tokens);
         request.image_memory = Some(memory.expect("the pool has room"));
         engine.submit(request).expect("the queue has a place")

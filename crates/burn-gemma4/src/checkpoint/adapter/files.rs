@@ -2,7 +2,7 @@
 
 use super::config::{AdapterConfig, Scaling};
 use crate::checkpoint::files::uncompiled;
-use crate::checkpoint::names::{HEAD, Names, is_of_tower, is_of_vision};
+use crate::checkpoint::names::{HEAD, Names, is_of_audio, is_of_tower, is_of_vision};
 use crate::checkpoint::source::floats;
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem, read};
@@ -70,7 +70,7 @@ impl AdapterFiles {
         }
         if of_towers > 0 {
             warnings.push(format!(
-                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them, but images are refused if the vision has factors"
+                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them, but images are refused if the vision has factors, and audio if the audio has factors"
             ));
         }
         let names = Names::among(rest.iter().filter_map(|name| name.strip_prefix(WRAPPED)));
@@ -88,17 +88,31 @@ impl AdapterFiles {
     }
 }
 
-/// True if the adapter in `folder` has factors for the vision.
-///
-/// # Errors
-/// Returns an error if the file of the factors is missing or malformed.
-pub(crate) fn adapts_vision(folder: &Path) -> Result<bool, Gemma4Error> {
-    let path = folder.join(WEIGHTS);
-    let bytes = read(&path)?;
-    let tensors = SafeTensors::deserialize(&bytes)
-        .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
-    let mut names = tensors.names().into_iter().map(uncompiled);
-    Ok(names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_of_vision)))
+/// The towers of a model for which an adapter has factors.
+pub(crate) struct AdaptedTowers {
+    pub vision: bool,
+    pub audio: bool,
+}
+
+impl AdaptedTowers {
+    /// Reads the names of the factors of the adapter in `folder`.
+    ///
+    /// # Errors
+    /// Returns an error if the file of the factors is missing or malformed.
+    pub fn of(folder: &Path) -> Result<Self, Gemma4Error> {
+        let path = folder.join(WEIGHTS);
+        let bytes = read(&path)?;
+        let tensors = SafeTensors::deserialize(&bytes)
+            .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+        let has = |is_part: fn(&str) -> bool| {
+            let mut names = tensors.names().into_iter().map(uncompiled);
+            names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_part))
+        };
+        Ok(Self {
+            vision: has(is_of_vision),
+            audio: has(is_of_audio),
+        })
+    }
 }
 
 fn malformed(path: &Path, reason: String) -> Gemma4Error {

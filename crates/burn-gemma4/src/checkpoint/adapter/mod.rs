@@ -8,5 +8,5 @@ mod merge;
 mod request;
 
 pub use description::Adapter;
-pub(crate) use files::adapts_vision;
+pub(crate) use files::AdaptedTowers;
 pub use request::{AdapterTargets, AdapterWeights};

@@ -1,6 +1,6 @@
 //! Adapters that each request selects: read on any thread, and uploaded by the thread that owns the model.
 
-use super::files::{AdapterFiles, MatrixFactors, adapts_vision};
+use super::files::{AdaptedTowers, AdapterFiles, MatrixFactors};
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
@@ -67,8 +67,8 @@ pub struct AdapterWeights {
     /// The scaled factors of each adapted projection: the parameter id of its weight, `A`, and `B · scale`.
     factors: Vec<(ParamId, [TensorData; 2])>,
     warnings: Vec<String>,
-    /// True if the adapter has factors for the vision, which are not read.
-    changes_vision: bool,
+    /// The towers for which the adapter has factors, which are not read.
+    towers: AdaptedTowers,
 }
 
 impl fmt::Debug for AdapterWeights {
@@ -132,7 +132,7 @@ impl AdapterTargets {
             model: self.model.clone(),
             factors,
             warnings,
-            changes_vision: adapts_vision(folder.as_ref())?,
+            towers: AdaptedTowers::of(folder.as_ref())?,
         })
     }
 
@@ -184,7 +184,8 @@ impl AdapterWeights {
             (weight, factors)
         });
         let factors: HashMap<ParamId, Factors> = factors.collect();
-        let adapter = LoadedAdapter::new(self.model, factors, self.changes_vision);
+        let adapter =
+            LoadedAdapter::new(self.model, factors, [self.towers.vision, self.towers.audio]);
         adapter.check(model)?;
         device
             .sync()

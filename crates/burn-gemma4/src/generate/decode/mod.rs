@@ -20,7 +20,7 @@ mod packed;
 #[cfg(feature = "cube")]
 mod position;
 mod prefill;
-mod prefill_images;
+mod prefill_media;
 mod prefix_cache;
 #[cfg(feature = "cube")]
 mod round;

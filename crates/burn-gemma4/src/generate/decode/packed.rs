@@ -38,12 +38,13 @@ impl PackedPrompt {
 
 impl Prefill {
     /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
-    /// have begun, continue from another prompt, have images or an adapter, or stop within the prompt to store a state.
-    /// It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model computes them.
+    /// have begun, continue from another prompt, have images, audio or an adapter, or stop within the prompt to store a
+    /// state. It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model
+    /// computes them.
     pub fn can_pack(&self) -> bool {
         self.is_new()
             && self.adapter().is_none()
-            && !self.has_images()
+            && !self.has_media()
             && self.cache().kind().is_plain()
     }
 
@@ -116,8 +117,9 @@ impl Prefill {
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
-                    "cannot run in one pass, because number {index} has begun, has images, an adapter or a checkpoint, \
-                     must run alone, or stores its keys and values in another format; read such a prompt by `advance`"
+                    "cannot run in one pass, because number {index} has begun, has images, audio, an adapter or a \
+                     checkpoint, must run alone, or stores its keys and values in another format; read such a prompt \
+                     by `advance`"
                 ));
             }
             if prefill.parameters() != first.parameters() {

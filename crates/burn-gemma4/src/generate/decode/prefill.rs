@@ -2,11 +2,11 @@
 
 use super::next::Next;
 use super::packed::PackedPrompt;
-use super::prefill_images::PrefillImages;
+use super::prefill_media::PrefillMedia;
 use super::row_logits::RowLogits;
-use crate::checkpoint::vision::LazyVision;
+use crate::checkpoint::media::{MediaEncoders, MediumInput};
 use crate::error::Gemma4Error;
-use crate::generate::encoded::PlacedImage;
+use crate::generate::encoded::PlacedMedium;
 use crate::generate::{CapturedPrompts, Size};
 use crate::model::adapters::{AdapterId, LoadedAdapter, PassAdapters};
 use crate::model::cache::Cache;
@@ -14,7 +14,6 @@ use crate::model::cache::checkpoint::Checkpoint;
 use crate::model::cache::kind::CacheKind;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
-use crate::vision::patches::Patches;
 use burn::module::{ParamId, list_param_ids};
 use burn::tensor::Tensor;
 use std::ops::Range;
@@ -58,7 +57,7 @@ pub struct Prefill {
     /// True if the prompt must not run in one pass with others.
     is_alone: bool,
     tokens: Vec<u32>,
-    images: PrefillImages,
+    media: PrefillMedia,
     /// The adapter of the sequence, or `None` if the model runs without an adapter.
     adapter: Option<Arc<LoadedAdapter>>,
     /// The CUDA graphs that can run a prompt, or `None` if the kernels are always launched one by one.
@@ -80,7 +79,7 @@ pub struct Prefill {
 #[derive(Debug)]
 pub(super) struct Prefilled {
     pub tokens: Vec<u32>,
-    pub images: Vec<PlacedImage>,
+    pub media: Vec<PlacedMedium>,
     /// The adapter with which the keys and values were computed, or `None` if no adapter was used.
     pub adapter: Option<AdapterId>,
     pub cache: Cache,
@@ -121,7 +120,7 @@ impl Prefill {
             packed: None,
             is_alone: false,
             tokens,
-            images: PrefillImages::default(),
+            media: PrefillMedia::default(),
             adapter: None,
             graphs: None,
             counted: Vec::new(),
@@ -136,11 +135,15 @@ impl Prefill {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the adapter was read for another model, or if the model has processed a
-    /// part of the prompt already. Returns the same error if the prompt has images, and the adapter changes the vision.
+    /// part of the prompt already. Returns the same error if the prompt has images, and the adapter changes the vision,
+    /// or if the prompt has audio, and the adapter changes the audio.
     pub fn with_adapter(self, adapter: &Arc<LoadedAdapter>) -> Result<Self, Gemma4Error> {
         adapter.check(&self.model)?;
-        if !self.images.is_empty() {
-            adapter.check_images()?;
+        for input in self.media.inputs() {
+            match input {
+                MediumInput::Image(_) => adapter.check_images()?,
+                MediumInput::Audio(_) => adapter.check_audio()?,
+            }
         }
         if self.has_begun() {
             return Err(Gemma4Error::Argument {
@@ -171,15 +174,16 @@ impl Prefill {
         }
     }
 
-    /// Puts images in the places of some tokens. `patches` holds the patches of each image.
-    pub(crate) fn with_images(
+    /// Puts images and audio clips in the places of some tokens. `inputs` holds the input of each of them, which
+    /// `encoders` must be able to read.
+    pub(crate) fn with_media(
         self,
-        images: Vec<PlacedImage>,
-        patches: Vec<Arc<Patches>>,
-        vision: &LazyVision,
+        media: Vec<PlacedMedium>,
+        inputs: Vec<MediumInput>,
+        encoders: &MediaEncoders,
     ) -> Self {
         Self {
-            images: PrefillImages::new(images, patches, vision.clone()),
+            media: PrefillMedia::new(media, inputs, encoders.clone()),
             ..self
         }
     }
@@ -204,9 +208,9 @@ impl Prefill {
         &self.tokens
     }
 
-    /// The images of the prompt in ascending order.
-    pub(super) fn images(&self) -> &[PlacedImage] {
-        self.images.placed()
+    /// The images and audio clips of the prompt in ascending order.
+    pub(super) fn media(&self) -> &[PlacedMedium] {
+        self.media.placed()
     }
 
     pub(super) fn cache(&self) -> &Cache {
@@ -238,8 +242,8 @@ impl Prefill {
         !self.has_begun() && self.boundary.is_none() && !self.is_alone
     }
 
-    pub(super) fn has_images(&self) -> bool {
-        !self.images.is_empty()
+    pub(super) fn has_media(&self) -> bool {
+        !self.media.is_empty()
     }
 
     /// The keys and values of a prompt that was read in one pass with others.
@@ -286,7 +290,7 @@ impl Prefill {
         Prefilled {
             adapter: self.adapter.map(|adapter| adapter.id()),
             tokens: self.tokens,
-            images: self.images.into_placed(),
+            media: self.media.into_placed(),
             cache: self.cache,
             checkpoints: self.checkpoints,
         }
@@ -309,8 +313,8 @@ impl Prefill {
     /// True if a CUDA graph may run the whole prompt.
     pub(super) fn can_replay_whole(&self) -> bool {
         let (count, kind) = (self.tokens.len(), self.cache.kind());
-        // No graph runs a prompt with images.
-        let graphs = self.graphs.as_ref().filter(|_| self.images.is_empty());
+        // No graph runs a prompt with images or audio.
+        let graphs = self.graphs.as_ref().filter(|_| self.media.is_empty());
         graphs.is_some_and(|graphs| graphs.serve_whole(&self.model, count, kind))
     }
 
@@ -326,13 +330,14 @@ impl Prefill {
     /// prompt ends earlier, or if the prefill must stop earlier to store a state from which other prompts can continue.
     /// Returns the logits after the prompt's last token, or `None` if tokens remain.
     ///
-    /// No chunk divides an image, so a chunk that begins with an image may be longer. If an image in the chunk has no
-    /// soft tokens yet, the call runs some layers of the vision in place of the chunk. Such a call takes about as long
-    /// as a chunk, and leaves [`remaining`](Self::remaining) unchanged.
+    /// No chunk divides an image or an audio clip, so a chunk that begins with one of them may be longer. If one in the
+    /// chunk has no soft tokens yet, the call runs some layers of the vision or audio in place of the chunk. Such a call
+    /// takes about as long as a chunk, and leaves [`remaining`](Self::remaining) unchanged.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
-    /// [`Gemma4Error::Device`] if the device failed. Returns an error if the weights of the vision cannot be loaded.
+    /// [`Gemma4Error::Device`] if the device failed. Returns an error if the weights of the vision or audio
+    /// cannot be loaded.
     pub fn advance(&mut self, chunk: usize) -> Result<Option<RowLogits<'_>>, Gemma4Error> {
         if self.remaining() == 0 {
             return Err(Gemma4Error::Argument {
@@ -346,18 +351,18 @@ impl Prefill {
         let end = start
             .saturating_add(chunk.max(1))
             .min(boundary.unwrap_or(self.tokens.len()));
-        let end = self.images.chunk_end(start, end);
+        let end = self.media.chunk_end(start, end);
         if self
-            .images
-            .advance(&(start..end), self.rows_of_vision(chunk))?
+            .media
+            .advance(&(start..end), self.rows_of_tower(chunk))?
         {
             self.sync()?;
             return Ok(None);
         }
         let is_last = end == self.tokens.len();
         let tokens = &self.tokens[start..end];
-        let has_images = self.images.any_in(&(start..end));
-        let graphs = self.graphs.as_ref().filter(|_| !has_images);
+        let has_media = self.media.any_in(&(start..end));
+        let graphs = self.graphs.as_ref().filter(|_| !has_media);
         let replayed = graphs.and_then(|graphs| {
             graphs.read(&self.model, tokens, &mut self.cache, &mut self.counted)
         });
@@ -378,8 +383,9 @@ impl Prefill {
 
     /// Returns the number of patches that run through one layer of the vision in about the time of a chunk of tokens. A
     /// layer of a vision tower has fewer operations for a patch than a layer of its text model for a token. E2B's have
-    /// 9.4 million multiplications in products and up to 15 million in attention, and 36 million.
-    fn rows_of_vision(&self, chunk: usize) -> usize {
+    /// 9.4 million multiplications in products and up to 15 million in attention, and 36 million. A layer of E2B's audio
+    /// tower has 26 million for a soft token.
+    fn rows_of_tower(&self, chunk: usize) -> usize {
         chunk
             .max(1)
             .saturating_mul(self.model.config().num_layers())
@@ -400,12 +406,12 @@ impl Prefill {
             true => Logits::Last(1),
             false => Logits::None,
         };
-        let images = self.images.take(&range);
+        let media = self.media.take(&range);
         let tokens = self.tokens[range].to_vec();
         let shape = [1, tokens.len()];
         let pad = self.model.config().pad_token;
         let device = self.model.device();
-        let tokens = Tokens::upload_with_images(tokens, shape, images, pad, &device);
+        let tokens = Tokens::upload_with_media(tokens, shape, media, pad, &device);
         let adapters = self.adapter.as_deref().map(PassAdapters::of_all_rows);
         let cache = &mut self.cache;
         self.model.step_adapted(&tokens, cache, asked, adapters)

@@ -1,7 +1,7 @@
 //! Reuse of the keys and values of earlier prompts that begin with the same tokens (prefix caching).
 
 use super::prefill::{Prefill, Prefilled};
-use crate::generate::encoded::{before_images, common_prefix};
+use crate::generate::encoded::{before_media, common_prefix};
 use crate::model::Gemma4Model;
 use crate::model::adapters::AdapterId;
 use crate::model::cache::checkpoint::Checkpoint;
@@ -28,7 +28,8 @@ const MOST_CHECKPOINTS: usize = 4;
 
 /// The KV caches of earlier prompts. A later prompt that begins with the same tokens as an earlier prompt continues
 /// from a copy of the earlier prompt's KV cache. The model then runs only over the remaining tokens of the later
-/// prompt. Keys and values of different adapters are never shared, and neither are those of different images.
+/// prompt. Keys and values of different adapters are never shared, and neither are those of different images
+/// or audio clips.
 ///
 /// Full-attention layers keep the keys and values of all tokens. Sliding layers keep only the last window of tokens, in
 /// ring buffers. A checkpoint is a copy of the ring buffers' contents at an earlier token. If a prompt is at least as
@@ -235,9 +236,9 @@ impl Prefilled {
         if self.cache.kind() != prefill.cache().kind() || self.adapter != adapter {
             return 0;
         }
-        let (tokens, images) = (prefill.tokens(), prefill.images());
-        let common = common_prefix((&self.tokens, &self.images), (tokens, images));
-        before_images(images, common.min(tokens.len() - 1))
+        let (tokens, media) = (prefill.tokens(), prefill.media());
+        let common = common_prefix((&self.tokens, &self.media), (tokens, media));
+        before_media(media, common.min(tokens.len() - 1))
     }
 
     /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue. The other prompt
@@ -270,7 +271,7 @@ impl Prefilled {
         self.cache.kind() == earlier.cache.kind()
             && self.adapter == earlier.adapter
             && self.tokens.starts_with(&earlier.tokens)
-            && self.images.starts_with(&earlier.images)
+            && self.media.starts_with(&earlier.media)
     }
 
     /// Takes over the checkpoints of `earlier`. This prompt begins with all tokens of `earlier`. If another prompt

@@ -30,19 +30,23 @@ pub struct LoadedAdapter {
     factors: Arc<HashMap<ParamId, Factors>>,
     /// True if the adapter changes the vision, which is not supported.
     changes_vision: bool,
+    /// True if the adapter changes the audio, which is not supported.
+    changes_audio: bool,
 }
 
 impl LoadedAdapter {
+    /// `changes` tells whether the adapter changes the vision and the audio.
     pub(crate) fn new(
         model: Arc<[ParamId]>,
         factors: HashMap<ParamId, Factors>,
-        changes_vision: bool,
+        [changes_vision, changes_audio]: [bool; 2],
     ) -> Self {
         Self {
             id: AdapterId::next(),
             model,
             factors: Arc::new(factors),
             changes_vision,
+            changes_audio,
         }
     }
 
@@ -68,6 +72,18 @@ impl LoadedAdapter {
             true => Err(Gemma4Error::Argument {
                 argument: "image",
                 reason: "the adapter of the request changes the vision, which is not supported"
+                    .into(),
+            }),
+        }
+    }
+
+    /// Refuses audio if the adapter changes the audio. Clips would run through an audio tower without these changes.
+    pub(crate) fn check_audio(&self) -> Result<(), Gemma4Error> {
+        match self.changes_audio {
+            false => Ok(()),
+            true => Err(Gemma4Error::Argument {
+                argument: "audio",
+                reason: "the adapter of the request changes the audio, which is not supported"
                     .into(),
             }),
         }

@@ -1,16 +1,16 @@
 //! The keys that the soft tokens of images see in sliding layers.
 
 use super::{Cache, Call};
-use crate::model::soft_tokens::CallImages;
+use crate::model::soft_tokens::CallMedia;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 impl Cache {
     /// Changes the rules of a call, so that the soft tokens of an image see each other in both directions in sliding
-    /// layers. A key before the window stays hidden. Full layers stay causal. Does nothing if no image needs this rule.
+    /// layers. A key before the window stays hidden. Full layers stay causal, and so do audio clips. Does nothing if no image needs this rule.
     ///
     /// The call must contain every image whole, and must be made by [`call`](Self::call) of this cache.
-    pub(crate) fn see_images(&self, call: &mut Call, images: &CallImages, device: &Device) {
-        if !images.has_blocks() {
+    pub(crate) fn see_images(&self, call: &mut Call, media: &CallMedia, device: &Device) {
+        if !media.has_blocks() {
             return;
         }
         // Sliding layers attend to the last `kept` columns of the cache and to the columns of the call.
@@ -20,7 +20,7 @@ impl Cache {
         };
         let starts = queries().map(|(_, column)| (kept + column + 1).saturating_sub(window));
         let ends = queries().map(|(sequence, column)| {
-            let block = images.block(sequence, column);
+            let block = media.block(sequence, column);
             kept + block.map_or(column + 1, |columns| columns.end)
         });
         let bound = |bounds: Vec<usize>| {

@@ -1,19 +1,20 @@
-//! The content of a message: text, or parts of text and images.
+//! The content of a message: text, or parts of text, images and audio.
 
+use crate::audio::clip::Audio;
 use crate::vision::image::Image;
 use serde::{Deserialize, Serialize, Serializer, ser::SerializeMap};
 
 /// The content of a [`Message`](super::Message).
 ///
 /// Text is serialized as a string. Parts are serialized as a list, in the form that chat templates expect:
-/// `[{"type": "image"}, {"type": "text", "text": "…"}]`. The pixels of images are not serialized, so only text can be
+/// `[{"type": "image"}, {"type": "text", "text": "…"}]`. Pixels and samples are not serialized, so only text can be
 /// deserialized.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(from = "String")]
 pub enum Content {
     /// A text.
     Text(String),
-    /// Texts and images, in the order in which the model reads them.
+    /// Texts, images and audio, in the order in which the model reads them.
     Parts(Vec<MessagePart>),
 }
 
@@ -24,6 +25,8 @@ pub enum MessagePart {
     Text(String),
     /// An image.
     Image(Image),
+    /// An audio clip.
+    Audio(Audio),
 }
 
 impl Content {
@@ -35,21 +38,38 @@ impl Content {
         };
         let texts = parts.iter().filter_map(|part| match part {
             MessagePart::Text(text) => Some(text.as_str()),
-            MessagePart::Image(_) => None,
+            MessagePart::Image(_) | MessagePart::Audio(_) => None,
         });
         whole.into_iter().chain(texts)
     }
 
     /// Returns the images of the content, in order.
     pub fn images(&self) -> impl Iterator<Item = &Image> {
-        let parts = match self {
-            Self::Text(_) => &[][..],
-            Self::Parts(parts) => &parts[..],
-        };
-        parts.iter().filter_map(|part| match part {
-            MessagePart::Text(_) => None,
+        self.parts().iter().filter_map(|part| match part {
+            MessagePart::Text(_) | MessagePart::Audio(_) => None,
             MessagePart::Image(image) => Some(image),
         })
+    }
+
+    /// Returns the audio clips of the content, in order.
+    pub fn audio(&self) -> impl Iterator<Item = &Audio> {
+        self.parts().iter().filter_map(|part| match part {
+            MessagePart::Text(_) | MessagePart::Image(_) => None,
+            MessagePart::Audio(audio) => Some(audio),
+        })
+    }
+
+    /// True if the content has images or audio.
+    pub(crate) fn has_media(&self) -> bool {
+        let is_text = |part: &MessagePart| matches!(part, MessagePart::Text(_));
+        !self.parts().iter().all(is_text)
+    }
+
+    fn parts(&self) -> &[MessagePart] {
+        match self {
+            Self::Text(_) => &[],
+            Self::Parts(parts) => parts,
+        }
     }
 
     /// Returns the content with other texts, which `change` computes.
@@ -62,7 +82,7 @@ impl Content {
             Self::Parts(parts) => {
                 let parts = parts.iter().map(|part| match part {
                     MessagePart::Text(text) => Ok(MessagePart::Text(change(text)?)),
-                    MessagePart::Image(image) => Ok(MessagePart::Image(image.clone())),
+                    MessagePart::Image(_) | MessagePart::Audio(_) => Ok(part.clone()),
                 });
                 Self::Parts(parts.collect::<Result<_, E>>()?)
             }
@@ -112,6 +132,12 @@ impl From<Image> for MessagePart {
     }
 }
 
+impl From<Audio> for MessagePart {
+    fn from(audio: Audio) -> Self {
+        Self::Audio(audio)
+    }
+}
+
 impl Serialize for Content {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
@@ -130,6 +156,7 @@ impl Serialize for MessagePart {
                 map.serialize_entry("text", text)?;
             }
             Self::Image(_) => map.serialize_entry("type", "image")?,
+            Self::Audio(_) => map.serialize_entry("type", "audio")?,
         }
         map.end()
     }

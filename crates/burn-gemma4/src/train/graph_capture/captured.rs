@@ -6,7 +6,7 @@ use super::buffers::{Buffers, Reader, Sources};
 use crate::model::Gemma4Model;
 use crate::model::forward::Text;
 use crate::model::prefill_ops::Rotations;
-use crate::model::soft_tokens::CallImages;
+use crate::model::soft_tokens::CallMedia;
 use crate::op;
 use crate::op::graph_capture::{CapturedGraph, Computation};
 use crate::op::stream::StreamCheck;
@@ -244,7 +244,7 @@ impl Computation for Step {
             rotations: Rotations::of_tables(tables),
             segments,
             adapters: None,
-            images: CallImages::default(),
+            media: CallMedia::default(),
         };
         let read = Read { text, targets };
         let scaled = |loss: Tensor<1>| loss * factor.autodiff();

@@ -108,7 +108,7 @@ impl<'a> Scheduler<'a> {
         let tokens: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
         tokens + request.prompt.tokens().len() <= budget.min(self.most_packed)
             && request.adapter.is_none()
-            && request.prompt.images().next().is_none()
+            && request.prompt.media().next().is_none()
             && prefilling.all(|one| {
                 let prefill = &one.prefill;
                 prefill.can_pack() && !self.prefixes.would_share(prefill, request.prompt.tokens())
