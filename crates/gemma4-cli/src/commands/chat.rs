@@ -3,22 +3,24 @@
 use crate::{
     Error,
     cache_file::CacheFile,
-    images::{ImageSize, content},
+    media::{ImageSize, content},
     model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
-use burn_gemma4::{FinishReason, Gemma4, GenerateOptions, Image, Message, Role, Session};
+use burn_gemma4::{
+    Audio, FinishReason, Gemma4, GenerateOptions, Message, MessagePart, Role, Session,
+};
 use clap::Parser;
 use std::io::{IsTerminal, stdin};
 use std::path::Path;
 use std::process::ExitCode;
 
-const COMMANDS: &str = "Ctrl-C stops an answer, /image FILE shows an image with the next message, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
+const COMMANDS: &str = "Ctrl-C stops an answer, /image FILE shows an image with the next message, /audio FILE plays a recording with it, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
 
 /// Talk to a Gemma 4 model in the terminal.
 ///
-/// Ctrl-C stops an answer. /image FILE shows a PNG, JPEG or WebP file with the next message. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
+/// Ctrl-C stops an answer. /image FILE shows a PNG, JPEG or WebP file with the next message. /audio FILE plays a WAV, FLAC, MP3 or Ogg Vorbis file with it. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
 ///
 /// If messages come from a file or a pipe, one on each line, an empty line separates the answers.
 #[derive(Parser)]
@@ -62,7 +64,7 @@ fn run(cli: &Chat) -> Result<(), Error> {
         beginning: beginning(cli, &messages)?,
         messages,
         session,
-        images: Vec::new(),
+        media: Vec::new(),
         image_size: &cli.image_size,
         options: GenerateOptions {
             cancellation: Some(interrupt.cancellation()),
@@ -116,9 +118,8 @@ fn talk(
                 interrupt.catch(|| conversation.reset());
                 conversation.keep(interrupt)?;
             }
-            command if command == "/image" || command.starts_with("/image ") => {
-                let path = command["/image".len()..].trim();
-                match conversation.show(path) {
+            command if let Some((medium, path)) = medium(command) => {
+                match conversation.add(medium, path) {
                     Err(error) if is_interactive => note(format_args!("error: {error}")),
                     outcome => outcome?,
                 }
@@ -178,6 +179,34 @@ fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
     }
 }
 
+/// A kind of file that precedes the next message.
+#[derive(Clone, Copy)]
+enum Medium {
+    Image,
+    Audio,
+}
+
+impl Medium {
+    /// The command that reads a file of this kind.
+    fn command(self) -> &'static str {
+        match self {
+            Self::Image => "/image",
+            Self::Audio => "/audio",
+        }
+    }
+}
+
+/// Returns the kind and the path of the file that a command reads, or `None` for other lines.
+fn medium(line: &str) -> Option<(Medium, &str)> {
+    [Medium::Image, Medium::Audio]
+        .into_iter()
+        .find_map(|medium| {
+            let rest = line.strip_prefix(medium.command())?;
+            let is_command = rest.is_empty() || rest.starts_with(' ');
+            is_command.then(|| (medium, rest.trim()))
+        })
+}
+
 struct Conversation<'a> {
     gemma: &'a Gemma4,
     /// The file that `--cache` names.
@@ -187,8 +216,8 @@ struct Conversation<'a> {
     messages: Vec<Message>,
     /// The session, which holds the KV cache of the conversation so far.
     session: Session<'a>,
-    /// The images that the next message shows.
-    images: Vec<Image>,
+    /// The images and audio that precede the next message, in the order of the commands.
+    media: Vec<MessagePart>,
     image_size: &'a ImageSize,
     options: GenerateOptions,
 }
@@ -196,22 +225,32 @@ struct Conversation<'a> {
 impl Conversation<'_> {
     fn reset(&mut self) {
         self.messages.clone_from(&self.beginning);
-        self.images.clear();
+        self.media.clear();
         self.session.reset();
     }
 
-    /// Reads an image, which the next message shows.
-    fn show(&mut self, path: &str) -> Result<(), Error> {
+    /// Reads an image or audio, which precedes the next message.
+    fn add(&mut self, medium: Medium, path: &str) -> Result<(), Error> {
+        let command = medium.command();
+        let refuse = |reason: &str| Err(WrongArgument(format!("{command}: {reason}")).into());
         if path.is_empty() {
-            return Err(WrongArgument("/image: expected the path of a file".into()).into());
+            return refuse("expected the path of a file");
         }
         if self.cache.is_some() {
-            let reason =
-                "/image: the file of --cache cannot hold images; start the chat without --cache";
-            return Err(WrongArgument(reason.into()).into());
+            return refuse(
+                "the file of --cache cannot hold images or audio; start the chat without --cache",
+            );
         }
-        self.gemma.check_vision()?;
-        self.images.push(self.image_size.open(Path::new(path))?);
+        self.media.push(match medium {
+            Medium::Image => {
+                self.gemma.check_vision()?;
+                self.image_size.open(Path::new(path))?.into()
+            }
+            Medium::Audio => {
+                self.gemma.check_audio()?;
+                Audio::open(path)?.into()
+            }
+        });
         Ok(())
     }
 
@@ -231,7 +270,7 @@ impl Conversation<'_> {
         output: &mut Output,
         interrupt: &Interrupt,
     ) -> Result<(), Error> {
-        let content = content(self.images.clone(), message.to_owned());
+        let content = content(self.media.clone(), message.to_owned());
         self.messages.push(Message::user(content));
         let prompt = self.messages.clone();
         let answer = output.stream(interrupt, |on_token| {
@@ -248,7 +287,7 @@ impl Conversation<'_> {
                     true => drop(self.messages.pop()),
                     false => {
                         self.messages.push(Message::assistant(answer.text));
-                        self.images.clear();
+                        self.media.clear();
                     }
                 }
                 Ok(())

@@ -2,8 +2,8 @@
 
 use crate::{
     Error,
-    images::{ImageArguments, content},
     loading::Loaded,
+    media::{MediaArguments, content},
     model::{AdaptedModelArguments, GenerationArguments, tell_length},
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
@@ -36,7 +36,7 @@ pub struct Run {
     #[command(flatten)]
     model: AdaptedModelArguments,
     #[command(flatten)]
-    images: ImageArguments,
+    media: MediaArguments,
     /// Text to continue; `-` reads the text from standard input. Without this option, standard input is read if it is a
     /// pipe.
     #[arg(
@@ -49,7 +49,7 @@ pub struct Run {
     /// Answer the prompt as a chat message, with the checkpoint's chat template.
     #[arg(long, help_heading = "Prompt")]
     chat: bool,
-    /// System instructions before the message. This option implies --chat, and so do --thinking and --image.
+    /// System instructions before the message. This option implies --chat, and so do --thinking, --image and --audio.
     #[arg(
         long,
         help_heading = "Prompt",
@@ -95,7 +95,7 @@ impl Run {
         self.chat
             || self.system.is_some()
             || self.generation.thinking.is_some()
-            || !self.images.is_empty()
+            || !self.media.is_empty()
     }
 
     /// Executes the command and returns its exit code.
@@ -105,7 +105,7 @@ impl Run {
 }
 
 fn run(cli: &Run) -> Result<(), Error> {
-    cli.images.check()?;
+    cli.media.check()?;
     #[cfg(feature = "serve")]
     if let Some(files) = cli.prompts.files() {
         return cli.prompts.run(files, &cli.model, &cli.generation);
@@ -116,9 +116,7 @@ fn run(cli: &Run) -> Result<(), Error> {
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
     let gemma = &loaded.gemma;
-    if !cli.images.is_empty() {
-        gemma.check_vision()?;
-    }
+    cli.media.check_model(gemma)?;
     let mut options = cli.generation.options(gemma, cli.is_chat());
     options.ignore_stop_tokens = cli.ignore_eos;
     options.logprobs = cli.logprobs;
@@ -179,8 +177,8 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
         return Ok(Prompt::Tokens(tokens.clone()));
     }
     let is_embedded = cli.model.model.model.is_none();
-    // Read the images first. An error in them is then reported before the prompt is read from a pipe.
-    let images = cli.images.open()?;
+    // Read images and audio first. An error in them is then reported before the prompt is read from a pipe.
+    let media = cli.media.open()?;
     let argument = cli.text.as_deref().or(cli.prompt.as_deref());
     let given = match argument {
         Some("-") => read_input()?,
@@ -210,7 +208,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
     }
     let mut messages = Vec::new();
     messages.extend(cli.system.as_ref().map(Message::system));
-    messages.push(Message::user(content(images, text)));
+    messages.push(Message::user(content(media, text)));
     Ok(messages.into())
 }
 
