@@ -9,9 +9,11 @@ compile_error!("models are compared on Burn's flex backend: enable the feature `
 
 use attention_workspace::testing::devices;
 
+mod altered;
 mod fixture;
 
 mod adapters;
+mod audio;
 mod batches;
 mod cache;
 mod computation;

@@ -3,6 +3,7 @@
 //! `cargo test --test gemma4` does not build the program, so the tests run the program of an earlier build.
 
 mod answers;
+mod audio;
 mod doctor;
 pub mod folder;
 mod images;

@@ -1,7 +1,8 @@
 //! Tests prompts, checkpoints and images that are refused, and numbers at the limits of a dtype.
 
 use super::{conversation, generated, image};
-use crate::fixture::{Fixture, folder, greedy};
+use crate::altered::{altered, with_tensor};
+use crate::fixture::{Fixture, greedy};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Adapter, AdapterTargets, CacheKind, ChatOptions, Gemma4, GenerateOptions, Image, LoadOptions,
@@ -9,7 +10,7 @@ use burn_gemma4::{
 };
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
-use std::{fs, ops::ControlFlow, path::Path, sync::Arc};
+use std::{fs, ops::ControlFlow, sync::Arc};
 
 fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
     let options = GenerateOptions {
@@ -60,19 +61,6 @@ fn prompt_with_placeholders_but_no_images_is_refused() {
     generated(&gemma, with_text("a <|image|>"), &options);
 }
 
-/// Copies a fixture and changes its `config.json`.
-fn changed(fixture: &str, change: impl FnOnce(&mut Value), path: &Path) {
-    for entry in fs::read_dir(folder(fixture)).expect("the fixture is readable") {
-        let entry = entry.expect("the fixture is readable");
-        fs::copy(entry.path(), path.join(entry.file_name())).expect("the file is copyable");
-    }
-    let path = path.join("config.json");
-    let text = fs::read_to_string(&path).expect("the fixture is readable");
-    let mut config = serde_json::from_str(&text).expect("the fixture parses");
-    change(&mut config);
-    fs::write(path, config.to_string()).expect("the file is writable");
-}
-
 #[test]
 fn load_with_unsupported_vision_answers_text_and_refuses_images() {
     let tower = "vision-ple";
@@ -114,7 +102,7 @@ fn load_with_unsupported_vision_answers_text_and_refuses_images() {
         ),
     ] {
         let folder = tempfile::tempdir().expect("a folder is creatable");
-        changed(
+        altered(
             fixture,
             |config| config["vision_config"][field] = value,
             folder.path(),
@@ -141,7 +129,7 @@ fn image_with_more_rows_than_positions_is_refused() {
 }
 
 #[test]
-fn prompt_with_placeholder_of_audio_or_video_is_refused() {
+fn prompt_with_placeholder_of_audio_or_video_for_model_without_audio_is_refused() {
     for fixture in ["vision-ple", "vision-unified"] {
         let gemma = Fixture::open(fixture).load(&Device::flex(), DType::F32);
         for medium in ["audio", "video"] {
@@ -157,7 +145,7 @@ fn prompt_with_placeholder_of_audio_or_video_is_refused() {
 fn prompt_with_placeholder_for_unsupported_vision_is_refused() {
     let folder = tempfile::tempdir().expect("a folder is creatable");
     let silu = |config: &mut Value| config["vision_config"]["hidden_activation"] = json!("silu");
-    changed("vision-ple", silu, folder.path());
+    altered("vision-ple", silu, folder.path());
     let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new());
     let gemma = gemma.expect("the text model is loadable");
     let error = refused(&gemma, "see <|image|>", ChatOptions::default());
@@ -238,7 +226,7 @@ fn image_with_adapter_of_the_vision_is_refused() {
     let placeholder = gemma.tokenizer().id("<|image|>").expect("a special token");
     for (tokens, images) in [(vec![2, 40], vec![]), (vec![2, placeholder], vec![image])] {
         let prompt = encoder
-            .encode(tokens, &images)
+            .encode(tokens, &images, &[])
             .expect("the prompt is valid");
         let prefill = gemma
             .prefill(prompt, CacheKind::default())
@@ -251,30 +239,6 @@ fn image_with_adapter_of_the_vision_is_refused() {
             }
         }
     }
-}
-
-/// Copies a fixture and changes the values of one of its bf16 tensors.
-fn with_tensor(fixture: &str, name: &str, change: impl Fn(f32) -> f32, path: &Path) {
-    changed(fixture, |_| (), path);
-    let path = path.join("model.safetensors");
-    let bytes = fs::read(&path).expect("the fixture is readable");
-    let tensors = SafeTensors::deserialize(&bytes).expect("the fixture parses");
-    let view = tensors.tensor(name).expect("the fixture has the tensor");
-    assert_eq!(view.dtype(), Dtype::BF16);
-    let numbers = view.data().as_chunks::<2>().0.iter();
-    let numbers = numbers.map(|bytes| f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16));
-    let numbers: Vec<u8> = numbers
-        .flat_map(|number| ((change(number).to_bits() >> 16) as u16).to_le_bytes())
-        .collect();
-    let shape = view.shape().to_vec();
-    let others = tensors
-        .tensors()
-        .into_iter()
-        .filter(|(other, _)| other != name);
-    let view = TensorView::new(Dtype::BF16, shape, &numbers).expect("the shape is unchanged");
-    let views = others.chain([(name.to_owned(), view)]);
-    let file = serialize(views, None).expect("the tensors are valid");
-    fs::write(path, file).expect("the file is writable");
 }
 
 #[test]
@@ -328,7 +292,7 @@ fn soft_tokens_of_large_rows_in_f16_are_finite() {
 #[test]
 fn load_with_normalizing_image_processor_refuses_images() {
     let folder = tempfile::tempdir().expect("a folder is creatable");
-    changed("vision-ple", |_| (), folder.path());
+    altered("vision-ple", |_| (), folder.path());
     let path = folder.path().join("processor_config.json");
     for (field, value) in [
         ("do_normalize", json!(true)),
