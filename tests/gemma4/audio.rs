@@ -119,8 +119,8 @@ fn logits_of_conversation_with_audio_equal_transformers() {
     });
 }
 
-/// In bf16 the error is at most 1.5 times the error that Transformers has in bf16. In f16 it is at most that error. Errors
-/// are root mean squares of the distance to f32.
+/// In bf16 the error is at most 1.5 times the error that Transformers has in bf16. In f16 it is at most that error.
+/// Errors are root mean squares of the distance to f32.
 #[test]
 fn logits_of_audio_in_half_precision_are_as_close_to_f32_as_transformers() {
     for device in devices() {

@@ -490,20 +490,20 @@ impl Gemma4 {
         options
     }
 
-    /// Encodes a prompt to token ids. Each image and each audio clip becomes a begin token, one placeholder token for each
-    /// of its soft tokens, and an end token.
+    /// Encodes a prompt to token ids. Each image and each audio clip becomes a begin token, one placeholder token for
+    /// each of its soft tokens, and an end token.
     ///
     /// # Errors
     /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text. Returns
     /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or audio and the model hears none.
-    /// Returns the same error if the chat template does not write one placeholder for each of them, and for placeholders
-    /// of video.
+    /// Returns the same error if the chat template does not write one placeholder for each of them, and for
+    /// placeholders of video.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         Ok(self.encode(prompt, chat, None)?.tokens)
     }
 
-    /// Encodes a prompt like [`tokens`](Self::tokens), with its images and audio. Returns an error if `cancellation` is cancelled
-    /// while the chat template renders.
+    /// Encodes a prompt like [`tokens`](Self::tokens), with its images and audio. Returns an error if `cancellation`
+    /// is cancelled while the chat template renders.
     pub(crate) fn encode(
         &self,
         prompt: &Prompt,

@@ -9,8 +9,8 @@ pub(crate) const MOST_BYTES: u64 = 64 << 20;
 /// Reads a file and decodes its contents. `medium` is the noun of the contents for messages, such as `an image`.
 ///
 /// # Errors
-/// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is too large, or
-/// with the reason that `decode` returns.
+/// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is too
+/// large, or with the reason that `decode` returns.
 pub(crate) fn open<T>(
     path: &Path,
     medium: &str,

@@ -54,7 +54,8 @@ impl PartialEq for Audio {
 impl Eq for Audio {}
 
 impl Audio {
-    /// Reads a WAV, FLAC, MP3 or Ogg Vorbis file. Channels are averaged, and other sample rates than 16 kHz are converted.
+    /// Reads a WAV, FLAC, MP3 or Ogg Vorbis file. Channels are averaged, and other sample rates than 16 kHz are
+    /// converted.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] in the cases in which
@@ -66,16 +67,16 @@ impl Audio {
     /// Decodes the contents of a WAV, FLAC, MP3 or Ogg Vorbis file, as [`open`](Self::open) does.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the contents are malformed, truncated or in another format. Returns the same
-    /// error for more than 64 MiB, more than 30 seconds, more than 8 channels, or a sample that is not finite.
+    /// Returns [`Gemma4Error::Argument`] if the contents are malformed, truncated or in another format. Returns the
+    /// same error for more than 64 MiB, more than 30 seconds, more than 8 channels, or a sample that is not finite.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         media_file::check_size(bytes.len() as u64, MEDIUM)
             .and_then(|()| Self::decoded(bytes))
             .map_err(refused)
     }
 
-    /// Creates a clip from the samples of one channel. Full scale is from -1 to 1. `sample_rate` is the number of samples
-    /// in a second, from 1,000 to 384,000. Other rates than 16,000 are converted.
+    /// Creates a clip from the samples of one channel. Full scale is from -1 to 1. `sample_rate` is the number of
+    /// samples in a second, from 1,000 to 384,000. Other rates than 16,000 are converted.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if there are no samples or more than 30 seconds, if a sample is not finite or

@@ -115,7 +115,8 @@ fn read(
     decoded.ok_or_else(|| failed("the file has no samples"))
 }
 
-/// True if a file begins like one of the formats. The probe of `symphonia` would search other files for such a beginning.
+/// True if a file begins like one of the formats. The probe of `symphonia` would search other files for such a
+/// beginning.
 fn is_known(bytes: &[u8]) -> bool {
     let is_wave = bytes.starts_with(b"RIFF") && bytes.get(8..12) == Some(b"WAVE");
     is_wave || is_mp3(bytes) || bytes.starts_with(b"fLaC") || bytes.starts_with(b"OggS")

@@ -1,5 +1,6 @@
-//! The features of audio: log-mel frames for an audio tower, or frames of samples for models without a tower. The method
-//! is that of Hugging Face Transformers' `Gemma4AudioFeatureExtractor` and `Gemma4UnifiedAudioFeatureExtractor`.
+//! The features of audio: log-mel frames for an audio tower, or frames of samples for models without a tower. The
+//! method is that of Hugging Face Transformers' `Gemma4AudioFeatureExtractor` and
+//! `Gemma4UnifiedAudioFeatureExtractor`.
 
 use super::clip::{Audio, SAMPLE_RATE};
 use super::log_mel::LogMel;
@@ -131,8 +132,8 @@ mod tests {
         numbers.map(|bytes| f32::from_le_bytes(*bytes)).collect()
     }
 
-    /// Compares with Hugging Face Transformers, whose spectra are rounded to f32. A rounded magnitude moves the logarithm
-    /// of a silent bin by at most 4e-5 (2026-11-29).
+    /// Compares with Hugging Face Transformers, whose spectra are rounded to f32. A rounded magnitude moves the
+    /// logarithm of a silent bin by at most 4e-5 (2026-11-29).
     #[test]
     fn features_of_every_extractor_equal_transformers() {
         let file = read("features.safetensors");

@@ -167,8 +167,8 @@ impl LogMel {
         })
     }
 
-    /// Returns the number of frames whose samples all lie in the clip or before its start. A frame needs one sample more
-    /// than its length.
+    /// Returns the number of frames whose samples all lie in the clip or before its start. A frame needs one sample
+    /// more than its length.
     pub fn frames(&self, samples: usize) -> Result<usize, String> {
         let padded = samples + self.frame_length / 2;
         let Some(after_first) = padded.checked_sub(self.frame_length + 1) else {

@@ -1,12 +1,12 @@
-//! The conversion of sample rates, by the FFT resampler of the crate `rubato`. The anti-aliasing filter is a sinc with a
-//! Blackman-Harris window. Hugging Face Transformers converts with `soxr`, whose filter differs near the cutoff.
+//! The conversion of sample rates, by the FFT resampler of the crate `rubato`. The anti-aliasing filter is a sinc with
+//! a Blackman-Harris window. Hugging Face Transformers converts with `soxr`, whose filter differs near the cutoff.
 
 use super::clip::SAMPLE_RATE;
 use rubato::audioadapter_buffers::owned::InterleavedOwned;
 use rubato::{Fft, FixedSync, Resampler};
 
-/// The smallest length of a block in samples, at the lower of the two rates. The filter has the block's length, so longer
-/// blocks have a sharper cutoff.
+/// The smallest length of a block in samples, at the lower of the two rates. The filter has the block's length, so
+/// longer blocks have a sharper cutoff.
 const BLOCK: usize = 1024;
 
 /// Converts the samples of one channel to [`SAMPLE_RATE`]. The filter's delay is removed.
@@ -15,7 +15,8 @@ const BLOCK: usize = 1024;
 /// Panics if `sample_rate` is 0.
 pub(super) fn resampled(samples: &[f32], sample_rate: u32) -> Vec<f32> {
     let rates = [sample_rate, SAMPLE_RATE].map(|rate| rate as usize);
-    // The filter delays by half of a block, which is whole in both rates only for an even multiple of the shortest block.
+    // The filter delays by half of a block, which is whole in both rates only for an even multiple of the shortest
+    // block.
     let ratio = rates[0].div_ceil(rates[1]);
     let block = (BLOCK * ratio).next_multiple_of(2 * shortest_block(sample_rate));
     let mut resampler = Fft::<f32>::new_custom(

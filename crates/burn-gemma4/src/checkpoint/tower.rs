@@ -35,8 +35,8 @@ pub(super) struct TowerWeights<'a> {
 }
 
 impl TowerWeights<'_> {
-    /// Checks the names, shapes and dtypes of the tensors, without loading them. `text` is the configuration of the text
-    /// model.
+    /// Checks the names, shapes and dtypes of the tensors, without loading them. `text` is the configuration of the
+    /// text model.
     pub fn check<M: Module>(&self, module: &M, text: &Gemma4Config) -> Result<(), Gemma4Error> {
         let mut expected = Expected::default();
         module.visit(&mut expected);

@@ -129,8 +129,8 @@ fn chunk(model: &Gemma4Model, prompts: usize, options: &GenerateOptions) -> usiz
     })
 }
 
-/// Prefills the columns before `last` that the cache does not hold yet, in chunks. A chunk that would divide an image or an
-/// audio clip ends after it. `asked` selects positions in the last chunk.
+/// Prefills the columns before `last` that the cache does not hold yet, in chunks. A chunk that would divide an image
+/// or an audio clip ends after it. `asked` selects positions in the last chunk.
 ///
 /// Returns the hidden states of the selected positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or
 /// the generation was cancelled.

@@ -179,9 +179,9 @@ impl Gemma4Model {
         normed
     }
 
-    /// Embeds the tokens `ids`, `[batch, positions]`. Returns the first residual stream, `[rows, hidden]`, and the per-layer
-    /// embeddings of all layers, `[rows, layers · columns]`, if the model has them. The soft tokens of `media` replace the
-    /// embeddings in their places.
+    /// Embeds the tokens `ids`, `[batch, positions]`. Returns the first residual stream, `[rows, hidden]`, and the
+    /// per-layer embeddings of all layers, `[rows, layers · columns]`, if the model has them. The soft tokens of
+    /// `media` replace the embeddings in their places.
     pub(crate) fn embedded_rows<O: Observer>(
         &self,
         ids: &Tensor<2, Int>,

@@ -16,8 +16,9 @@ pub(crate) struct Tokens {
 }
 
 impl Tokens {
-    /// Uploads token ids as [`upload`](Self::upload) does, with images and audio clips. The embeddings of the tokens in
-    /// their places are those of `pad`, as in Hugging Face Transformers. The per-layer embeddings depend on these tokens.
+    /// Uploads token ids as [`upload`](Self::upload) does, with images and audio clips. The embeddings of the tokens
+    /// in their places are those of `pad`, as in Hugging Face Transformers. The per-layer embeddings depend on these
+    /// tokens.
     pub fn upload_with_media(
         mut on_host: Vec<u32>,
         shape: [usize; 2],

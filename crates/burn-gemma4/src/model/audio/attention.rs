@@ -23,8 +23,8 @@ const HIDDEN: f32 = -1e9;
 /// The rows are divided into blocks of the window's length. A block sees its own keys and those of the block before, so
 /// the scores take memory in proportion to the rows.
 ///
-/// The score of a query and a key is `softcap(q·k + q·r)`, where `r` is the projected sinusoid of their distance. Burn's
-/// operators compute it, because `fused_attention` adds a bias after the softcap.
+/// The score of a query and a key is `softcap(q·k + q·r)`, where `r` is the projected sinusoid of their distance.
+/// Burn's operators compute it, because `fused_attention` adds a bias after the softcap.
 #[derive(Module, Debug)]
 pub(super) struct LocalAttention {
     q_proj: ClippedLinear,
@@ -168,8 +168,8 @@ impl LocalAttention {
     }
 }
 
-/// Puts the rows of the block before in front of each block, `[blocks, heads, 2 · window, head_dim]`. Zeros stand before
-/// the first block.
+/// Puts the rows of the block before in front of each block, `[blocks, heads, 2 · window, head_dim]`. Zeros stand
+/// before the first block.
 fn with_block_before(blocks: Tensor<4>) -> Tensor<4> {
     let [count, heads, window, head_dim] = blocks.dims();
     let zeros = Tensor::zeros([1, heads, window, head_dim], (&blocks.device(), DType::F32));
@@ -180,8 +180,9 @@ fn with_block_before(blocks: Tensor<4>) -> Tensor<4> {
     Tensor::cat(vec![before, blocks], 2)
 }
 
-/// Moves the products of a query with the distances to the keys at these distances, `[blocks, heads, window, window + 1]`
-/// to `[blocks, heads, window, 2 · window]`. Query `i` moves by `i` keys. The keys at other distances are hidden.
+/// Moves the products of a query with the distances to the keys at these distances: from
+/// `[blocks, heads, window, window + 1]` to `[blocks, heads, window, 2 · window]`. Query `i` moves by `i` keys. The keys
+/// at other distances are hidden.
 fn shifted(products: Tensor<4>) -> Tensor<4> {
     let [blocks, heads, window, distances] = products.dims();
     let length = 2 * window + 1;

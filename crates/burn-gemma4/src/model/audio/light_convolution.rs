@@ -73,8 +73,8 @@ impl LightConvolution {
 }
 
 impl DepthwiseConvolution {
-    /// Convolves each column of `[rows, channels]`, in f32. Zeros precede the first row. A sum of shifted rows reads each
-    /// row as often as the kernel is long, and needs no rearranged copy of the rows.
+    /// Convolves each column of `[rows, channels]`, in f32. Zeros precede the first row. A sum of shifted rows reads
+    /// each row as often as the kernel is long, and needs no rearranged copy of the rows.
     fn forward(&self, input: Tensor<2>) -> Tensor<2> {
         let (dtype, device) = (input.dtype(), input.device());
         let [rows, channels] = input.dims();

@@ -6,7 +6,8 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 impl Cache {
     /// Changes the rules of a call, so that the soft tokens of an image see each other in both directions in sliding
-    /// layers. A key before the window stays hidden. Full layers stay causal, and so do audio clips. Does nothing if no image needs this rule.
+    /// layers. A key before the window stays hidden. Full layers stay causal, and so do audio clips. Does nothing if
+    /// no image needs this rule.
     ///
     /// The call must contain every image whole, and must be made by [`call`](Self::call) of this cache.
     pub(crate) fn see_images(&self, call: &mut Call, media: &CallMedia, device: &Device) {
