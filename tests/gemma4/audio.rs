@@ -1,6 +1,7 @@
 //! Tests prompts with audio. The soft tokens, the logits and the generated tokens equal those of Hugging Face
 //! Transformers (`make_audio.py`), for any prefill chunk.
 
+mod prefills;
 mod refused;
 
 use crate::devices::devices;

@@ -1,7 +1,7 @@
 //! Tests prompts with images. The soft tokens, the logits and the generated tokens equal those of Hugging Face
 //! Transformers (`make_vision.py`), for any prefill chunk.
 
-mod prefills;
+pub mod prefills;
 mod refused;
 
 use crate::devices::devices;

@@ -9,17 +9,20 @@ use burn_gemma4::{
     RowResult,
 };
 
-/// Replaces the tokens of each image in a prompt by one placeholder.
-fn collapsed(gemma: &Gemma4, prompt: &[u32]) -> Vec<u32> {
-    let tokenizer = gemma.tokenizer();
-    let [begin, placeholder, end] = ["<|image>", "<|image|>", "<image|>"]
-        .map(|name| tokenizer.id(name).expect("the vocabulary has the token"));
+/// Replaces the tokens of each image and each audio clip in a prompt by one placeholder.
+pub fn collapsed(gemma: &Gemma4, prompt: &[u32]) -> Vec<u32> {
+    let ids = |names: &[&str]| -> Vec<u32> {
+        let ids = names.iter().filter_map(|name| gemma.tokenizer().id(name));
+        ids.collect()
+    };
+    let around = ids(&["<|image>", "<image|>", "<|audio>", "<audio|>"]);
+    let placeholders = ids(&["<|image|>", "<|audio|>"]);
     let outside = prompt
         .iter()
         .copied()
-        .filter(|token| ![begin, end].contains(token));
+        .filter(|token| !around.contains(token));
     let mut collapsed: Vec<u32> = outside.collect();
-    collapsed.dedup_by(|one, other| one == other && *one == placeholder);
+    collapsed.dedup_by(|one, other| one == other && placeholders.contains(one));
     collapsed
 }
 
@@ -44,7 +47,7 @@ fn images(fixture: &Fixture) -> Vec<Image> {
 }
 
 /// Reads a prompt, and returns its first token. No call but the last returns logits.
-fn first_token(prefill: &mut Prefill, chunk: usize) -> u32 {
+pub fn first_token(prefill: &mut Prefill, chunk: usize) -> u32 {
     loop {
         let before = prefill.remaining();
         let logits = prefill.advance(chunk).expect("the device works");
@@ -57,7 +60,7 @@ fn first_token(prefill: &mut Prefill, chunk: usize) -> u32 {
 }
 
 /// Decodes the answers of all sequences of a batch.
-fn decoded(batch: &mut Batch, first: Vec<u32>, count: usize) -> Vec<Vec<u32>> {
+pub fn decoded(batch: &mut Batch, first: Vec<u32>, count: usize) -> Vec<Vec<u32>> {
     let mut answers: Vec<Vec<u32>> = first.into_iter().map(|token| vec![token]).collect();
     for _ in 1..count {
         let last: Vec<u32> = answers
