@@ -55,7 +55,7 @@ impl AudioFormat {
 #[derive(Debug)]
 pub(crate) enum AudioPass {
     Tower(Box<ConformerPass>),
-    Projected(Tensor<2>),
+    Projected(Box<Tensor<2>>),
 }
 
 #[derive(Debug)]
@@ -144,7 +144,9 @@ impl LazyAudio {
     pub fn begin(&self, features: &Features) -> Result<AudioPass, Gemma4Error> {
         Ok(match self.loaded()? {
             LoadedAudio::Tower(audio) => AudioPass::Tower(Box::new(audio.begin(features))),
-            LoadedAudio::Projected(audio) => AudioPass::Projected(audio.soft_tokens(features)),
+            LoadedAudio::Projected(audio) => {
+                AudioPass::Projected(Box::new(audio.soft_tokens(features)))
+            }
         })
     }
 
@@ -163,7 +165,7 @@ impl LazyAudio {
     ) -> Result<Option<Tensor<2>>, Gemma4Error> {
         Ok(match (self.loaded()?, pass) {
             (LoadedAudio::Tower(audio), AudioPass::Tower(pass)) => audio.advance(pass, layers),
-            (LoadedAudio::Projected(_), AudioPass::Projected(rows)) => Some(rows.clone()),
+            (LoadedAudio::Projected(_), AudioPass::Projected(rows)) => Some(Tensor::clone(rows)),
             _ => unreachable!("a pass belongs to the model that has begun it"),
         })
     }
