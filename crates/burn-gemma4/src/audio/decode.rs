@@ -16,6 +16,15 @@ const MOST_CHANNELS: usize = 8;
 /// The number of samples of a frame of an MP3 file. Some encoders count one frame too many.
 const MP3_FRAME: u64 = 1152;
 
+/// The largest number of packets. FLAC has the shortest packets: 30 seconds at 48 kHz have at most 90,000.
+const MOST_PACKETS: usize = 200_000;
+
+/// The largest number of bytes of a Vorbis setup header. Encoders write headers of less than 10,000 bytes.
+const MOST_SETUP_BYTES: usize = 1 << 20;
+
+/// The largest number of values in the codebooks of a Vorbis file. The decoder stores four bytes for each.
+const MOST_CODEBOOK_VALUES: u64 = 1 << 22;
+
 /// The samples of a file, with its channels averaged.
 #[derive(Debug)]
 pub(super) struct Decoded {
@@ -25,13 +34,14 @@ pub(super) struct Decoded {
 
 /// Decodes the contents of an audio file. The error is a reason that follows the file's name.
 pub(super) fn decode(bytes: &[u8]) -> Result<Decoded, String> {
+    let bytes = without_tags(bytes);
     if !is_known(bytes) {
         return Err("is not a WAV, FLAC, MP3 or Ogg Vorbis file".into());
     }
     if bytes.starts_with(b"OggS") && !has_last_page(bytes) {
         return Err(failed("the file is truncated"));
     }
-    // With overflow checks, which debug builds have, a broken header makes `symphonia` 0.6.1 panic.
+    // A broken header makes `symphonia` 0.6.1 panic, by its assertions and by overflow checks.
     catch_unwind(|| decode_known(bytes)).unwrap_or_else(|_| Err(failed("the header is broken")))
 }
 
@@ -66,11 +76,16 @@ fn decode_known(bytes: &[u8]) -> Result<Decoded, String> {
     if let Some(channels) = &parameters.channels {
         check_channels(channels.count())?;
     }
+    if bytes.starts_with(b"OggS") {
+        check_setup(parameters.extra_data.as_deref().unwrap_or_default())?;
+    }
     let options = AudioDecoderOptions::default().verify(true);
     let mut decoder = symphonia::default::get_codecs()
         .make_audio_decoder(parameters, &options)
         .map_err(failed)?;
-    let decoded = read(reader.as_mut(), decoder.as_mut(), id)?;
+    // Programs that write a WAV file to a pipe know no length. Such a file ends where it ends.
+    let ends_anywhere = bytes.starts_with(b"RIFF") && frames.is_none();
+    let decoded = read(reader.as_mut(), decoder.as_mut(), id, ends_anywhere)?;
     let tolerance = if is_mp3(bytes) { MP3_FRAME } else { 0 };
     if frames.is_some_and(|frames| decoded.samples.len() as u64 + tolerance < frames) {
         return Err(failed("the file is truncated"));
@@ -81,17 +96,45 @@ fn decode_known(bytes: &[u8]) -> Result<Decoded, String> {
     }
 }
 
-/// Reads all packets of a track.
+/// Reads all packets of a track. With `ends_anywhere`, the end of the file ends the track.
 fn read(
     reader: &mut dyn FormatReader,
     decoder: &mut dyn AudioDecoder,
     track: u32,
+    ends_anywhere: bool,
 ) -> Result<Decoded, String> {
     let mut decoded: Option<Decoded> = None;
     let mut interleaved: Vec<f32> = Vec::new();
-    while let Some(packet) = reader.next_packet().map_err(failed)? {
+    let (mut packets, mut whole, mut cut) = (0, 0u64, 0u64);
+    loop {
+        let packet = match reader.next_packet() {
+            Ok(Some(packet)) => packet,
+            Ok(None) => break,
+            Err(error) if ends_anywhere && is_end(&error) => break,
+            Err(error) => return Err(failed(error)),
+        };
+        packets += 1;
+        if packets > MOST_PACKETS {
+            return Err(failed("there are too many packets"));
+        }
         if packet.track_id != track {
             continue;
+        }
+        // Samples that the reader cuts from the packets take time, too. A header may let it cut all of them.
+        let trimmed = packet
+            .trim_start
+            .get()
+            .saturating_add(packet.trim_end.get());
+        whole = whole.saturating_add(packet.dur.get().saturating_add(trimmed));
+        cut = cut.saturating_add(packet.trim_end.get());
+        if let Some(decoded) = &decoded {
+            // Encoders pad a file by less than a second.
+            let rate = decoded.sample_rate;
+            let beyond = whole.saturating_sub(u64::from(rate));
+            check_length(usize::try_from(beyond).unwrap_or(usize::MAX), rate)?;
+            if cut > 3 * MP3_FRAME.max(u64::from(rate) / 8) {
+                return Err(failed("the file has more samples than its header says"));
+            }
         }
         let buffer = decoder.decode(&packet).map_err(failed)?;
         let (rate, channels) = (buffer.spec().rate(), buffer.spec().channels().count());
@@ -122,10 +165,52 @@ fn is_known(bytes: &[u8]) -> bool {
     is_wave || is_mp3(bytes) || bytes.starts_with(b"fLaC") || bytes.starts_with(b"OggS")
 }
 
-/// True if a file begins with a tag of ID3 or with the header of an MPEG frame.
+/// True if a file begins with the header of an MPEG frame.
 fn is_mp3(bytes: &[u8]) -> bool {
-    let is_frame = matches!(bytes, [0xFF, second, ..] if second & 0xE0 == 0xE0);
-    is_frame || bytes.starts_with(b"ID3")
+    matches!(bytes, [0xFF, second, ..] if second & 0xE0 == 0xE0)
+}
+
+/// Returns a file without the ID3v2 tags at its beginning. The reader of `symphonia` 0.6.1 reads nested tags by recursion
+/// without a limit.
+fn without_tags(mut bytes: &[u8]) -> &[u8] {
+    while let Some([b'I', b'D', b'3', _, _, flags, size @ ..]) = bytes.first_chunk::<10>() {
+        // The size has seven bits in each byte. A footer repeats the header.
+        let size = size
+            .iter()
+            .fold(0, |size, byte| size << 7 | usize::from(byte & 0x7F));
+        let footer = if flags & 0x10 != 0 { 10 } else { 0 };
+        bytes = bytes.get(10 + size + footer..).unwrap_or_default();
+    }
+    bytes
+}
+
+/// Refuses a Vorbis setup header whose codebooks would need much memory. Codebooks begin at any bit.
+fn check_setup(header: &[u8]) -> Result<(), String> {
+    if header.len() > MOST_SETUP_BYTES {
+        return Err(failed("the Vorbis header is too large"));
+    }
+    let mut values = 0;
+    for bytes in header.windows(9) {
+        let word = bytes
+            .iter()
+            .rev()
+            .fold(0u128, |word, byte| word << 8 | u128::from(*byte));
+        for bits in (0..8).map(|shift| word >> shift) {
+            // The pattern that begins a codebook, and the numbers of dimensions and entries.
+            if bits & 0xFF_FFFF == 0x56_4342 {
+                let [dimensions, entries] = [bits >> 24 & 0xFFFF, bits >> 40 & 0xFF_FFFF];
+                values += (dimensions * entries) as u64;
+            }
+        }
+    }
+    match values > MOST_CODEBOOK_VALUES {
+        true => Err(failed("the Vorbis codebooks are too large")),
+        false => Ok(()),
+    }
+}
+
+fn is_end(error: &Error) -> bool {
+    matches!(error, Error::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof)
 }
 
 /// True if the pages of an Ogg file end with a page that is marked as the last one. The reader accepts files without.
@@ -178,9 +263,8 @@ impl ToReason for &str {
 impl ToReason for Error {
     fn reason(self) -> String {
         match self {
-            Self::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-                "the file is truncated".to_owned()
-            }
+            error if is_end(&error) => "the file is truncated".to_owned(),
+            Self::ResetRequired => "the file has several streams, expected one".to_owned(),
             error => error.to_string(),
         }
     }
@@ -371,6 +455,57 @@ mod tests {
         assert!(reason.contains("longer than 30 seconds"), "{reason}");
         let whole = decode(&wave(8000, 1, &data[2..], length - 2)).expect("30 seconds are valid");
         assert_eq!(whole.samples.len(), 240_000);
+    }
+
+    /// A program that writes to a pipe promises all bytes that a header can promise.
+    #[test]
+    fn decode_of_wave_without_length_reads_to_its_end() {
+        let data: Vec<u8> = (0..64).collect();
+        let whole = decode(&wave(16_000, 1, &data, 64)).expect("the header is right");
+        let piped = decode(&wave(16_000, 1, &data, u32::MAX)).expect("the length is unknown");
+        assert_eq!(piped.samples, whole.samples);
+    }
+
+    #[test]
+    fn decode_of_nested_tags_skips_them() {
+        let frame = |inner: &[u8]| {
+            let mut frame = b"CHAP".to_vec();
+            frame.extend((inner.len() as u32 + 18).to_be_bytes());
+            frame.extend(b"\0\0a\0");
+            frame.extend([0; 16]);
+            frame.extend(inner);
+            frame
+        };
+        let nested = (0..3000).fold(Vec::new(), |inner, _| frame(&inner));
+        let size = nested.len();
+        let mut file = b"ID3\x03\0\0".to_vec();
+        file.extend([21, 14, 7, 0].map(|shift| (size >> shift & 0x7F) as u8));
+        file.extend(nested);
+        file.extend(read("mono.mp3"));
+        let expected = decode(&read("mono.mp3")).expect("the file is decodable");
+        let found = decode(&file).expect("the tag is skipped");
+        assert_eq!(found.samples, expected.samples);
+    }
+
+    #[test]
+    fn decode_of_two_mp3_files_in_a_row_is_refused() {
+        let both = [read("mono.mp3"), read("mono.mp3")].concat();
+        let reason = refused(&both);
+        assert!(reason.contains("more samples than its header"), "{reason}");
+    }
+
+    #[test]
+    fn check_setup_refuses_large_codebooks_at_any_bit() {
+        // 31 dimensions of 131,072 entries are about the limit.
+        let codebook = 0x56_4342u128 | 31 << 24 | 131_072 << 40;
+        for shift in 0..8 {
+            let one = (codebook << shift).to_le_bytes()[..9].to_vec();
+            assert!(check_setup(&one).is_ok(), "{shift}");
+            let two = [one.clone(), one].concat();
+            let reason = check_setup(&two).expect_err("the sum is too large");
+            assert!(reason.contains("codebooks"), "{reason}");
+        }
+        assert!(check_setup(&[0; MOST_SETUP_BYTES + 1]).is_err());
     }
 
     #[test]

@@ -35,7 +35,12 @@ pub(super) fn resampled(samples: &[f32], sample_rate: u32) -> Vec<f32> {
     let output = resampler
         .process_all(&input, count, None)
         .expect("the output is allocated for this input");
-    output.take_data()
+    let mut output = output.take_data();
+    // The crate rounds the product of the length and an inexact ratio up.
+    output.truncate(
+        (count as u64 * u64::from(SAMPLE_RATE)).div_ceil(u64::from(sample_rate)) as usize,
+    );
+    output
 }
 
 /// Returns the smallest number of samples that last as long as a whole number of samples of [`SAMPLE_RATE`].
