@@ -231,9 +231,10 @@ impl Prefill {
         self.adapter.as_ref()
     }
 
-    /// True if keys and values of the prompt exist: in a KV cache, or in those of a pass over several prompts.
+    /// True if keys and values of the prompt exist, in a KV cache or in those of a pass over several prompts, or if soft
+    /// tokens of its media do.
     pub(super) fn has_begun(&self) -> bool {
-        !self.cache.is_empty() || self.packed.is_some()
+        !self.cache.is_empty() || self.packed.is_some() || self.media.has_begun()
     }
 
     /// True if the prefill has not begun, does not continue from another prompt, takes no checkpoint, and need not run

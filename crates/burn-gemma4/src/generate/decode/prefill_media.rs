@@ -75,6 +75,11 @@ impl PrefillMedia {
         }
     }
 
+    /// True if the tower of a medium has begun.
+    pub fn has_begun(&self) -> bool {
+        self.pass.is_some() || self.inputs.len() < self.placed.len()
+    }
+
     /// True if some medium has its placeholders in `range`.
     pub fn any_in(&self, range: &Range<usize>) -> bool {
         self.in_range(range).next().is_some()
@@ -93,7 +98,11 @@ impl PrefillMedia {
             return Ok(false);
         };
         // Drop the inputs of earlier media, whose keys and values come from an earlier prompt.
-        let skipped = index - (self.placed.len() - self.inputs.len());
+        let skipped = index.checked_sub(self.placed.len() - self.inputs.len());
+        let skipped = skipped.ok_or_else(|| Gemma4Error::Argument {
+            argument: "prompt",
+            reason: "cannot go on, because an earlier call failed; begin the prefill again".into(),
+        })?;
         self.inputs.drain(..skipped);
         let input = self.inputs.front();
         let input = input.expect("the medium has no soft tokens yet");
