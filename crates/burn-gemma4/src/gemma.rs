@@ -413,7 +413,8 @@ impl Gemma4 {
         self.encoders.load_audio()
     }
 
-    /// Returns the part of the model that puts images and audio clips in the place of placeholders. It holds no weights.
+    /// Returns the part of the model that puts images and audio clips in the place of placeholders. It holds no
+    /// weights.
     pub fn prompt_encoder(&self) -> PromptEncoder {
         PromptEncoder::new(self.encoders.formats(), self.placeholders.clone())
     }

@@ -3,8 +3,8 @@
 use sha2::{Digest, Sha256};
 use std::fmt;
 
-/// The SHA-256 hash of an image or an audio clip in a prompt. Media with equal hashes are of the same kind, and have the
-/// same soft tokens: the same pixels or features, and the same numbers of soft tokens.
+/// The SHA-256 hash of an image or an audio clip in a prompt. Media with equal hashes are of the same kind, and have
+/// the same soft tokens: the same pixels or features, and the same numbers of soft tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MediumHash([u8; 32]);
 

@@ -84,7 +84,8 @@ impl From<Vec<u32>> for EncodedPrompt {
 }
 
 impl EncodedPrompt {
-    /// The token ids. An image or an audio clip is a begin token, one placeholder for each soft token, and an end token.
+    /// The token ids. An image or an audio clip is a begin token, one placeholder for each soft token, and an end
+    /// token.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }

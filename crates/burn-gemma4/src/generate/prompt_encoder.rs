@@ -10,7 +10,8 @@ use crate::vision::image::Image;
 use crate::vision::prepared::PreparedImage;
 
 /// Puts images and audio clips in the place of the placeholders in a prompt. The encoder holds no weights, so a thread
-/// that does not own the model can encode prompts. [`Gemma4::prompt_encoder`](crate::Gemma4::prompt_encoder) returns it.
+/// that does not own the model can encode prompts. [`Gemma4::prompt_encoder`](crate::Gemma4::prompt_encoder) returns
+/// it.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {

@@ -65,8 +65,8 @@ pub(super) struct Prefixes {
 impl Prefixes {
     /// Hashes the first blocks of a prompt. Prompts with different adapters share no keys and values, so the adapter is
     /// a part of each hash. An adapter is identified by its load, because a name can be given to another adapter later.
-    /// The hash of an image or audio clip is a part of the block in which the medium begins, because all media of a kind
-    /// have the same tokens.
+    /// The hash of an image or audio clip is a part of the block in which the medium begins, because all media of a
+    /// kind have the same tokens.
     pub fn of(prompt: &EncodedPrompt, adapter: Option<u64>) -> Self {
         let mut hasher = DefaultHasher::new();
         adapter.hash(&mut hasher);

@@ -332,8 +332,8 @@ impl Prefill {
     /// Returns the logits after the prompt's last token, or `None` if tokens remain.
     ///
     /// No chunk divides an image or an audio clip, so a chunk that begins with one of them may be longer. If one in the
-    /// chunk has no soft tokens yet, the call runs some layers of the vision or audio in place of the chunk. Such a call
-    /// takes about as long as a chunk, and leaves [`remaining`](Self::remaining) unchanged.
+    /// chunk has no soft tokens yet, the call runs some layers of the vision or audio in place of the chunk. Such a
+    /// call takes about as long as a chunk, and leaves [`remaining`](Self::remaining) unchanged.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the whole prompt has been processed already. Returns
@@ -384,8 +384,8 @@ impl Prefill {
 
     /// Returns the number of patches that run through one layer of the vision in about the time of a chunk of tokens. A
     /// layer of a vision tower has fewer operations for a patch than a layer of its text model for a token. E2B's have
-    /// 9.4 million multiplications in products and up to 15 million in attention, and 36 million. A layer of E2B's audio
-    /// tower has 26 million for a soft token.
+    /// 9.4 million multiplications in products and up to 15 million in attention, and 36 million. A layer of E2B's
+    /// audio tower has 26 million for a soft token.
     fn rows_of_tower(&self, chunk: usize) -> usize {
         chunk
             .max(1)

@@ -62,8 +62,8 @@ impl PrefillMedia {
         self.inputs.iter()
     }
 
-    /// Returns the end of a chunk from `start` to `end` that divides no medium. The chunk ends before the medium, unless
-    /// the medium is its beginning. A call of the model is then no longer than the chunk or a medium.
+    /// Returns the end of a chunk from `start` to `end` that divides no medium. The chunk ends before the medium,
+    /// unless the medium is its beginning. A call of the model is then no longer than the chunk or a medium.
     pub fn chunk_end(&self, start: usize, end: usize) -> usize {
         match before_media(&self.placed, end) {
             before if before > start => before,
@@ -86,8 +86,8 @@ impl PrefillMedia {
     }
 
     /// Runs up to `rows` rows through one layer of a tower, or a part of this number through several layers, for the
-    /// first medium in `range` that has no soft tokens. Runs at least one layer. Returns false if all media in the range
-    /// have their soft tokens.
+    /// first medium in `range` that has no soft tokens. Runs at least one layer. Returns false if all media in the
+    /// range have their soft tokens.
     pub fn advance(&mut self, range: &Range<usize>, rows: usize) -> Result<bool, Gemma4Error> {
         let Some(encoders) = &self.encoders else {
             return Ok(false);
