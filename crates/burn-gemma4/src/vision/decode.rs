@@ -1,6 +1,6 @@
 //! Decodes image files within limits on memory. Truncated files are refused.
 
-use super::image::{ImageHeader, MOST_PIXELS, Pixels, check_pixels};
+use super::image::{ImageHeader, Pixels, check_pixels};
 use ::image::metadata::Orientation;
 use ::image::{
     DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage,
@@ -13,9 +13,12 @@ use zune_jpeg::zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options:
 /// The formats of image files that can be decoded.
 const FORMATS: [ImageFormat; 3] = [ImageFormat::Png, ImageFormat::Jpeg, ImageFormat::WebP];
 
-/// The largest number of bytes of one pixel in a decoder's output. The decoders refuse a larger output than this number
-/// for each of the [`MOST_PIXELS`]. Their other buffers, and later copies of the pixels, are not counted.
-const PIXEL_BYTES: usize = 8;
+/// The limit of the PNG decoder for chunks of metadata and one row of pixels. A larger color profile is ignored, and
+/// larger texts are refused. Without this limit, a profile of 600 KB could be inflated to any size.
+const METADATA_BYTES: u64 = 4 << 20;
+
+/// The chunks of a PNG file that the decoder keeps in memory, besides the pixels.
+const METADATA_CHUNKS: [&[u8]; 5] = [b"iCCP", b"tEXt", b"zTXt", b"iTXt", b"eXIf"];
 
 /// Decodes the contents of an image file. The error is a reason that follows the file's name.
 pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
@@ -26,7 +29,11 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
     let mut decoder = open(bytes, format)?;
     let orientation = decoder.orientation().map_err(failed)?;
     let mut image = match format {
-        ImageFormat::Jpeg => whole_jpeg(bytes)?,
+        ImageFormat::Jpeg => {
+            // This decoder has a copy of the file.
+            drop(decoder);
+            whole_jpeg(bytes)?
+        }
         _ => DynamicImage::from_decoder(decoder).map_err(failed)?,
     };
     image.apply_orientation(orientation);
@@ -52,11 +59,33 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
         2
     };
     let coefficients = if format == ImageFormat::Jpeg { 6 } else { 0 };
+    // The decoder may also hold a chunk before it is parsed, and a copy of each text.
+    let metadata = match format == ImageFormat::Png && has_metadata(bytes) {
+        true => 3 * METADATA_BYTES,
+        false => 0,
+    };
     Ok(ImageHeader {
         width: width as usize,
         height: height as usize,
-        decoding_bytes: copies * decoder.total_bytes() + (3 + coefficients) * pixels,
+        decoding_bytes: copies * decoder.total_bytes() + (3 + coefficients) * pixels + metadata,
     })
+}
+
+/// True if a PNG file has a chunk of metadata before its pixels.
+fn has_metadata(bytes: &[u8]) -> bool {
+    let mut rest = bytes.get(8..).unwrap_or_default();
+    while let Some((length, after)) = rest.split_first_chunk() {
+        match after.first_chunk() {
+            Some(kind) if METADATA_CHUNKS.contains(&&kind[..]) => return true,
+            None | Some(b"IDAT") => return false,
+            // The type has 4 bytes before the data, and the checksum has 4 bytes after it.
+            Some(_) => {
+                let length = u32::from_be_bytes(*length) as usize;
+                rest = after.get(length.saturating_add(8)..).unwrap_or_default();
+            }
+        }
+    }
+    false
 }
 
 /// Returns the format of an image file, if it can be decoded.
@@ -72,7 +101,7 @@ fn format_of(bytes: &[u8]) -> Result<ImageFormat, String> {
 fn open(bytes: &[u8], format: ImageFormat) -> Result<impl ImageDecoder, String> {
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::no_limits();
-    limits.max_alloc = Some((MOST_PIXELS * PIXEL_BYTES) as u64);
+    limits.max_alloc = Some(METADATA_BYTES);
     reader.limits(limits);
     let decoder = reader.into_decoder().map_err(failed)?;
     let (width, height) = decoder.dimensions();
@@ -239,6 +268,29 @@ mod tests {
         }
         let reason = header(&with_size(png(3, 2), 8193, 8192)).expect_err("too many pixels");
         assert!(reason.contains("8193 x 8192"), "{reason}");
+    }
+
+    #[test]
+    fn decode_ignores_a_color_profile_that_inflates_beyond_its_limit() {
+        let with_profile = |count: usize| {
+            let mut bytes = Vec::new();
+            let mut encoder = PngEncoder::new(&mut bytes);
+            let set = encoder.set_icc_profile(vec![0; count]);
+            set.expect("PNG files have color profiles");
+            encoder
+                .write_image(&[7; 6], 3, 2, ::image::ExtendedColorType::L8)
+                .expect("a gray image is encodable");
+            bytes
+        };
+        for (count, is_kept) in [(1000, true), (64 << 20, false)] {
+            let file = with_profile(count);
+            let mut decoder = open(&file, ImageFormat::Png).expect("the header is readable");
+            let profile = decoder.icc_profile().expect("the profile is readable");
+            assert_eq!(profile.is_some(), is_kept, "{count} bytes");
+            let found = header(&file).expect("the header is readable");
+            assert_eq!(found.decoding_bytes, 4 * 6 + 3 * METADATA_BYTES);
+            assert_eq!(decode(&file).expect("the image is decodable").rgb, [7; 18]);
+        }
     }
 
     #[test]
