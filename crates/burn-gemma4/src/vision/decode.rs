@@ -17,6 +17,9 @@ const FORMATS: [ImageFormat; 3] = [ImageFormat::Png, ImageFormat::Jpeg, ImageFor
 /// larger texts are refused. Without this limit, a profile of 600 KB could be inflated to any size.
 const METADATA_BYTES: u64 = 4 << 20;
 
+/// The largest number of bytes that the WebP decoder needs for each pixel: 14.5 for a lossy image with transparency.
+const WEBP_PIXEL_BYTES: u64 = 15;
+
 /// The chunks of a PNG file that the decoder keeps in memory, besides the pixels.
 const METADATA_CHUNKS: [&[u8]; 5] = [b"iCCP", b"tEXt", b"zTXt", b"iTXt", b"eXIf"];
 
@@ -67,7 +70,10 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
     Ok(ImageHeader {
         width: width as usize,
         height: height as usize,
-        decoding_bytes: copies * decoder.total_bytes() + (3 + coefficients) * pixels + metadata,
+        decoding_bytes: match format {
+            ImageFormat::WebP => WEBP_PIXEL_BYTES * pixels,
+            _ => copies * decoder.total_bytes() + (3 + coefficients) * pixels + metadata,
+        },
     })
 }
 
@@ -251,7 +257,7 @@ mod tests {
             ("alpha.png", 7),
             ("deep.png", 9),
             ("gray.png", 4),
-            ("lossless.webp", 6),
+            ("lossless.webp", 15),
             ("photograph.jpg", 12),
             ("turned.jpg", 15),
         ] {
