@@ -59,7 +59,7 @@ impl ImageFormat {
             true => Err(Gemma4Error::Argument {
                 argument: "image",
                 reason: format!(
-                    "becomes {columns} x {rows} soft tokens, but the model has {positions} positions in each direction; lower max_soft_tokens"
+                    "becomes {columns} x {rows} soft tokens, but the model has {positions} positions in each direction; lower the detail, which is the number of soft tokens"
                 ),
             }),
             false => Ok(prepared),

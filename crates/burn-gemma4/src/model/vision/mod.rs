@@ -122,7 +122,7 @@ impl Grid {
             return Err(Gemma4Error::Argument {
                 argument: "image",
                 reason: format!(
-                    "has {columns} x {rows} places, but the model has {positions} positions in each direction; lower max_soft_tokens"
+                    "has {columns} x {rows} places, but the model has {positions} positions in each direction; lower the detail, which is the number of soft tokens"
                 ),
             });
         }
