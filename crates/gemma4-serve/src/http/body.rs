@@ -19,6 +19,9 @@ const LONGEST_VALUE: usize = 40;
 /// fewer.
 const LONGEST_REASON: usize = 1000;
 
+/// The largest number of characters of a field's path in an error. A client chooses the names of some fields.
+const LONGEST_PATH: usize = 200;
+
 /// Reads the body of a request, and parses the body as JSON.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     request: Request<Body>,
@@ -69,7 +72,7 @@ fn refused_body(error: &axum::Error, limit: usize) -> RequestError {
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
-        let path = error.path().to_string();
+        let path = first(&error.path().to_string(), LONGEST_PATH);
         let reason = error.into_inner();
         let (is_eof, reason) = (reason.is_eof(), shortened(reason.to_string()));
         // `path` ends with a dot or a question mark if the error is not in a named field. If the body ends early, do
@@ -86,13 +89,6 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RequestError> {
 
 /// Shortens an error of the parser, which quotes the whole value of a field that has another type.
 fn shortened(reason: String) -> String {
-    let first = |text: &str, count| -> String {
-        let mut first: String = text.chars().take(count).collect();
-        if first.len() < text.len() {
-            first.push('…');
-        }
-        first
-    };
     let quotes = reason.find('"').zip(reason.rfind('"'));
     let reason = match quotes {
         Some((start, end)) if start < end => {
@@ -102,6 +98,15 @@ fn shortened(reason: String) -> String {
         _ => reason,
     };
     first(&reason, LONGEST_REASON)
+}
+
+/// Returns the first `count` characters of a text, with a mark if there are more.
+fn first(text: &str, count: usize) -> String {
+    let mut first: String = text.chars().take(count).collect();
+    if first.len() < text.len() {
+        first.push('…');
+    }
+    first
 }
 
 #[cfg(test)]
@@ -118,5 +123,14 @@ mod tests {
         assert_eq!(shortened(long), expected);
         let name = shortened(format!("unknown field `{value}`"));
         assert_eq!(name.chars().count(), 1001);
+    }
+
+    #[test]
+    fn parse_shortens_the_name_of_a_field() {
+        type Numbers = std::collections::HashMap<String, u32>;
+        let body = format!("{{\"{}\": \"a\"}}", "K".repeat(5000));
+        let error = parse::<Numbers>(body.as_bytes()).expect_err("a text is no number");
+        assert!(error.message.starts_with("KKK"), "{error}");
+        assert!(error.message.len() < 400, "{error}");
     }
 }
