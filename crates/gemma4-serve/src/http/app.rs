@@ -1,7 +1,8 @@
 //! The state that all HTTP handlers share, and the options of the server.
 
+use super::client_state::{ClientGuard, ClientState};
 use super::events::Events;
-use super::images::{ImageOptions, ImageStore};
+use super::images::{ImageOptions, ImageStore, shown};
 use super::request_log::RequestLog;
 use crate::engine::{Constraint, EnginePool, Grammar, Grammars, Request, ServedAdapter};
 use crate::error::{ErrorKind, RequestError};
@@ -112,7 +113,10 @@ impl App {
         };
         Err(RequestError {
             kind: ErrorKind::NotFound,
-            message: format!("model: {name:?} does not exist; expected {expected}"),
+            message: format!(
+                "model: {:?} does not exist; expected {expected}",
+                shown(name)
+            ),
             field: Some("model".into()),
         })
     }
@@ -176,11 +180,13 @@ impl App {
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
         log: &RequestLog,
-        prepare: impl FnOnce(&Self) -> Result<(Request, T), RequestError> + Send + 'static,
+        prepare: impl FnOnce(&Self, &ClientState) -> Result<(Request, T), RequestError> + Send + 'static,
     ) -> Result<(Events, usize, T), RequestError> {
         let (app, log) = (self.clone(), log.clone());
+        let guard = ClientGuard::default();
+        let client = guard.state();
         let prepared = tokio::task::spawn_blocking(move || {
-            let (request, context) = prepare(&app)?;
+            let (request, context) = prepare(&app, &client)?;
             let (prompt_tokens, choices) = (request.prompt.len(), request.choices);
             if let Some(adapter) = &request.adapter {
                 log.selected(&format!("{}:{}", app.options.model, adapter.name()));
@@ -190,7 +196,9 @@ impl App {
             let events = Events::new(events, log);
             Ok((events, prompt_tokens, context))
         });
-        prepared.await.unwrap_or_else(|error| {
+        let prepared = prepared.await;
+        drop(guard);
+        prepared.unwrap_or_else(|error| {
             let message = format!("the preparation of the request failed: {error}");
             Err(RequestError::new(ErrorKind::Internal, message))
         })

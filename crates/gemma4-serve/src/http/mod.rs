@@ -5,6 +5,7 @@ mod answers;
 mod anthropic;
 mod app;
 mod body;
+mod client_state;
 mod connections;
 mod events;
 mod form;

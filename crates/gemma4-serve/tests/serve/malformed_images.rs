@@ -90,7 +90,7 @@ fn parts() -> Vec<(Value, &'static str)> {
         ),
         (
             json!({"type": "image_url", "image_url": {"url": good, "detail": "best"}}),
-            "detail \"best\"",
+            "image_url.detail: is \"best\"",
         ),
         (
             json!({"type": "image_url", "image_url": {"url": good, "detail": 3}}),
@@ -101,6 +101,18 @@ fn parts() -> Vec<(Value, &'static str)> {
             "detail",
         ),
         (json!({"type": "image", "source": {}}), "type: is \"image\""),
+        (
+            json!({"type": "text", "text": "a", "image_url": {"url": good}}),
+            "image_url: is in a part of the type \"text\"",
+        ),
+        (
+            json!({"type": "text", "text": "a", "file_id": "a"}),
+            "file_id: is in a part",
+        ),
+        (
+            json!({"type": "text", "text": "a", "source": {}}),
+            "source: is in a part",
+        ),
         (json!({"type": "input_image"}), "image_url: is missing"),
         (
             json!({"type": "input_image", "image_url": {"url": good}}),
@@ -199,6 +211,10 @@ fn sources() -> Vec<(Value, &'static str)> {
         (
             json!({"type": "base64", "data": data}),
             "media_type: is missing",
+        ),
+        (
+            json!({"type": "base64", "media_type": "image/png", "data": data, "url": "http://a"}),
+            "unknown field \"url\"",
         ),
     ]
 }

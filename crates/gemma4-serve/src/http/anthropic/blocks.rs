@@ -50,10 +50,9 @@ impl Blocks {
         };
         let texts = blocks.into_iter().enumerate().map(|(index, block)| {
             let field = format!("{field}[{index}]");
-            match (block.kind.as_str(), block.text) {
-                ("text", Some(text)) => Ok(text),
-                ("text", None) => Err(missing(&field, "text")),
-                (kind, _) => Err(refused_type(&field, kind, "\"text\"")),
+            match block.kind.as_str() {
+                "text" => block.into_text(&field),
+                kind => Err(refused_type(&field, kind, "\"text\"")),
             }
         });
         texts.collect()
@@ -69,7 +68,7 @@ impl Blocks {
         let parts = blocks.map(|(index, block)| {
             let field = format!("{field}[{index}]");
             Ok(match block.kind.as_str() {
-                "text" => Part::Text(block.text.ok_or_else(|| missing(&field, "text"))?),
+                "text" => Part::Text(block.into_text(&field)?),
                 "image" => Part::Image(block.read_image(&field, images)?),
                 kind => return Err(refused_type(&field, kind, "\"text\" or \"image\"")),
             })
@@ -97,6 +96,15 @@ impl Blocks {
 }
 
 impl Block {
+    /// Returns the text of a text block. Refuses an image in it, which the model would not see.
+    fn into_text(self, field: &str) -> Result<String, RequestError> {
+        if self.source.is_some_and(|source| !source.is_null()) {
+            let reason = "is in a block of the type \"text\"; expected only in an image";
+            return Err(RequestError::field(format!("{field}.source"), reason));
+        }
+        self.text.ok_or_else(|| missing(field, "text"))
+    }
+
     /// Reads an image.
     fn read_image(
         self,
@@ -121,6 +129,13 @@ impl Block {
         match text("type")?.as_str() {
             "base64" => {
                 let (media_type, data) = (text("media_type")?, text("data")?);
+                if let Some(name) = source.keys().next() {
+                    let reason = format!(
+                        "has the unknown field {:?}; expected `type`, `media_type` and `data`",
+                        shown(name)
+                    );
+                    return Err(RequestError::field(field, reason));
+                }
                 images.read(&field, ImageSource::Base64 { media_type, data }, None)
             }
             kind => {
@@ -193,8 +208,7 @@ fn convert_user(
         let field = format!("{message}.content[{index}]");
         match block.kind.as_str() {
             "text" => {
-                let text = block.text.ok_or_else(|| missing(&field, "text"))?;
-                parts.push(Part::Text(text));
+                parts.push(Part::Text(block.into_text(&field)?));
             }
             "image" => parts.push(Part::Image(block.read_image(&field, images)?)),
             "tool_result" => {

@@ -3,6 +3,7 @@
 use super::super::answers::{CompleteAnswer, Part, collect};
 use super::super::app::App;
 use super::super::body::read_json;
+use super::super::client_state::ClientGuard;
 use super::super::form::Form;
 use super::super::request_log::RequestLog;
 use super::super::stream::respond;
@@ -40,7 +41,12 @@ pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -
     let counted = async {
         let request: MessagesRequest = read_json(request, &app.options).await?;
         let app = app.clone();
-        let counted = tokio::task::spawn_blocking(move || request.count_tokens(&app)).await;
+        // The guard lives until the client leaves, or until the tokens have been counted.
+        let guard = ClientGuard::default();
+        let client = guard.state();
+        let counted = move || request.count_tokens(&app, &client);
+        let counted = tokio::task::spawn_blocking(counted).await;
+        drop(guard);
         counted
             .unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
     };
@@ -56,7 +62,9 @@ async fn answer(
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
     let request: MessagesRequest = read_json(request, &app.options).await?;
-    let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
+    let (events, prompt_tokens, context) = app
+        .submit(&log, |app, client| request.prepare(app, client))
+        .await?;
     let id = log.id("msg_");
     if context.stream {
         let writer = MessageWriter::new(id, context.model, prompt_tokens);

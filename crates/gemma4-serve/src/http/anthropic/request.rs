@@ -1,6 +1,7 @@
 //! The request of `/v1/messages`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::client_state::ClientState;
 use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
 use super::super::openai::tools::{SelectedTools, answer_grammar};
 use super::super::overrides::Overrides;
@@ -113,11 +114,15 @@ struct Prepared {
 
 impl MessagesRequest {
     /// Converts the request to a request of the engine.
-    pub fn prepare(mut self, app: &App) -> Result<(Request, MessagesContext), RequestError> {
+    pub fn prepare(
+        mut self,
+        app: &App,
+        client: &ClientState,
+    ) -> Result<(Request, MessagesContext), RequestError> {
         let max_tokens = self
             .max_tokens
             .ok_or_else(|| RequestError::field("max_tokens", "is missing"))?;
-        let prepared = self.prompt(app)?;
+        let prepared = self.prompt(app, client)?;
         if let Some(budget) = prepared.thinking.filter(|budget| *budget < usize::MAX)
             && budget as u64 >= max_tokens
         {
@@ -162,11 +167,11 @@ impl MessagesRequest {
     }
 
     /// Returns the number of tokens of the prompt.
-    pub fn count_tokens(mut self, app: &App) -> Result<usize, RequestError> {
-        Ok(self.prompt(app)?.prompt.len())
+    pub fn count_tokens(mut self, app: &App, client: &ClientState) -> Result<usize, RequestError> {
+        Ok(self.prompt(app, client)?.prompt.len())
     }
 
-    fn prompt(&mut self, app: &App) -> Result<Prepared, RequestError> {
+    fn prompt(&mut self, app: &App, client: &ClientState) -> Result<Prepared, RequestError> {
         let adapter = app.select_adapter(&self.model)?;
         for (field, value) in [
             ("container", &self.container),
@@ -183,7 +188,7 @@ impl MessagesRequest {
         if let Some(system) = self.system.take() {
             messages.push(ChatMessage::System(system.into_text("system")?));
         }
-        let mut images = app.images.request(&app.text);
+        let mut images = app.images.request(&app.text, client);
         let of_request = std::mem::take(&mut self.messages);
         messages.extend(conversation(of_request, &mut images)?);
         let tools = self.selected_tools()?;

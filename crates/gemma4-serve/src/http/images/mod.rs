@@ -7,4 +7,4 @@ mod store;
 
 pub use options::ImageOptions;
 pub(crate) use source::{ImageSource, shown};
-pub(crate) use store::{ImageStore, RequestImages};
+pub(crate) use store::{ImageStore, RequestImages, soft_tokens};

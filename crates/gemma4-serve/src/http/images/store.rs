@@ -1,12 +1,15 @@
 //! Decodes the images of requests within limits on memory.
 
+use super::super::client_state::ClientState;
 use super::options::ImageOptions;
 use super::source::{ImageSource, shown};
 use crate::engine::{ImageMemory, ImagePool, permits};
 use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
 use burn_gemma4::{Gemma4Error, Image, ImageHeader, PreparedImage};
+use std::num::NonZero;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::available_parallelism;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -24,9 +27,12 @@ const HIGH: usize = 1120;
 #[derive(Debug)]
 pub(crate) struct ImageStore {
     options: ImageOptions,
+    /// The number of further images that may be read at the same time. Half of the processors stay free for answers.
+    /// This number also limits the memory for reading headers, which is not in `decoding`.
+    turns: Semaphore,
     /// The free memory for decoding, in units of [`permits`].
     decoding: Semaphore,
-    /// The number of images that wait for memory to be decoded.
+    /// The number of images that wait for their turn, or for memory to be decoded.
     waiting: AtomicUsize,
     /// The memory of resized images.
     pool: ImagePool,
@@ -36,13 +42,16 @@ pub(crate) struct ImageStore {
 pub(crate) struct RequestImages<'a> {
     store: &'a ImageStore,
     text: &'a TextModel,
+    client: &'a ClientState,
     count: usize,
     memory: Option<ImageMemory>,
 }
 
 impl ImageStore {
     pub fn new(options: ImageOptions) -> Self {
+        let processors = available_parallelism().map_or(1, NonZero::get);
         Self {
+            turns: Semaphore::new((processors / 2).max(1)),
             decoding: Semaphore::new(permits(options.memory) as usize),
             waiting: AtomicUsize::new(0),
             pool: ImagePool::new(options.memory),
@@ -50,11 +59,17 @@ impl ImageStore {
         }
     }
 
-    /// Begins to read the images of a request for the model of `text`.
-    pub fn request<'a>(&'a self, text: &'a TextModel) -> RequestImages<'a> {
+    /// Begins to read the images of a request for the model of `text`. No further image is read after the client has
+    /// left.
+    pub fn request<'a>(
+        &'a self,
+        text: &'a TextModel,
+        client: &'a ClientState,
+    ) -> RequestImages<'a> {
         RequestImages {
             store: self,
             text,
+            client,
             count: 0,
             memory: None,
         }
@@ -76,6 +91,15 @@ impl ImageStore {
             );
             return Err(RequestError::field(field, reason));
         }
+        self.wait(&self.decoding, permits(needed))
+    }
+
+    /// Waits for permits of `semaphore`, unless too many images wait already. The call blocks.
+    fn wait<'a>(
+        &self,
+        semaphore: &'a Semaphore,
+        count: u32,
+    ) -> Result<SemaphorePermit<'a>, RequestError> {
         let busy = || {
             let message = "too many images wait to be decoded; try again later";
             RequestError::new(ErrorKind::Busy, message)
@@ -84,25 +108,26 @@ impl ImageStore {
             self.waiting.fetch_sub(1, Ordering::SeqCst);
             return Err(busy());
         }
-        let permit = Handle::current().block_on(self.decoding.acquire_many(permits(needed)));
+        let permit = Handle::current().block_on(semaphore.acquire_many(count));
         self.waiting.fetch_sub(1, Ordering::SeqCst);
-        // The semaphore is never closed.
+        // The semaphores are never closed.
         permit.map_err(|_| busy())
     }
 }
 
 impl RequestImages<'_> {
-    /// Reads, decodes and resizes an image. `field` is the field of the request with the image, and `detail` is its
-    /// value of OpenAI's option. The call blocks.
+    /// Reads, decodes and resizes an image. `field` is the field of the request with the image, and `soft_tokens` is its
+    /// largest number of soft tokens, if this number is not the checkpoint's. The call blocks.
     ///
     /// # Errors
     /// Returns an error that names the field if the image is malformed or exceeds a limit, or if the model sees no
-    /// images. Returns [`ErrorKind::Busy`] if there is no memory for the image.
+    /// images. Returns [`ErrorKind::Busy`] if there is no memory for the image. Returns an error that nobody reads if
+    /// the client has left.
     pub fn read(
         &mut self,
         field: &str,
         source: ImageSource,
-        detail: Option<&str>,
+        soft_tokens: Option<usize>,
     ) -> Result<PreparedImage, RequestError> {
         let options = &self.store.options;
         let refuse = |reason: String| Err(RequestError::field(field, reason));
@@ -114,7 +139,8 @@ impl RequestImages<'_> {
                 self.count, options.max_count
             ));
         }
-        let soft_tokens = soft_tokens(field, detail)?;
+        let _turn = self.store.wait(&self.store.turns, 1)?;
+        self.client.check()?;
         let bytes = source.into_bytes(field, options)?;
         let of_image = |error| match error {
             Gemma4Error::Argument { reason, .. } => RequestError::field(field, reason),
@@ -129,6 +155,7 @@ impl RequestImages<'_> {
             ));
         }
         let decoding = self.store.reserve(field, header)?;
+        self.client.check()?;
         let mut image = Image::from_bytes(&bytes).map_err(of_image)?;
         drop(bytes);
         if let Some(count) = soft_tokens {
@@ -153,16 +180,19 @@ impl RequestImages<'_> {
     }
 }
 
-/// Returns the largest number of soft tokens of an image with a value of OpenAI's option `detail`. `None` is the
-/// checkpoint's number.
-fn soft_tokens(field: &str, detail: Option<&str>) -> Result<Option<usize>, RequestError> {
+/// Returns the largest number of soft tokens of an image with a value of OpenAI's option `detail`, which is in the
+/// field `field`. `None` is the checkpoint's number.
+pub(crate) fn soft_tokens(
+    field: &str,
+    detail: Option<&str>,
+) -> Result<Option<usize>, RequestError> {
     match detail {
         None | Some("auto") => Ok(None),
         Some("low") => Ok(Some(LOW)),
         Some("high") => Ok(Some(HIGH)),
         Some(detail) => {
             let reason = format!(
-                "has the detail {:?}; expected \"auto\", \"low\" or \"high\"",
+                "is {:?}; expected \"auto\", \"low\" or \"high\"",
                 shown(detail)
             );
             Err(RequestError::field(field, reason))

@@ -41,7 +41,9 @@ async fn answer(
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
     let request: ChatRequest = read_json(request, &app.options).await?;
-    let (events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
+    let (events, prompt_tokens, context) = app
+        .submit(&log, |app, client| request.prepare(app, client))
+        .await?;
     let id = log.id("chatcmpl-");
     let writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);
     if writer.context.stream {

@@ -1,6 +1,7 @@
 //! The request of `/v1/chat/completions`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::client_state::ClientState;
 use super::super::overrides::{MAX_TOP_LOGPROBS, Overrides};
 use super::fields::{
     ResponseFormat, Stop, StreamOptions, ToolChoiceField, ToolField, refuse_fields,
@@ -86,12 +87,16 @@ pub(crate) struct ChatContext {
 
 impl ChatRequest {
     /// Converts the request to a request of the engine.
-    pub fn prepare(self, app: &App) -> Result<(Request, ChatContext), RequestError> {
+    pub fn prepare(
+        self,
+        app: &App,
+        client: &ClientState,
+    ) -> Result<(Request, ChatContext), RequestError> {
         let adapter = app.select_adapter(&self.model)?;
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let context = self.context()?;
-        let mut images = app.images.request(&app.text);
+        let mut images = app.images.request(&app.text, client);
         let messages = conversation(self.messages, &mut images)?;
         let tools = select_tools(
             self.tools.unwrap_or_default(),

@@ -3,6 +3,7 @@
 use super::super::answers::{CompleteAnswer, collect};
 use super::super::app::{App, now};
 use super::super::body::read_json;
+use super::super::client_state::ClientState;
 use super::super::form::Form;
 use super::super::request_log::RequestLog;
 use super::super::stream::{Message, StreamWriter, respond};
@@ -44,7 +45,8 @@ async fn answer(
     let mut submitted = Vec::new();
     for prompt in prompts {
         let (context, adapter) = (context.clone(), adapter.clone());
-        let prepare = move |app: &App| Ok((context.request(prompt, adapter, app)?, ()));
+        let prepare =
+            move |app: &App, _: &ClientState| Ok((context.request(prompt, adapter, app)?, ()));
         let (events, prompt_tokens, ()) = app.submit(&log, prepare).await?;
         submitted.push((events, prompt_tokens));
     }

@@ -1,6 +1,6 @@
 //! The messages of a chat request.
 
-use super::super::images::{ImageSource, RequestImages, shown};
+use super::super::images::{ImageSource, RequestImages, shown, soft_tokens};
 use crate::error::RequestError;
 use crate::text::{self, ChatMessage};
 use burn_gemma4::PreparedImage;
@@ -48,6 +48,7 @@ pub(crate) struct ContentPart {
     image_url: Option<Value>,
     detail: Option<Value>,
     file_id: Option<Value>,
+    source: Option<Value>,
 }
 
 /// A tool call in an assistant message, which the client sends back.
@@ -114,6 +115,19 @@ impl Content {
 
 impl ContentPart {
     fn into_text(self, field: &str) -> Result<String, RequestError> {
+        for (name, value) in [
+            ("image_url", &self.image_url),
+            ("file_id", &self.file_id),
+            ("source", &self.source),
+        ] {
+            if value.as_ref().is_some_and(|value| !value.is_null()) {
+                let reason = format!(
+                    "is in a part of the type {:?}; expected only in an image",
+                    self.kind
+                );
+                return Err(RequestError::field(format!("{field}.{name}"), reason));
+            }
+        }
         let missing = || RequestError::field(format!("{field}.text"), "is missing");
         self.text.ok_or_else(missing)
     }
@@ -141,11 +155,11 @@ impl ContentPart {
             );
             return Err(RequestError::field(field, reason));
         }
-        let detail = text_of(&format!("{field}.detail"), detail)?;
+        let soft_tokens = detail_of(&field, detail)?;
         let field = format!("{field}.url");
         let url = text_of(&field, url)?;
         let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
-        images.read(&field, ImageSource::Url(url), detail.as_deref())
+        images.read(&field, ImageSource::Url(url), soft_tokens)
     }
 
     /// Reads an image in the form of responses.
@@ -158,12 +172,19 @@ impl ContentPart {
             let reason = "is not supported, because this server stores no files; use `image_url`";
             return Err(RequestError::field(format!("{field}.file_id"), reason));
         }
-        let detail = text_of(&format!("{field}.detail"), self.detail)?;
+        let soft_tokens = detail_of(field, self.detail)?;
         let field = format!("{field}.image_url");
         let url = text_of(&field, self.image_url)?;
         let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
-        images.read(&field, ImageSource::Url(url), detail.as_deref())
+        images.read(&field, ImageSource::Url(url), soft_tokens)
     }
+}
+
+/// Returns the largest number of soft tokens that the option `detail` of the object `field` sets.
+fn detail_of(field: &str, detail: Option<Value>) -> Result<Option<usize>, RequestError> {
+    let field = format!("{field}.detail");
+    let detail = text_of(&field, detail)?;
+    soft_tokens(&field, detail.as_deref())
 }
 
 /// Returns an optional text. The error does not repeat the value.

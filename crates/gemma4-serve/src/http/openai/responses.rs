@@ -36,7 +36,9 @@ async fn answer(
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
     let request: ResponsesRequest = read_json(request, &app.options).await?;
-    let (mut events, prompt_tokens, context) = app.submit(&log, |app| request.prepare(app)).await?;
+    let (mut events, prompt_tokens, context) = app
+        .submit(&log, |app, client| request.prepare(app, client))
+        .await?;
     let stream = context.stream;
     let mut writer = ResponseWriter::new(log.id("resp_"), context, prompt_tokens);
     if stream {

@@ -1,6 +1,7 @@
 //! The request of `/v1/responses`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::client_state::ClientState;
 use super::super::images::{RequestImages, shown};
 use super::super::overrides::Overrides;
 use super::fields::{JsonSchemaField, ResponseFormat, ToolChoiceField, refuse_fields};
@@ -127,13 +128,17 @@ pub(crate) struct ResponsesContext {
 
 impl ResponsesRequest {
     /// Converts the request to a request of the engine.
-    pub fn prepare(self, app: &App) -> Result<(Request, ResponsesContext), RequestError> {
+    pub fn prepare(
+        self,
+        app: &App,
+        client: &ClientState,
+    ) -> Result<(Request, ResponsesContext), RequestError> {
         let adapter = app.select_adapter(&self.model)?;
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let mut messages: Vec<ChatMessage> = Vec::new();
         messages.extend(self.instructions.clone().map(ChatMessage::System));
-        let mut images = app.images.request(&app.text);
+        let mut images = app.images.request(&app.text, client);
         messages.extend(conversation(self.input, &mut images)?);
         let is_parallel = self.parallel_tool_calls.unwrap_or(true);
         let tools = selected_tools(
