@@ -26,9 +26,9 @@ impl Features {
 /// Computes the features of clips.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum FeatureExtractor {
-    /// Log-mel frames, of which four become one soft token.
+    /// Log-mel frames. Four frames become one soft token.
     LogMel(Box<LogMel>),
-    /// Frames of this many samples, each of which becomes one soft token.
+    /// Frames of this many samples. A frame becomes one soft token.
     Samples(usize),
 }
 

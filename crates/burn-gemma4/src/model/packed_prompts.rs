@@ -125,7 +125,7 @@ impl Gemma4Model {
     }
 }
 
-/// Returns consecutive ranges with these lengths, of which the first begins at 0.
+/// Returns consecutive ranges with these lengths. The first range begins at 0.
 fn consecutive(lengths: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
     let mut end = 0;
     lengths

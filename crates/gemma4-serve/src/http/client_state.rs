@@ -1,4 +1,4 @@
-//! Whether the client of a request still waits for its answer.
+//! The state of a request's client: it waits for the answer, or it has left.
 
 use crate::error::{ErrorKind, RequestError};
 use std::sync::Arc;

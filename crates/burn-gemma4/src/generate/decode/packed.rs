@@ -48,8 +48,8 @@ impl Prefill {
             && self.cache().kind().is_plain()
     }
 
-    /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt alone,
-    /// and few prompts of which each can replay a CUDA graph, are faster alone.
+    /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt is faster
+    /// alone. Few prompts are also faster alone if all of them can replay a CUDA graph.
     pub fn is_faster_packed(prefills: &[&Self]) -> bool {
         prefills.len() > 1
             && (prefills.len() >= LEAST_PACKED

@@ -1,4 +1,4 @@
-//! Where the bytes of an image come from: a data URL, base64, or a file.
+//! The source of an image's bytes: a data URL, base64, or a file.
 
 use super::options::ImageOptions;
 use super::root;

@@ -13,8 +13,8 @@ use std::thread::available_parallelism;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// The largest number of images that wait for memory. Each of them occupies a thread for blocking work, of which Tokio
-/// has 512.
+/// The largest number of images that wait for memory. A waiting image occupies a thread for blocking work. Tokio has 512
+/// such threads.
 const MOST_WAITING: usize = 64;
 
 /// The number of soft tokens of an image with the detail `low`, which is the smallest number that models support.
@@ -121,8 +121,8 @@ impl RequestImages<'_> {
     ///
     /// # Errors
     /// Returns an error that names the field if the image is malformed or exceeds a limit, or if the model sees no
-    /// images. Returns [`ErrorKind::Busy`] if there is no memory for the image. Returns an error that nobody reads if
-    /// the client has left.
+    /// images. Returns [`ErrorKind::Busy`] if there is no memory for the image. Also returns an
+    /// error if the client has left; nobody reads this error.
     pub fn read(
         &mut self,
         field: &str,
