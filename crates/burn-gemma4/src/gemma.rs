@@ -5,7 +5,7 @@ use crate::audio::prepared::PreparedAudio;
 use crate::cancellation::Cancellation;
 use crate::checkpoint::adapter::AdaptedTowers;
 use crate::checkpoint::gguf::Gguf;
-use crate::checkpoint::media::MediaEncoders;
+use crate::checkpoint::media::{MediaEncoders, MediumInput};
 use crate::checkpoint::{LoadOptions, Quantization};
 use crate::config::Gemma4Config;
 use crate::config::drafter::DrafterConfig;
@@ -378,8 +378,9 @@ impl Gemma4 {
     /// Returns [`Gemma4Error::Argument`] if the model sees no images, or if the image is too narrow. Returns an error if
     /// the weights of the vision cannot be loaded.
     pub fn soft_tokens(&self, image: &Image) -> Result<Tensor<2>, Gemma4Error> {
-        let vision = self.encoders.vision()?;
-        vision.soft_tokens(&vision.format().prepared(image)?.patches)
+        let prepared = self.encoders.vision()?.format().prepared(image)?;
+        let input = MediumInput::Image(prepared.patches);
+        self.encoders.soft_tokens(&input)
     }
 
     /// Computes the soft tokens that stand for an audio clip in a prompt.
@@ -391,8 +392,9 @@ impl Gemma4 {
     /// Returns [`Gemma4Error::Argument`] if the model hears no audio, or if the clip is too short. Returns an error if
     /// the weights of the audio cannot be loaded.
     pub fn audio_soft_tokens(&self, audio: &Audio) -> Result<Tensor<2>, Gemma4Error> {
-        let hearing = self.encoders.audio()?;
-        hearing.soft_tokens(&hearing.format().prepared(audio)?.features)
+        let prepared = self.encoders.audio()?.format().prepared(audio)?;
+        let input = MediumInput::Audio(prepared.features);
+        self.encoders.soft_tokens(&input)
     }
 
     /// Loads the weights of the vision, unless an image has loaded them before. Does nothing if the model sees no

@@ -1,8 +1,9 @@
 //! Loads the audio of a multimodal checkpoint, when the first audio clip of a prompt needs it.
 
 use super::files::TensorFiles;
+use super::lazy_encoder::{ClippedModule, Encoder, LazyEncoder, MediumFormat};
 use super::names::is_of_audio;
-use super::tower::{TowerWeights, description};
+use super::tower::description;
 use crate::audio::clip::Audio;
 use crate::audio::features::{FeatureExtractor, Features};
 use crate::audio::prepared::PreparedAudio;
@@ -10,29 +11,13 @@ use crate::config::Gemma4Config;
 use crate::config::audio::{AudioConfig, AudioEncoderConfig};
 use crate::error::Gemma4Error;
 use crate::model::audio::{ConformerPass, ProjectedAudio, TowerAudio};
+use crate::model::multimodal::Clip;
 use burn::tensor::{DType, Device, Tensor};
 use serde_json::{Value, json};
-use std::{
-    path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
-};
+use std::{path::Path, sync::Arc};
 
-/// The audio of a checkpoint in a folder. The weights are loaded when the first audio clip needs them. Clones share the
-/// weights.
-#[derive(Clone, Debug)]
-pub(crate) struct LazyAudio {
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    folder: PathBuf,
-    format: AudioFormat,
-    text: Gemma4Config,
-    dtype: DType,
-    device: Device,
-    loaded: OnceLock<LoadedAudio>,
-}
+/// The audio of a checkpoint in a folder. The weights are loaded when the first audio clip needs them.
+pub(crate) type LazyAudio = LazyEncoder<AudioFormat>;
 
 /// The form that audio has in the prompts of a checkpoint. It needs no weights.
 #[derive(Clone, Debug)]
@@ -58,83 +43,58 @@ pub(crate) enum AudioPass {
     Projected(Box<Tensor<2>>),
 }
 
-#[derive(Debug)]
-enum LoadedAudio {
-    Tower(Box<TowerAudio>),
-    Projected(Box<ProjectedAudio>),
+impl MediumFormat for AudioFormat {
+    type Tower = TowerAudio;
+    type Projected = ProjectedAudio;
+
+    fn is_part(name: &str) -> bool {
+        is_of_audio(name)
+    }
+
+    fn module(&self, hidden: usize, device: &Device) -> Encoder<TowerAudio, ProjectedAudio> {
+        match &self.config.encoder {
+            AudioEncoderConfig::Tower(tower) => {
+                Encoder::Tower(Box::new(TowerAudio::new(tower, hidden, device)))
+            }
+            AudioEncoderConfig::Projection(frames) => {
+                Encoder::Projected(Box::new(ProjectedAudio::new(frames, hidden, device)))
+            }
+        }
+    }
+}
+
+impl ClippedModule for TowerAudio {
+    fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
+        self.clips_mut()
+    }
 }
 
 impl LazyAudio {
-    /// Reads the configuration of a folder's audio and checks the audio's tensors. `json` is the text of the folder's
-    /// `config.json`. The model computes in `dtype` on `device`. Returns `None` if the checkpoint has no audio.
+    /// Reads the configuration of a folder's audio and checks the audio's tensors. `files` are the tensors of the folder,
+    /// and `json` is the text of its `config.json`. The model computes in `dtype` on `device`. Returns `None` if the
+    /// checkpoint has no audio.
     ///
     /// # Errors
     /// Returns an error if this crate cannot run the audio. Text prompts do not need the audio.
-    pub fn open(
+    pub(super) fn open(
         folder: &Path,
+        files: &TensorFiles,
         json: &str,
         text: &Gemma4Config,
         dtype: DType,
         device: &Device,
     ) -> Result<Option<Self>, Gemma4Error> {
-        let files = TensorFiles::open(folder)?;
         if !files.names().any(is_of_audio) {
             return Ok(None);
         }
         let Some(config) = AudioConfig::from_json(json, text)? else {
             return Ok(None);
         };
-        let shared = Shared {
-            format: AudioFormat {
-                extractor: Arc::new(extractor(folder, &config)?),
-                config,
-            },
-            folder: folder.into(),
-            text: text.clone(),
-            dtype,
-            device: device.clone(),
-            loaded: OnceLock::new(),
+        let format = AudioFormat {
+            extractor: Arc::new(extractor(folder, &config)?),
+            config,
         };
-        shared.check(files)?;
-        Ok(Some(Self {
-            shared: Arc::new(shared),
-        }))
-    }
-
-    pub fn format(&self) -> &AudioFormat {
-        &self.shared.format
-    }
-
-    /// Loads the weights, unless they have been loaded before.
-    ///
-    /// # Errors
-    /// Returns an error if the weights cannot be loaded.
-    pub fn load(&self) -> Result<(), Gemma4Error> {
-        self.loaded().map(|_| ())
-    }
-
-    fn loaded(&self) -> Result<&LoadedAudio, Gemma4Error> {
-        let shared = &self.shared;
-        Ok(match shared.loaded.get() {
-            Some(loaded) => loaded,
-            None => {
-                let loaded = shared.load()?;
-                shared.loaded.get_or_init(|| loaded)
-            }
-        })
-    }
-
-    /// Computes the soft tokens of a clip, `[soft tokens, hidden]`. The first call loads the weights.
-    ///
-    /// # Errors
-    /// Returns an error if the weights cannot be loaded.
-    pub fn soft_tokens(&self, features: &Features) -> Result<Tensor<2>, Gemma4Error> {
-        let mut pass = self.begin(features)?;
-        loop {
-            if let Some(rows) = self.advance(&mut pass, usize::MAX)? {
-                return Ok(rows);
-            }
-        }
+        Self::new(folder, files, format, text, dtype, device).map(Some)
     }
 
     /// Begins to compute the soft tokens of a clip. The first call loads the weights.
@@ -143,8 +103,8 @@ impl LazyAudio {
     /// Returns an error if the weights cannot be loaded.
     pub fn begin(&self, features: &Features) -> Result<AudioPass, Gemma4Error> {
         Ok(match self.loaded()? {
-            LoadedAudio::Tower(audio) => AudioPass::Tower(Box::new(audio.begin(features))),
-            LoadedAudio::Projected(audio) => {
+            Encoder::Tower(audio) => AudioPass::Tower(Box::new(audio.begin(features))),
+            Encoder::Projected(audio) => {
                 AudioPass::Projected(Box::new(audio.soft_tokens(features)))
             }
         })
@@ -164,8 +124,8 @@ impl LazyAudio {
         layers: usize,
     ) -> Result<Option<Tensor<2>>, Gemma4Error> {
         Ok(match (self.loaded()?, pass) {
-            (LoadedAudio::Tower(audio), AudioPass::Tower(pass)) => audio.advance(pass, layers),
-            (LoadedAudio::Projected(_), AudioPass::Projected(rows)) => Some(Tensor::clone(rows)),
+            (Encoder::Tower(audio), AudioPass::Tower(pass)) => audio.advance(pass, layers),
+            (Encoder::Projected(_), AudioPass::Projected(rows)) => Some(Tensor::clone(rows)),
             _ => unreachable!("a pass belongs to the model that has begun it"),
         })
     }
@@ -174,68 +134,6 @@ impl LazyAudio {
 fn refused(reason: String) -> Gemma4Error {
     let argument = "audio";
     Gemma4Error::Argument { argument, reason }
-}
-
-impl Shared {
-    fn module(&self) -> LoadedAudio {
-        let (hidden, device) = (self.text.hidden_size, &self.device);
-        match &self.format.config.encoder {
-            AudioEncoderConfig::Tower(tower) => {
-                LoadedAudio::Tower(Box::new(TowerAudio::new(tower, hidden, device)))
-            }
-            AudioEncoderConfig::Projection(frames) => {
-                LoadedAudio::Projected(Box::new(ProjectedAudio::new(frames, hidden, device)))
-            }
-        }
-    }
-
-    /// Checks the names, shapes and dtypes of the audio's tensors, without loading them.
-    fn check(&self, files: TensorFiles) -> Result<(), Gemma4Error> {
-        let mut module = self.module();
-        let weights = module.weights(&self.folder, files);
-        match &module {
-            LoadedAudio::Tower(audio) => weights.check(&**audio, &self.text),
-            LoadedAudio::Projected(audio) => weights.check(&**audio, &self.text),
-        }
-    }
-
-    fn load(&self) -> Result<LoadedAudio, Gemma4Error> {
-        let files = TensorFiles::open(&self.folder)?;
-        let mut module = self.module();
-        let weights = module.weights(&self.folder, files);
-        let (text, dtype, device) = (&self.text, self.dtype, &self.device);
-        Ok(match module {
-            LoadedAudio::Tower(audio) => {
-                let mut audio = weights.load(*audio, text, dtype, device)?;
-                for ((_, clip), found) in audio.clips_mut().into_iter().zip(weights.clips()?) {
-                    *clip = found;
-                }
-                LoadedAudio::Tower(Box::new(audio))
-            }
-            LoadedAudio::Projected(audio) => {
-                LoadedAudio::Projected(Box::new(weights.load(*audio, text, dtype, device)?))
-            }
-        })
-    }
-}
-
-impl LoadedAudio {
-    /// Returns the source of this module's weights.
-    fn weights<'a>(&mut self, folder: &'a Path, files: TensorFiles) -> TowerWeights<'a> {
-        let clipped = match self {
-            Self::Tower(audio) => {
-                let clips = audio.clips_mut().into_iter();
-                clips.map(|(path, _)| path).collect()
-            }
-            Self::Projected(_) => Vec::new(),
-        };
-        TowerWeights {
-            folder,
-            files,
-            clipped,
-            is_part: is_of_audio,
-        }
-    }
 }
 
 /// Reads the feature extractor, or returns Gemma 4's defaults.

@@ -1,6 +1,7 @@
 //! The parts of a checkpoint that see images and hear audio.
 
 use super::audio::{AudioFormat, AudioPass, LazyAudio};
+use super::files::TensorFiles;
 use super::vision::{ImageFormat, ImagePass, LazyVision};
 use crate::audio::features::Features;
 use crate::config::Gemma4Config;
@@ -68,8 +69,18 @@ impl MediaEncoders {
         dtype: DType,
         device: &Device,
     ) -> Self {
-        let vision = LazyVision::open(folder, json, text, dtype, device);
-        let audio = LazyAudio::open(folder, json, text, dtype, device);
+        let files = match TensorFiles::open(folder) {
+            Ok(files) => files,
+            Err(error) => {
+                let reason = error.to_string();
+                return Self {
+                    vision: Err(reason.clone()),
+                    audio: Err(reason),
+                };
+            }
+        };
+        let vision = LazyVision::open(folder, &files, json, text, dtype, device);
+        let audio = LazyAudio::open(folder, &files, json, text, dtype, device);
         Self {
             vision: found(vision, "vision"),
             audio: found(audio, "audio"),
@@ -135,7 +146,7 @@ impl MediaEncoders {
     /// models.
     pub fn is_bidirectional(&self, input: &MediumInput) -> bool {
         match (input, &self.vision) {
-            (MediumInput::Image(_), Ok(vision)) => vision.config().is_bidirectional,
+            (MediumInput::Image(_), Ok(vision)) => vision.format().config.is_bidirectional,
             _ => false,
         }
     }
@@ -145,9 +156,11 @@ impl MediaEncoders {
     /// # Errors
     /// Returns an error if the weights cannot be loaded, or if the model does not read the medium.
     pub fn soft_tokens(&self, input: &MediumInput) -> Result<Tensor<2>, Gemma4Error> {
-        match input {
-            MediumInput::Image(patches) => self.vision()?.soft_tokens(patches),
-            MediumInput::Audio(features) => self.audio()?.soft_tokens(features),
+        let mut pass = self.begin(input)?;
+        loop {
+            if let Some(rows) = self.advance(&mut pass, usize::MAX)? {
+                return Ok(rows);
+            }
         }
     }
 

@@ -8,6 +8,7 @@ mod files;
 mod folder;
 pub(crate) mod gguf;
 mod host_table;
+mod lazy_encoder;
 mod load;
 mod loader;
 pub(crate) mod media;

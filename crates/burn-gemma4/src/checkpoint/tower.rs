@@ -27,7 +27,7 @@ const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"]
 /// The tensors of a tower in a folder's files.
 pub(super) struct TowerWeights<'a> {
     pub folder: &'a Path,
-    pub files: TensorFiles,
+    pub files: &'a TensorFiles,
     /// The paths of the linear layers that have bounds.
     pub clipped: Vec<String>,
     /// A predicate that is true for the names of the tower's tensors.

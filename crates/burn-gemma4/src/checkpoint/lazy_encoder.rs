@@ -1,0 +1,174 @@
+//! The encoder of images or audio of a checkpoint. Its weights are loaded when the first image or clip of a prompt needs
+//! them.
+
+use super::files::TensorFiles;
+use super::tower::TowerWeights;
+use crate::config::Gemma4Config;
+use crate::error::Gemma4Error;
+use crate::model::multimodal::Clip;
+use burn::{
+    module::Module,
+    tensor::{DType, Device},
+};
+use std::fmt::Debug;
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, OnceLock},
+};
+
+/// The form that one kind of media has in the prompts of a checkpoint. The form determines the modules of the encoder,
+/// and needs no weights itself.
+pub(crate) trait MediumFormat: Clone + Debug {
+    /// A tower, with the projection to the text model.
+    type Tower: ClippedModule;
+    /// The projection of a model without a tower.
+    type Projected: Module;
+
+    /// True for the names of the encoder's tensors.
+    fn is_part(name: &str) -> bool;
+
+    /// Creates the modules without weights. `hidden` is the width of the text model.
+    fn module(&self, hidden: usize, device: &Device) -> Encoder<Self::Tower, Self::Projected>;
+}
+
+/// A module with linear layers that have bounds.
+pub(crate) trait ClippedModule: Module {
+    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
+    fn clips_mut(&mut self) -> Vec<(String, &mut Clip)>;
+}
+
+/// The modules of an encoder.
+#[derive(Debug)]
+pub(crate) enum Encoder<T, P> {
+    Tower(Box<T>),
+    Projected(Box<P>),
+}
+
+/// The encoder of one kind of media in a checkpoint in a folder. Clones share the weights.
+#[derive(Clone, Debug)]
+pub(crate) struct LazyEncoder<F: MediumFormat> {
+    shared: Arc<Shared<F>>,
+}
+
+#[derive(Debug)]
+struct Shared<F: MediumFormat> {
+    folder: PathBuf,
+    format: F,
+    text: Gemma4Config,
+    dtype: DType,
+    device: Device,
+    loaded: OnceLock<Encoder<F::Tower, F::Projected>>,
+}
+
+impl<F: MediumFormat> LazyEncoder<F> {
+    /// Checks the tensors of an encoder, without loading them. `files` are the tensors of `folder`. The encoder computes
+    /// in `dtype` on `device`.
+    ///
+    /// # Errors
+    /// Returns an error if tensors are missing, unknown or of another shape.
+    pub(super) fn new(
+        folder: &Path,
+        files: &TensorFiles,
+        format: F,
+        text: &Gemma4Config,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self, Gemma4Error> {
+        let shared = Shared {
+            folder: folder.into(),
+            format,
+            text: text.clone(),
+            dtype,
+            device: device.clone(),
+            loaded: OnceLock::new(),
+        };
+        shared.check(files)?;
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    pub fn format(&self) -> &F {
+        &self.shared.format
+    }
+
+    /// Loads the weights, unless they have been loaded before.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn load(&self) -> Result<(), Gemma4Error> {
+        self.loaded().map(|_| ())
+    }
+
+    /// Returns the modules. The first call loads the weights.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn loaded(&self) -> Result<&Encoder<F::Tower, F::Projected>, Gemma4Error> {
+        let shared = &self.shared;
+        Ok(match shared.loaded.get() {
+            Some(loaded) => loaded,
+            None => {
+                let loaded = shared.load()?;
+                shared.loaded.get_or_init(|| loaded)
+            }
+        })
+    }
+}
+
+impl<F: MediumFormat> Shared<F> {
+    fn module(&self) -> Encoder<F::Tower, F::Projected> {
+        self.format.module(self.text.hidden_size, &self.device)
+    }
+
+    /// Returns the source of a module's weights.
+    fn weights<'a>(
+        &'a self,
+        module: &mut Encoder<F::Tower, F::Projected>,
+        files: &'a TensorFiles,
+    ) -> TowerWeights<'a> {
+        let clipped = match module {
+            Encoder::Tower(tower) => {
+                let clips = tower.clips_mut().into_iter();
+                clips.map(|(path, _)| path).collect()
+            }
+            Encoder::Projected(_) => Vec::new(),
+        };
+        TowerWeights {
+            folder: &self.folder,
+            files,
+            clipped,
+            is_part: F::is_part,
+        }
+    }
+
+    /// Checks the names, shapes and dtypes of the tensors, without loading them.
+    fn check(&self, files: &TensorFiles) -> Result<(), Gemma4Error> {
+        let mut module = self.module();
+        let weights = self.weights(&mut module, files);
+        match &module {
+            Encoder::Tower(tower) => weights.check(&**tower, &self.text),
+            Encoder::Projected(projected) => weights.check(&**projected, &self.text),
+        }
+    }
+
+    fn load(&self) -> Result<Encoder<F::Tower, F::Projected>, Gemma4Error> {
+        let files = TensorFiles::open(&self.folder)?;
+        let mut module = self.module();
+        let weights = self.weights(&mut module, &files);
+        let (text, dtype, device) = (&self.text, self.dtype, &self.device);
+        Ok(match module {
+            Encoder::Tower(tower) => {
+                let mut tower = weights.load(*tower, text, dtype, device)?;
+                for ((_, clip), found) in tower.clips_mut().into_iter().zip(weights.clips()?) {
+                    *clip = found;
+                }
+                Encoder::Tower(Box::new(tower))
+            }
+            Encoder::Projected(projected) => {
+                let projected = weights.load(*projected, text, dtype, device)?;
+                Encoder::Projected(Box::new(projected))
+            }
+        })
+    }
+}
