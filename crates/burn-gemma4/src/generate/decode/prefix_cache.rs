@@ -144,8 +144,7 @@ impl PrefixCache {
     /// earlier prompt. If the prompts were [read in one pass](Prefill::read_packed), nothing could be reused. Both
     /// prompts run without an adapter.
     pub fn would_share(&self, prefill: &Prefill, tokens: &[u32]) -> bool {
-        let pairs = prefill.tokens().iter().zip(tokens);
-        let shared = pairs.take_while(|(one, other)| one == other).count();
+        let shared = common_prefix((prefill.tokens(), prefill.media()), (tokens, &[]));
         shared >= LEAST_TO_CHECKPOINT.max(tokens.len().div_ceil(SHARE_TO_WAIT))
             && prefill.cache_bytes() <= self.most_bytes
             && self.serves(prefill)
