@@ -6,10 +6,11 @@ mod refused;
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, values};
+use crate::media::{self, generated};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    Audio, ChatOptions, Drafts, Gemma4, GenerateOptions, Generation, Image, KvPrecision, Logits,
-    Message, MessagePart, Prompt,
+    Audio, ChatOptions, Drafts, Gemma4, GenerateOptions, Image, KvPrecision, Logits, Message,
+    MessagePart, Prompt,
 };
 use serde_json::Value;
 use std::{fs, ops::ControlFlow};
@@ -35,28 +36,12 @@ fn conversation(fixture: &str) -> Vec<Message> {
 
 /// Calls `test` once for every fixture on every device, with the model in f32.
 fn on_every_device(test: impl Fn(&Fixture, &Gemma4, &str)) {
-    for device in devices() {
-        for name in ALL {
-            let fixture = Fixture::open(name);
-            let gemma = fixture.load(&device.device, DType::F32);
-            test(&fixture, &gemma, &format!("{name} {}", device.name));
-        }
-    }
+    media::on_every_device(&ALL, test);
 }
 
 /// Calls `test` once for every fixture on the CPU.
 fn on_cpu(test: impl Fn(&Fixture, &Gemma4)) {
-    for name in ALL {
-        let fixture = Fixture::open(name);
-        let gemma = fixture.load(&Device::flex(), DType::F32);
-        test(&fixture, &gemma);
-    }
-}
-
-fn generated(gemma: &Gemma4, prompt: Vec<Message>, options: &GenerateOptions) -> Generation {
-    gemma
-        .generate(prompt, options, |_| ControlFlow::Continue(()))
-        .expect("the prompt is valid")
+    media::on_cpu(&ALL, test);
 }
 
 #[test]

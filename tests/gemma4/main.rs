@@ -37,6 +37,7 @@ mod half;
 mod lengths;
 mod loading;
 mod marking;
+mod media;
 mod not_numbers;
 mod packed;
 mod packed_prompts;

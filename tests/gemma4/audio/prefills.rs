@@ -3,7 +3,7 @@
 
 use super::{ALL, audio, on_every_device};
 use crate::fixture::{Fixture, folder};
-use crate::vision::prefills::{collapsed, decoded, first_token};
+use crate::media::{collapsed, decoded, first_token};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Audio, Batch, CacheKind, EncodedPrompt, Gemma4, Image, KvPrecision, PrefixCache,

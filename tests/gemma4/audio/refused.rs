@@ -1,28 +1,20 @@
 //! Tests prompts, checkpoints and clips that are refused.
 
-use super::{audio, conversation, generated};
+use super::{audio, conversation};
 use crate::altered::{altered, with_tensor};
 use crate::fixture::{Fixture, greedy};
+use crate::media::{self, generated};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    Adapter, AdapterTargets, Audio, CacheKind, ChatOptions, Gemma4, GenerateOptions, Image,
-    LoadOptions, Message, MessagePart, Prompt,
+    Adapter, AdapterTargets, Audio, CacheKind, ChatOptions, Gemma4, Image, LoadOptions, Message,
+    MessagePart, Prompt,
 };
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
-use std::{fs, ops::ControlFlow, sync::Arc};
+use std::{fs, sync::Arc};
 
 fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>) -> String {
-    refused_with(gemma, prompt, ChatOptions::default())
-}
-
-fn refused_with(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
-    let options = GenerateOptions {
-        chat,
-        ..greedy(gemma, 1)
-    };
-    let outcome = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
-    outcome.expect_err("the prompt is refused").to_string()
+    media::refused(gemma, prompt, ChatOptions::default())
 }
 
 /// Returns a prompt with a clip and no image.
@@ -64,7 +56,7 @@ fn prompt_with_other_numbers_of_placeholders_and_clips_is_refused() {
         let clip = MessagePart::Audio(audio(fixture.name, "short.wav"));
         vec![Message::user(vec![clip, text.into()])]
     };
-    let error = refused_with(&gemma, with_text("an <|audio|>"), special);
+    let error = media::refused(&gemma, with_text("an <|audio|>"), special);
     assert!(
         error.contains("2 audio placeholders, but 1 audio clips"),
         "{error}"

@@ -3,28 +3,9 @@
 
 use super::{ALL, image, on_every_device};
 use crate::fixture::Fixture;
+use crate::media::{collapsed, decoded, first_token};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{
-    Batch, CacheKind, EncodedPrompt, Gemma4, Image, KvPrecision, Prefill, PrefixCache, RowChoice,
-    RowResult,
-};
-
-/// Replaces the tokens of each image and each audio clip in a prompt by one placeholder.
-pub fn collapsed(gemma: &Gemma4, prompt: &[u32]) -> Vec<u32> {
-    let ids = |names: &[&str]| -> Vec<u32> {
-        let ids = names.iter().filter_map(|name| gemma.tokenizer().id(name));
-        ids.collect()
-    };
-    let around = ids(&["<|image>", "<image|>", "<|audio>", "<audio|>"]);
-    let placeholders = ids(&["<|image|>", "<|audio|>"]);
-    let outside = prompt
-        .iter()
-        .copied()
-        .filter(|token| !around.contains(token));
-    let mut collapsed: Vec<u32> = outside.collect();
-    collapsed.dedup_by(|one, other| one == other && placeholders.contains(one));
-    collapsed
-}
+use burn_gemma4::{Batch, CacheKind, EncodedPrompt, Gemma4, Image, KvPrecision, PrefixCache};
 
 /// Encodes the prompt of a fixture with images.
 fn encoded(fixture: &Fixture, gemma: &Gemma4, images: &[Image]) -> EncodedPrompt {
@@ -44,39 +25,6 @@ fn images(fixture: &Fixture) -> Vec<Image> {
     ["wide.png", "tall.png"]
         .map(|name| image(fixture.name, name))
         .into()
-}
-
-/// Reads a prompt, and returns its first token. No call but the last returns logits.
-pub fn first_token(prefill: &mut Prefill, chunk: usize) -> u32 {
-    loop {
-        let before = prefill.remaining();
-        let logits = prefill.advance(chunk).expect("the device works");
-        if let Some(logits) = logits {
-            let chosen = logits.choose(&[RowChoice::Argmax]).expect("one row");
-            return chosen[0].token().expect("the logits are finite");
-        }
-        assert!(prefill.remaining() > 0 && prefill.remaining() <= before);
-    }
-}
-
-/// Decodes the answers of all sequences of a batch.
-pub fn decoded(batch: &mut Batch, first: Vec<u32>, count: usize) -> Vec<Vec<u32>> {
-    let mut answers: Vec<Vec<u32>> = first.into_iter().map(|token| vec![token]).collect();
-    for _ in 1..count {
-        let last: Vec<u32> = answers
-            .iter()
-            .map(|answer| answer[answer.len() - 1])
-            .collect();
-        let choices = vec![RowChoice::Argmax; last.len()];
-        let next = batch.step(&last).expect("the tokens fit").choose(&choices);
-        let next = next.expect("the logits are finite");
-        let next = next.iter().filter_map(RowResult::token);
-        answers
-            .iter_mut()
-            .zip(next)
-            .for_each(|(answer, token)| answer.push(token));
-    }
-    answers
 }
 
 #[test]

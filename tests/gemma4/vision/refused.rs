@@ -1,25 +1,17 @@
 //! Tests prompts, checkpoints and images that are refused, and numbers at the limits of a dtype.
 
-use super::{conversation, generated, image};
+use super::{conversation, image};
 use crate::altered::{altered, with_tensor};
 use crate::fixture::{Fixture, greedy};
+use crate::media::{generated, refused};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    Adapter, AdapterTargets, CacheKind, ChatOptions, Gemma4, GenerateOptions, Image, LoadOptions,
-    Logits, Message, MessagePart, Prompt,
+    Adapter, AdapterTargets, CacheKind, ChatOptions, Gemma4, Image, LoadOptions, Logits, Message,
+    MessagePart,
 };
 use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
-use std::{fs, ops::ControlFlow, sync::Arc};
-
-fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
-    let options = GenerateOptions {
-        chat,
-        ..greedy(gemma, 1)
-    };
-    let outcome = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
-    outcome.expect_err("the prompt is refused").to_string()
-}
+use std::{fs, sync::Arc};
 
 #[test]
 fn prompt_with_image_for_model_without_vision_is_refused() {
