@@ -4,11 +4,13 @@ use super::{Linear, RmsNorm, Weight, constant};
 use crate::config::ExpertsConfig;
 use crate::config::Gemma4Config;
 use crate::op::geglu::gated;
+#[cfg(feature = "cube")]
+use crate::op::gemv::Origin;
 use crate::op::linear;
 #[cfg(feature = "cube")]
 use crate::op::moe_gemm::Groups;
 #[cfg(feature = "cube")]
-use crate::op::moe_router::{Choice, RouterWeights};
+use crate::op::moe_router::{Choice, RouteOptions, RouterWeights};
 use crate::op::norm::normalize;
 #[cfg(feature = "cube")]
 use crate::op::{moe_gemm, moe_router};
@@ -99,17 +101,26 @@ impl Router {
         }
     }
 
-    /// Chooses the experts of a few rows in one kernel. Unlike [`forward`](Self::forward), this method does not return the
-    /// probabilities.
+    /// Chooses the experts of a few rows in one or two kernels. Unlike [`forward`](Self::forward), this method does not
+    /// return the probabilities.
     #[cfg(feature = "cube")]
     pub(crate) fn choice(&self, input: Tensor<2>) -> Choice {
         let dtype = input.dtype();
+        let proj = self.proj.weight.val();
+        let options = RouteOptions {
+            top_k: self.top_k,
+            epsilon: self.epsilon,
+            origin: match proj.dtype() == dtype {
+                true => Origin::Parameters,
+                false => Origin::Computed,
+            },
+        };
         let weights = RouterWeights {
-            proj: self.proj.weight.val().cast(dtype),
+            proj: proj.cast(dtype),
             scale: self.scale.val(),
             per_expert_scale: self.per_expert_scale.val(),
         };
-        moe_router::route(input, weights, self.top_k, self.epsilon)
+        moe_router::route(input, weights, options)
     }
 
     /// Chooses the experts of any number of rows with the kernel of [`choice`](Self::choice). Returns `None` if the

@@ -7,7 +7,8 @@
 //! Budget: less than 30 KB of shared memory. Registers hold a vector of each row of the cube, [`RoutePlan::at_once`]
 //! sums for each row, and a vector of the router's matrix.
 //!
-//! Schedule: a cube processes one row in decoding, and [`RoutePlan::rows`] rows in prompts. The router's matrix has a
+//! Schedule: a cube processes [`RoutePlan::rows`] rows in prompts. On devices with planes, [`few_rows`](super::few_rows)
+//! has the kernels of decoding; on other devices a cube processes one row. The router's matrix has a
 //! few hundred KB. The first cube reads the matrix from memory, and all other cubes read it from the L2 cache. Bound:
 //! latency in decoding; in prompts the L2 cache and the units' arithmetic.
 
@@ -249,7 +250,7 @@ pub(super) fn choose(
 
 /// Maps floats to integers that compare as the floats do in `f32::total_cmp`, which also orders NaN.
 #[cube]
-fn key(value: f32) -> u32 {
+pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
     let sign = comptime!(1u32 << 31);
     select(bits < sign, bits | sign, !bits)
@@ -258,7 +259,7 @@ fn key(value: f32) -> u32 {
 /// Returns the rank of an expert: the number of experts with a larger key, or with an equal key and a smaller index.
 /// `keys` are integers that compare as the probabilities do.
 #[cube]
-fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
+pub(super) fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
     let own = keys[expert as usize];
     let mut rank = 0u32;
     for index in 0..comptime!(experts as u32) {

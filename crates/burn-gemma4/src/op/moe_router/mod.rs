@@ -1,7 +1,10 @@
 //! The MoE router, which chooses the top-k experts of each row, and computes the weights of the experts' outputs.
 
+mod few_rows;
 mod kernel;
 mod launch;
+
+use super::gemv::Origin;
 
 use burn::{
     backend::{
@@ -58,21 +61,25 @@ pub(crate) struct RouterWeights {
     pub per_expert_scale: Tensor<1>,
 }
 
-/// Routes the rows of `input`, `[rows, hidden]`, in one launch. All tensors must have the same dtype. The kernel
-/// computes in f32.
-pub(crate) fn route(
-    input: Tensor<2>,
-    weights: RouterWeights,
-    top_k: usize,
-    epsilon: f64,
-) -> Choice {
+/// The options of a router.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteOptions {
+    /// The number of experts per row.
+    pub top_k: usize,
+    /// The epsilon of the norm.
+    pub epsilon: f64,
+    /// The origin of the router's matrix and of its scale.
+    pub origin: Origin,
+}
+
+/// Routes the rows of `input`, `[rows, hidden]`. All tensors must have the same dtype. The kernels compute in f32.
+pub(crate) fn route(input: Tensor<2>, weights: RouterWeights, options: RouteOptions) -> Choice {
     let result: Routed<Dispatch> = Dispatch::route(
         input.into_dispatch(),
         weights.proj.into_dispatch(),
         weights.scale.into_dispatch(),
         weights.per_expert_scale.into_dispatch(),
-        top_k,
-        epsilon,
+        options,
     );
     Choice {
         experts: Tensor::from_dispatch(result.experts),
@@ -108,14 +115,13 @@ pub trait RouteBackend: Backend {
     })]
     fn choose(probabilities: FloatTensor<Self>, top_k: usize) -> IntTensor<Self>;
 
-    #[fusion(meta = |input, _proj, _scale, _per_expert_scale, top_k, _epsilon| metadata(input, *top_k))]
+    #[fusion(meta = |input, _proj, _scale, _per_expert_scale, options| metadata(input, options.top_k))]
     fn route(
         input: FloatTensor<Self>,
         proj: FloatTensor<Self>,
         scale: FloatTensor<Self>,
         per_expert_scale: FloatTensor<Self>,
-        top_k: usize,
-        epsilon: f64,
+        options: RouteOptions,
     ) -> Routed<Self>;
 }
 
@@ -147,7 +153,12 @@ mod tests {
                     scale: scales.clone().narrow(0, 0, 1).reshape([hidden]),
                     per_expert_scale: scales.clone().slice([1..2, 0..experts]).reshape([experts]),
                 };
-                let Choice { experts, shares } = route(input, weights, top_k, 1e-6);
+                let options = RouteOptions {
+                    top_k,
+                    epsilon: 1e-6,
+                    origin: Origin::Parameters,
+                };
+                let Choice { experts, shares } = route(input, weights, options);
                 let experts: Vec<i64> = experts.into_data().iter::<i64>().collect();
                 let shares: Vec<f32> = shares.into_data().iter::<f32>().collect();
                 (experts, shares)
