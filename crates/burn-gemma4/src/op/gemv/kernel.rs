@@ -14,7 +14,9 @@
 
 use super::concat::{Side, WeightMatrices, side_of_cube};
 use super::experts::{ExpertInputs, cube_of_item, item, place_of_vector, share_of_vector};
-use super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish};
+use super::sums::{
+    Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish, sum_in_row, vector_in_row,
+};
 use cube_kit::pdl::{
     launch_dependents_if, load_now, mark_owned_volatile_if_present, mark_volatile,
     wait_prior_launch,
@@ -95,6 +97,7 @@ pub(super) fn project_pdl<E: Float, N: Size>(
                 &experts,
                 &mut loaded,
                 vector,
+                vectors,
                 first,
                 item,
                 side,
@@ -105,7 +108,8 @@ pub(super) fn project_pdl<E: Float, N: Size>(
         launch_dependents_if(next >= vectors, plan.pdl);
         #[unroll]
         for ahead in 0..plan.unroll {
-            let at = vector + comptime!((ahead * plan.team.units) as u32);
+            let own = vector + comptime!((ahead * plan.team.units) as u32);
+            let at = vector_in_row(own, vectors, plan);
             #[unroll]
             for r in 0..plan.rows {
                 let place = first_input + r * vectors as usize + at as usize;
@@ -123,12 +127,20 @@ pub(super) fn project_pdl<E: Float, N: Size>(
                     let of_weight =
                         Vector::<f32, N>::cast_from(loaded[comptime!(ahead * plan.weights() + w)]);
                     let products = x * of_weight;
-                    let mut sum = sums[comptime!(r * plan.weights() + w)];
+                    let mut sum = 0.0f32;
+                    if comptime!(!plan.is_padded) {
+                        sum = sums[comptime!(r * plan.weights() + w)];
+                    }
                     #[unroll]
                     for component in 0..x.vector_size().comptime() {
                         sum += products.extract(component);
                     }
-                    sums[comptime!(r * plan.weights() + w)] = sum;
+                    if comptime!(plan.is_padded) {
+                        sums[comptime!(r * plan.weights() + w)] +=
+                            sum_in_row(sum, own, vectors, plan);
+                    } else {
+                        sums[comptime!(r * plan.weights() + w)] = sum;
+                    }
                 }
             }
         }
@@ -176,7 +188,7 @@ fn load_if_below<E: Float, N: Size>(
 ) {
     if vector < vectors {
         load(
-            matrices, strides, experts, loaded, vector, first, item, side, plan,
+            matrices, strides, experts, loaded, vector, vectors, first, item, side, plan,
         );
     }
 }
@@ -190,6 +202,7 @@ fn load<E: Float, N: Size>(
     experts: &ExpertInputs,
     loaded: &mut Array<Vector<E, N>>,
     vector: u32,
+    vectors: u32,
     first: u32,
     item: u32,
     side: Side,
@@ -198,6 +211,7 @@ fn load<E: Float, N: Size>(
     #[unroll]
     for ahead in 0..plan.unroll {
         let at = vector + comptime!((ahead * plan.team.units) as u32);
+        let at = vector_in_row(at, vectors, plan);
         let place = place_of_vector(experts, item, at, plan.ranks);
         let at = place.vector as usize;
         #[unroll]

@@ -223,20 +223,14 @@ pub(super) fn plan(
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units
-        && vectors.is_multiple_of(2 * units)
+        && are_filled(vectors, 2 * units)
         && teams_in_all * units < processors * 1024
     {
         units *= 2;
     }
     let cube = if width == 1 { 64 } else { 256.max(width) };
-    let steps = vectors / units;
     let in_flight = in_flight / (of_team * if gated { 2 } else { 1 });
-    let unroll = match vectors.is_multiple_of(units) {
-        true => (1..=in_flight.max(1))
-            .rev()
-            .find(|unroll| steps.is_multiple_of(*unroll)),
-        false => None,
-    };
+    let unroll = unroll(vectors, units, in_flight.max(1));
     let teams = (cube / units).max(1);
     let pdl = supports_pdl(client);
     ProjectPlan {
@@ -247,9 +241,35 @@ pub(super) fn plan(
         teams,
         ranks: items.ranks,
         sides: options.sides(),
-        unroll: unroll.unwrap_or(1),
+        unroll,
+        is_padded: unroll > 1 && !vectors.is_multiple_of(unroll * units),
         pdl,
         reads_ahead: false,
+    }
+}
+
+/// True if `units` units load `vectors` vectors, one each at a time, with at most an eighth of their loads beyond the end
+/// of the row.
+pub(super) fn are_filled(vectors: usize, units: usize) -> bool {
+    8 * vectors >= 7 * vectors.next_multiple_of(units)
+}
+
+/// Returns the number of vectors that a unit keeps in flight, at most `in_flight`.
+///
+/// A divisor of the number of a unit's vectors wastes no load. But a unit has 11 vectors of a row of 26B-A4B. It then
+/// loads six at a time, and wastes one load of twelve. One vector at a time would leave most of the bandwidth unused.
+fn unroll(vectors: usize, units: usize, in_flight: usize) -> usize {
+    let steps = vectors.div_ceil(units).max(1);
+    let exact = match vectors.is_multiple_of(units) {
+        true => (1..=in_flight)
+            .rev()
+            .find(|unroll| steps.is_multiple_of(*unroll))
+            .unwrap_or(1),
+        false => 1,
+    };
+    match 2 * exact > in_flight.min(steps) {
+        true => exact,
+        false => steps.div_ceil(steps.div_ceil(in_flight)),
     }
 }
 

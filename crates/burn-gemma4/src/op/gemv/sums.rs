@@ -23,9 +23,12 @@ pub(super) struct ProjectPlan {
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,
-    /// The number of vectors of each weight row that a unit keeps in flight. If `unroll` is more than 1,
-    /// `unroll · team.units` must divide the number of vectors in a row.
+    /// The number of vectors of each weight row that a unit keeps in flight.
     pub unroll: usize,
+    /// True if some of the vectors in flight may lie beyond the end of a row, because `unroll · team.units` does not
+    /// divide the number of vectors in a row. A unit then loads the row's last vector instead, and leaves its product
+    /// out of the sum.
+    pub is_padded: bool,
     /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
     pub pdl: bool,
     /// True if the kernel reads weights before it waits for the previous launch. No launch may write these weights.
@@ -52,6 +55,31 @@ impl ProjectPlan {
     /// cube.
     pub fn partials(self) -> usize {
         self.teams * self.sums() * self.team.parts()
+    }
+}
+
+/// Returns `vector`, or the row's last vector if `vector` lies beyond the end of the row.
+#[cube]
+pub(super) fn vector_in_row(vector: u32, vectors: u32, #[comptime] plan: ProjectPlan) -> u32 {
+    if comptime!(plan.is_padded) {
+        min(vector, vectors - 1u32)
+    } else {
+        vector
+    }
+}
+
+/// Returns `sum`, or 0 if `vector` lies beyond the end of the row.
+#[cube]
+pub(super) fn sum_in_row(
+    sum: f32,
+    vector: u32,
+    vectors: u32,
+    #[comptime] plan: ProjectPlan,
+) -> f32 {
+    if comptime!(plan.is_padded) {
+        select(vector < vectors, sum, 0.0f32)
+    } else {
+        sum
     }
 }
 

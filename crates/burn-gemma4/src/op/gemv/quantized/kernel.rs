@@ -16,7 +16,9 @@
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::experts::{ExpertInputs, cube_of_item, item, place_of_vector, share_of_vector};
-use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish};
+use super::super::sums::{
+    Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish, sum_in_row, vector_in_row,
+};
 use crate::op::dequantize::kernel::{
     Group, RowParts, code, group_of_column, number, of_zero, top_of_word,
 };
@@ -101,6 +103,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             &experts,
             &mut loaded,
             vector,
+            vectors,
             first,
             item,
             side,
@@ -119,7 +122,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
         launch_dependents_if(next >= vectors, comptime!(plan.pdl && !format.ends_first()));
         #[unroll]
         for ahead in 0..plan.unroll {
-            let at = vector + comptime!((ahead * plan.team.units) as u32);
+            let own = vector + comptime!((ahead * plan.team.units) as u32);
+            let at = vector_in_row(own, vectors, plan);
             #[unroll]
             for w in 0..weights {
                 part_sums[w] = 0.0f32;
@@ -179,7 +183,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             if scales_sums {
                 #[unroll]
                 for w in 0..weights {
-                    sums[w] += part_sums[w] * loaded.scales[comptime!(ahead * weights + w)];
+                    let sum = part_sums[w] * loaded.scales[comptime!(ahead * weights + w)];
+                    sums[w] += sum_in_row(sum, own, vectors, plan);
                 }
             }
         }
@@ -193,6 +198,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
                 &experts,
                 &mut loaded,
                 vector,
+                vectors,
                 first,
                 item,
                 side,
@@ -283,6 +289,7 @@ fn load<M: Size>(
     experts: &ExpertInputs,
     loaded: &mut Loaded<M>,
     vector: u32,
+    vectors: u32,
     first: u32,
     item: u32,
     side: Side,
@@ -294,6 +301,7 @@ fn load<M: Size>(
     #[unroll]
     for ahead in 0..plan.unroll {
         let at = vector + comptime!((ahead * plan.team.units) as u32);
+        let at = vector_in_row(at, vectors, plan);
         let of_vector = place_of_vector(experts, item, at, plan.ranks);
         let at = of_vector.vector;
         #[unroll]

@@ -4,7 +4,7 @@ mod kernel;
 
 use super::{
     concat::weight_matrices,
-    launch_options::{LaunchOptions, plan},
+    launch_options::{LaunchOptions, are_filled, plan},
     sums::ProjectPlan,
 };
 use crate::op::dequantize::row_parts;
@@ -63,14 +63,14 @@ pub(super) fn launch(
     let format = layout.format;
     let stride = words.meta.strides()[0];
     let codes_of_word = format.codes_of_word();
-    // Choose the widest vector for which all units of a plane load the same number of vectors per row.
+    // Choose the widest vector for which the units of a plane load nearly the same number of vectors per row.
     let width = plane_width(&client);
     let columns = [VECTOR_COLUMNS, layout.group()].map(|columns| columns / codes_of_word);
     let multiples = [columns[0], columns[1], stride, layout.top()];
     let widest = vector_size(&client, size_of::<u32>(), &multiples);
     let of_vector = [4, 2, 1]
         .into_iter()
-        .find(|words| *words <= widest && (layout.top() / words).is_multiple_of(width))
+        .find(|words| *words <= widest && are_filled(items.inner() * layout.top() / words, width))
         .unwrap_or(widest);
     let vectors = layout.top() / of_vector;
     let in_flight = words_in_flight(items.rows, format, supports_pdl(&client)) / of_vector;

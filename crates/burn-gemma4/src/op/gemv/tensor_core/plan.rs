@@ -206,6 +206,7 @@ pub(super) fn plan(
         ranks: 0,
         sides: shape.sides,
         unroll,
+        is_padded: false,
         pdl,
         reads_ahead: false,
     })
