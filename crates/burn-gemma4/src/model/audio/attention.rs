@@ -3,6 +3,7 @@
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::{Linear, constant};
 use crate::model::multimodal::{Clip, ClippedLinear, DEVIATION};
+use crate::op::linear;
 use burn::{
     module::{Module, Param},
     tensor::{
@@ -139,11 +140,12 @@ impl LocalAttention {
         let relative = relative
             .cast(DType::F32)
             .reshape([1, window + 1, heads, head_dim]);
-        let relative = query.clone().matmul(relative.permute([0, 2, 3, 1]));
-        let scores = query.matmul(with_block_before(key).swap_dims(2, 3)) + shifted(relative);
+        let relative = linear::batches(query.clone(), relative.permute([0, 2, 3, 1]));
+        let keys = with_block_before(key).swap_dims(2, 3);
+        let scores = linear::batches(query, keys) + shifted(relative);
         let capped = (scores / self.softcap).tanh() * self.softcap;
         let probabilities = softmax(capped + tables.hidden_keys.clone(), 3);
-        let attended = probabilities.matmul(with_block_before(value));
+        let attended = linear::batches(probabilities, with_block_before(value));
 
         let attended = attended
             .swap_dims(1, 2)

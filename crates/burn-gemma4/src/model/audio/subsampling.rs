@@ -3,9 +3,10 @@
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::{Linear, random};
 use crate::model::multimodal::{DEVIATION, LayerNorm};
+use crate::op::linear;
 use burn::{
     module::{Module, Param},
-    tensor::{Device, Tensor, activation::relu, module::conv2d, ops::ConvOptions},
+    tensor::{Device, Tensor, activation::relu},
 };
 
 /// Two convolutions over frames and features, each with a stride of 2, and a projection.
@@ -53,27 +54,56 @@ impl Subsampling {
     /// Computes one row for each four frames, `[frames, features]` to `[rows, hidden]`. Zeros follow the last frame, as
     /// Hugging Face Transformers masks the frames of its padding.
     pub fn forward(&self, features: Tensor<2>) -> Tensor<2> {
-        let channels_first = self.layer0.forward(features.unsqueeze::<4>());
-        let channels_first = self.layer1.forward(channels_first);
-        let [_, channels, rows, columns] = channels_first.dims();
-        let channels_last = channels_first.permute([0, 2, 3, 1]);
+        let [frames, columns] = features.dims();
+        let features = features.reshape([frames, columns, 1]);
+        let output = self.layer1.forward(self.layer0.forward(features));
+        let [rows, columns, channels] = output.dims();
         self.input_proj_linear
-            .rows(channels_last.reshape([rows, columns * channels]))
+            .rows(output.reshape([rows, columns * channels]))
     }
 }
 
 impl ConvolutionLayer {
-    /// Computes `[1, channels out, frames / 2, features / 2]`, rounded up.
-    fn forward(&self, input: Tensor<4>) -> Tensor<4> {
-        let options = ConvOptions::new([2, 2], [1, 1], [1, 1], 1);
-        let output = conv2d(input, self.conv.weight.val(), None, options);
-        let [_, channels, frames, features] = output.dims();
-        let channels_last = output.permute([0, 2, 3, 1]);
-        let normed = self
-            .norm
-            .forward(channels_last.reshape([frames * features, channels]));
-        relu(normed)
-            .reshape([1, frames, features, channels])
-            .permute([0, 3, 1, 2])
+    /// Computes `[frames / 2, features / 2, channels out]`, rounded up, of `[frames, features, channels in]`.
+    fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let [frames, features, _] = input.dims();
+        let [frames, features] = [frames.div_ceil(2), features.div_ceil(2)];
+        let weight = self.conv.weight.val();
+        let [channels, of_input, height, width] = weight.dims();
+        let weight = weight.reshape([channels, of_input * height * width]);
+        // Use a GEMM, because Burn's convolution rounds f32 to tf32 on NVIDIA GPUs.
+        let output = linear::rows(patches(input), weight);
+        relu(self.norm.forward(output)).reshape([frames, features, channels])
     }
+}
+
+/// Returns the input of each output of a convolution of 3 x 3 with a stride of 2 and a padding of 1. `input` is
+/// `[frames, features, channels]`. The result is `[outputs, channels · 9]`.
+fn patches(input: Tensor<3>) -> Tensor<2> {
+    let [frames, features, channels] = input.dims();
+    let [frames_out, features_out] = [frames.div_ceil(2), features.div_ceil(2)];
+    let padded = padded(padded(input, 0, frames_out), 1, features_out);
+    let pairs = padded.reshape([frames_out + 1, 2, features_out + 1, 2, channels]);
+    let places = (0..3).flat_map(|row| (0..3).map(move |column| (row, column)));
+    let parts = places.map(|(row, column)| {
+        pairs
+            .clone()
+            .narrow(0, row / 2, frames_out)
+            .narrow(1, row % 2, 1)
+            .narrow(2, column / 2, features_out)
+            .narrow(3, column % 2, 1)
+            .reshape([frames_out * features_out, channels, 1])
+    });
+    Tensor::cat(parts.collect(), 2).reshape([frames_out * features_out, channels * 9])
+}
+
+/// Adds one row of zeros before the rows of a dimension, and zeros after them, to `2 · (outputs + 1)` rows.
+fn padded(input: Tensor<3>, dim: usize, outputs: usize) -> Tensor<3> {
+    let zeros = |rows: usize| {
+        let mut shape = input.dims();
+        shape[dim] = rows;
+        Tensor::zeros(shape, (&input.device(), input.dtype()))
+    };
+    let after = 2 * outputs + 1 - input.dims()[dim];
+    Tensor::cat(vec![zeros(1), input.clone(), zeros(after)], dim)
 }

@@ -22,4 +22,4 @@ pub(crate) use multiply::{columns, rows};
 pub(crate) use whole::on_tensor_cores;
 #[cfg(feature = "cube")]
 pub(crate) use whole::product_of_cube;
-pub(crate) use whole::{product, whole_rows};
+pub(crate) use whole::{batches, product, whole_rows};

@@ -27,8 +27,8 @@ use burn::{
     tensor::Shape,
 };
 
-/// Multiplies `[rows, inner]` by `[inner, columns]`, both in f32.
-pub(crate) fn in_f32(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
+/// Multiplies `[…, rows, inner]` by `[…, inner, columns]`, both in f32.
+pub(crate) fn in_f32<const D: usize>(lhs: Tensor<D>, rhs: Tensor<D>) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::product_in_f32(
         lhs.into_dispatch(),
         rhs.into_dispatch(),
@@ -55,7 +55,7 @@ pub(crate) fn operator(matrix: &Tensor<2>) -> Option<fn(Tensor<2>, Tensor<2>) ->
         return None;
     };
     match matrix.dtype() {
-        DType::F32 => Some(in_f32),
+        DType::F32 => Some(in_f32::<2>),
         DType::F16 | DType::BF16 => Some(of_halves),
         _ => None,
     }
@@ -238,7 +238,7 @@ mod tests {
         let tracked = device.clone().autodiff();
         for device in [tracked.clone(), tracked.gradient_checkpointing()] {
             let expected = outcome(Tensor::matmul, &matrices, &device);
-            for product in [in_f32, of_halves] {
+            for product in [in_f32::<2>, of_halves] {
                 let found = outcome(product, &matrices, &device);
                 for (found, expected) in found.iter().zip(&expected) {
                     let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));

@@ -38,15 +38,28 @@ pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     lhs.matmul(rhs)
 }
 
+/// Multiplies batches of matrices in f32, `[…, rows, inner]` by `[…, inner, columns]`.
+pub(crate) fn batches<const D: usize>(lhs: Tensor<D>, rhs: Tensor<D>) -> Tensor<D> {
+    #[cfg(feature = "cuda")]
+    if is_on_cuda(&lhs.device()) {
+        return super::product::in_f32(lhs, rhs);
+    }
+    lhs.matmul(rhs)
+}
+
 /// True if [`product`] runs on NVIDIA's tensor cores for matrices in `dtype`.
 #[cfg(feature = "cuda")]
 pub(crate) fn on_tensor_cores(device: &Device, dtype: DType) -> bool {
+    is_on_cuda(device) && matches!(dtype, DType::F16 | DType::BF16)
+}
+
+#[cfg(feature = "cuda")]
+fn is_on_cuda(device: &Device) -> bool {
     let device = device.clone().without_autodiff();
-    let is_on_cuda = matches!(
+    matches!(
         device.as_dispatch(),
         DispatchDevice::Cube(CubeDevice::Cuda(_))
-    );
-    is_on_cuda && matches!(dtype, DType::F16 | DType::BF16)
+    )
 }
 
 /// Computes [`product`] with the tensors of a CubeCL backend.
