@@ -133,8 +133,8 @@ fn multiply_float_matrices_matches_reference() {
             dtype,
         };
         let columns = match dtype {
-            DType::F32 => vec![6, 257, 4000],
-            _ => vec![1536],
+            DType::F32 => vec![6, 257, 1408, 4000],
+            _ => vec![1536, 2816],
         };
         for columns in columns {
             check_all(&drawn, columns, tolerance, &format!("{dtype:?}"), |rows| {
@@ -176,7 +176,7 @@ fn multiply_long_quantized_rows_matches_reference() {
         device: &device,
         dtype: DType::F32,
     };
-    for columns in [3072, 24_576, 49_152] {
+    for columns in [2112, 2816, 3072, 24_576, 49_152] {
         let layout = BlockFormat::Q4_0
             .words(columns)
             .expect("the columns are whole blocks");

@@ -5,6 +5,7 @@
 use super::*;
 use crate::op::dequantize::tests;
 use crate::op::gemv;
+use crate::quant::blocks::BlockFormat;
 use crate::quant::layout::Scales;
 use burn::tensor::{Device, Distribution, TensorData};
 
@@ -374,7 +375,12 @@ fn expert_gemv_matches_reference() {
         [Matrices::Whole(weight_in_place), Matrices::Whole(weight)]
     };
     let mut weights = vec![whole(14, 9), whole(6, 160), padded(6, 160), padded(14, 9)];
-    for layout in some_layouts() {
+    // Rows of which some vectors in flight lie beyond the end.
+    weights.extend([whole(6, 1408), padded(6, 1408)]);
+    let long = BlockFormat::Q4_0
+        .words(2816)
+        .expect("the columns are whole blocks");
+    for layout in some_layouts().into_iter().chain([long]) {
         weights.push(matrices(layout, case.experts, 22, DType::F32, &device));
     }
     for [weight, numbers] in weights {

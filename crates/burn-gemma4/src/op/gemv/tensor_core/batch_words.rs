@@ -16,7 +16,9 @@ use super::super::sums::{Epilogue, EpilogueInputs, ProjectPlan};
 use super::batch::{finish_tiles, read_input_piece};
 use super::codes::{Codes, GROUP, STEP, as_codes_lie, numbers};
 use super::parts::{Lane, lane, weight_row};
-use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address_of_side, exchange_codes, read_codes};
+use super::quantized::{
+    BLOCK, INPUT_BYTES, WordRows, address_of_side, exchange_codes, read_codes, read_tail,
+};
 use cube_kit::ampere::cp_async::half_address;
 use cube_kit::ampere::gemv::{PRODUCT_ROWS, add_pairs_of_two_rows, read_word};
 use cube_kit::nvidia::Half;
@@ -34,6 +36,7 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
     epilogue_inputs: EpilogueInputs<E>,
     output: &mut Tensor<E>,
     #[comptime] codes: Codes,
+    #[comptime] tail: usize,
     #[comptime] plan: ProjectPlan,
     #[comptime] epilogue: Epilogue,
     #[define(E)] _element: ElemType,
@@ -77,6 +80,16 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
     for step in 0..BLOCK {
         read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
     }
+    let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
+    let of_tail = read_tail::<N>(
+        &code_addresses,
+        &scale_addresses,
+        whole_blocks,
+        lane,
+        codes,
+        tail,
+        plan,
+    );
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
@@ -90,8 +103,10 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
         u64::cast_from(lane.row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
     );
     let piece_distance = u64::cast_from(word_rows.columns) * comptime!(2 * PRODUCT_ROWS as u64);
+    let tail_address =
+        rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
     let parts = comptime!(plan.team.parts());
-    let blocks = word_rows.columns / comptime!((BLOCK * STEP * parts) as u32);
+    let blocks = whole_blocks / comptime!(parts as u32);
     let mut done = 1u32;
     while done < blocks {
         #[unroll]
@@ -138,6 +153,22 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
             codes,
             plan,
         );
+    }
+    if comptime!(tail > 0) && lane.warp == 0u32 {
+        #[unroll]
+        for step in 0..tail {
+            multiply::<N>(
+                &mut sums,
+                &of_tail.read,
+                &of_tail.scales,
+                tail_address,
+                piece_distance,
+                lane,
+                step,
+                codes,
+                plan,
+            );
+        }
     }
 
     finish_tiles(

@@ -342,6 +342,7 @@ pub(super) fn multiply_words(
                     options.epilogue_inputs(factor, factor_place),
                     product.output.clone().into_tensor_arg(),
                     codes,
+                    columns / codes::STEP % quantized::BLOCK,
                     plan,
                     options.epilogue(),
                     element,

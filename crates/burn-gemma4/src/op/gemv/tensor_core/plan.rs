@@ -46,6 +46,7 @@ pub(super) struct Tuning {
 pub(super) enum AtOnce {
     /// The largest number of weight vectors that a thread keeps in flight.
     Vectors(usize),
+    /// A block of this number of steps. The kernel multiplies the steps after the last whole block separately.
     Steps(usize),
 }
 
@@ -184,7 +185,7 @@ pub(super) fn plan(
     let steps = shape.columns / tuning.step;
     let unroll = match tuning.at_once {
         AtOnce::Vectors(vectors) => largest_divisor(steps, vectors / fragments),
-        AtOnce::Steps(at_once) => steps.is_multiple_of(at_once).then_some(at_once)?,
+        AtOnce::Steps(at_once) => (steps >= at_once).then_some(at_once)?,
     };
     let blocks = steps / unroll;
     let threads_of_one = shape.outputs.div_ceil(outputs) * WARP;
@@ -272,12 +273,13 @@ mod tests {
     fn plan_of_unsupported_shapes_gives_none() {
         assert!(of(shape(64, 48, false)).is_none());
         let words = |columns| plan(shape(64, columns, false), WORDS, 132, true);
-        assert!(words(320).is_none());
+        assert!(words(192).is_none());
         let of_one_row = Shape {
             rows: 1,
             ..shape(64, 1536, false)
         };
         assert!(plan(of_one_row, WORDS, 132, true).is_none());
         assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
+        assert_eq!(words(2112).map(|plan| plan.team.parts()), Some(8));
     }
 }

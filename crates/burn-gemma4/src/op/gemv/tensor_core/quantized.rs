@@ -5,7 +5,8 @@
 //! these threads reads 16 adjacent codes, which are half of a group. The threads then exchange codes, so that each
 //! thread has a quarter of each group. Two tensor-core instructions sum over one group, and the sum is multiplied by
 //! the group's scale in f32. Four steps form a block. Each of the four threads reads the scales of one step of the
-//! block, and sends them to the other threads by shuffles.
+//! block, and sends them to the other threads by shuffles. The tail is the steps after the last whole block. Only the
+//! first warp of a team multiplies the tail.
 //!
 //! Budget: shared memory holds the warps' sums, as in the float kernel. Registers hold the codes of 4 steps (at most 32
 //! words), the 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows,
@@ -43,7 +44,8 @@ pub(super) struct WordRows {
 }
 
 /// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, multiplies the second matrix's
-/// output by the GELU of the first matrix's output. Otherwise concatenates the outputs.
+/// output by the GELU of the first matrix's output. Otherwise concatenates the outputs. `tail` is the number of steps
+/// after the last whole block.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     input: &Tensor<E>,
@@ -52,6 +54,7 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     epilogue_inputs: EpilogueInputs<E>,
     output: &mut Tensor<E>,
     #[comptime] codes: Codes,
+    #[comptime] tail: usize,
     #[comptime] plan: ProjectPlan,
     #[comptime] epilogue: Epilogue,
     #[define(E)] _element: ElemType,
@@ -92,6 +95,16 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     for step in 0..BLOCK {
         read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
     }
+    let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
+    let of_tail = read_tail::<N>(
+        &code_addresses,
+        &scale_addresses,
+        whole_blocks,
+        lane,
+        codes,
+        tail,
+        plan,
+    );
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
@@ -106,8 +119,10 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
         input,
         u64::cast_from(input_row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
     );
+    let tail_address =
+        rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
     let parts = comptime!(plan.team.parts());
-    let blocks = word_rows.columns / comptime!((BLOCK * STEP * parts) as u32);
+    let blocks = whole_blocks / comptime!(parts as u32);
     let mut done = 1u32;
     while done < blocks {
         #[unroll]
@@ -154,6 +169,22 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
             codes,
             plan,
         );
+    }
+    if comptime!(tail > 0) && lane.warp == 0u32 {
+        #[unroll]
+        for step in 0..tail {
+            multiply::<N>(
+                &mut sums,
+                &of_tail.read,
+                &of_tail.scales,
+                tail_address,
+                is_there,
+                lane,
+                step,
+                codes,
+                plan,
+            );
+        }
     }
 
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
@@ -221,6 +252,49 @@ fn address_if_there(words: &ComptimeOption<OwnedTensor<u32>>, index: u64) -> u64
         ComptimeOption::None => {}
     }
     found
+}
+
+/// The codes and scales of the tail.
+#[derive(CubeType)]
+pub(super) struct Tail<N: Size> {
+    pub read: Array<Vector<u32, N>>,
+    pub scales: Array<u32>,
+}
+
+/// Issues the loads of the tail in the first warp of a team. The addresses are those of the first block.
+#[cube]
+pub(super) fn read_tail<N: Size>(
+    code_addresses: &Array<u64>,
+    scale_addresses: &Array<u64>,
+    whole_blocks: u32,
+    lane: Lane,
+    #[comptime] codes: Codes,
+    #[comptime] tail: usize,
+    #[comptime] plan: ProjectPlan,
+) -> Tail<N> {
+    let fragments = comptime!(plan.fragments());
+    let mut of_tail = Tail::<N> {
+        read: Array::new(comptime!(tail.max(1) * fragments)),
+        scales: Array::new(fragments),
+    };
+    if comptime!(tail > 0) && lane.warp == 0u32 {
+        let mut addresses = Array::<u64>::new(fragments);
+        // A thread without a step of its own reads the scales of the last step. No other thread asks for these.
+        let ahead = lane.column - min(lane.column, comptime!(tail.max(1) as u32 - 1));
+        #[unroll]
+        for fragment in 0..fragments {
+            let bytes = whole_blocks * comptime!((BLOCK * codes.step_bytes()) as u32);
+            addresses[fragment] = code_addresses[fragment] + u64::cast_from(bytes);
+            let bytes = whole_blocks * comptime!(4 * BLOCK as u32) - 4u32 * ahead;
+            let address = scale_addresses[fragment] + u64::cast_from(bytes);
+            of_tail.scales[fragment] = read_word(address, 0usize);
+        }
+        #[unroll]
+        for step in 0..tail {
+            read_codes::<N>(&mut of_tail.read, &addresses, step, codes, plan);
+        }
+    }
+    of_tail
 }
 
 /// Issues the loads of the codes in a step of 64 columns.

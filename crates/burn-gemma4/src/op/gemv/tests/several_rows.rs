@@ -220,10 +220,11 @@ fn multiply_several_rows_by_quantized_matrices_matches_reference() {
             dtype,
         };
         for format in [BlockFormat::Q4_0, BlockFormat::Q8_0] {
-            let cases: [(usize, &[usize]); 3] = [
+            let cases: [(usize, &[usize]); 4] = [
                 (1536, &[2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65]),
                 (10_240, &[6, 24]),
                 (320, &[8, 12]),
+                (2112, &[7, 16, 64]),
             ];
             for (columns, rows) in cases {
                 let layout = format.words(columns).expect("the columns are whole blocks");
