@@ -28,15 +28,21 @@ SHAPES = {
     "e4b": dict(
         hidden_size=2560, num_hidden_layers=42, intermediate_size=10240, num_key_value_heads=2, num_kv_shared_layers=18,
         use_double_wide_mlp=False, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7),
+    "31b": dict(
+        hidden_size=5376, num_hidden_layers=60, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
+        num_global_key_value_heads=4, num_kv_shared_layers=0, use_double_wide_mlp=False, attention_k_eq_v=True,
+        sliding_window=1024, hidden_size_per_layer_input=0, max_position_embeddings=262144,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10),
 }
 
 
 def config(shapes="e2b"):
-    made = Gemma4TextConfig(
-        **SHAPES[shapes], num_attention_heads=HEADS, head_dim=HEAD_DIM, global_head_dim=GLOBAL_HEAD_DIM,
-        sliding_window=WINDOW, hidden_size_per_layer_input=256, vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=30.0, attention_k_eq_v=False, enable_moe_block=False,
-        max_position_embeddings=131072, tie_word_embeddings=True)
+    common = dict(
+        num_attention_heads=HEADS, head_dim=HEAD_DIM, global_head_dim=GLOBAL_HEAD_DIM, sliding_window=WINDOW,
+        hidden_size_per_layer_input=256, vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY,
+        final_logit_softcapping=30.0, attention_k_eq_v=False, enable_moe_block=False, max_position_embeddings=131072,
+        tie_word_embeddings=True)
+    made = Gemma4TextConfig(**(common | SHAPES[shapes]))
     made._attn_implementation = "sdpa"
     return made
 

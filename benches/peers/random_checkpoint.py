@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint with the shapes of E2B or E4B and random bf16 weights, to measure a server without a download.
+"""Writes a checkpoint with the shapes of E2B, E4B or 31B and random bf16 weights, to measure a server without a download.
 
-    python3 benches/peers/random_checkpoint.py DIR [e2b|e4b]
+    python3 benches/peers/random_checkpoint.py DIR [e2b|e4b|31b]
 
 The tokenizer is the one of the embedded model, with a made-up token for every other id of the vocabulary. Needs an NVIDIA
-GPU, and 10 GB of disk (15 GB for E4B).
+GPU, and 10 GB of disk (15 GB for E4B, 61 GB for 31B).
 """
 import json
 import os
