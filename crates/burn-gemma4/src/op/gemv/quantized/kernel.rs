@@ -174,7 +174,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
                             if scales_sums {
                                 part_sums[w] += sum;
                             } else {
-                                sums[comptime!(r * weights + w)] += sum;
+                                sums[comptime!(r * weights + w)] +=
+                                    sum_in_row(sum, own, vectors, plan);
                             }
                         }
                     }
