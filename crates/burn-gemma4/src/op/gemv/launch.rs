@@ -58,6 +58,18 @@ impl GemvBackend for CubeBackend {
         layout: Layout,
         rows: usize,
     ) -> FloatTensor<Self> {
+        #[cfg(feature = "cuda")]
+        {
+            let words = words.clone();
+            let weight = tensor_core::ExpertWords {
+                words,
+                layout,
+                rows,
+            };
+            if let Some(output) = tensor_core::gate_expert_words(&input, &weight, &chosen) {
+                return output;
+            }
+        }
         let options = LaunchOptions::gated_by_experts(words.clone(), chosen, rows);
         quantized::launch(input, words, layout, options)
     }
@@ -70,6 +82,18 @@ impl GemvBackend for CubeBackend {
         layout: Layout,
         rows: usize,
     ) -> FloatTensor<Self> {
+        #[cfg(feature = "cuda")]
+        {
+            let words = words.clone();
+            let weight = tensor_core::ExpertWords {
+                words,
+                layout,
+                rows,
+            };
+            if let Some(output) = tensor_core::mix_expert_words(&input, &weight, &chosen, &shares) {
+                return output;
+            }
+        }
         let options = LaunchOptions::mixed(chosen, shares, rows);
         quantized::launch(input, words, layout, options)
     }

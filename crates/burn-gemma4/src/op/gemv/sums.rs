@@ -235,7 +235,7 @@ pub(super) fn apply_epilogue<E: Float>(
 
 /// Computes GELU by its tanh approximation.
 #[cube]
-fn gelu(x: f32) -> f32 {
+pub(super) fn gelu(x: f32) -> f32 {
     let inner = (x + 0.044_715f32 * x * x * x) * 0.797_884_6f32;
     // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow.
     let inner = max(min(inner, 20.0f32), -20.0f32);

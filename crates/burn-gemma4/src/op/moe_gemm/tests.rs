@@ -415,6 +415,61 @@ fn expert_gemv_matches_reference() {
     }
 }
 
+/// Checks the GEMVs of decoding in half precision, which run on tensor cores of NVIDIA GPUs. Some experts have more rows
+/// than the kernel multiplies at once, and one expert has none.
+#[test]
+fn expert_gemv_of_halves_matches_reference() {
+    let device = Device::default();
+    let halves = [(DType::F16, 2e-3), (DType::BF16, 1e-2)].into_iter();
+    for (dtype, tolerance) in halves.filter(|(dtype, _)| crate::op::serves(&device, *dtype)) {
+        for (format, columns, rows) in [
+            (BlockFormat::Q4_0, 704, 2),
+            (BlockFormat::Q4_0, 448, 9),
+            (BlockFormat::Q4_0, 2112, 40),
+            (BlockFormat::Q8_0, 704, 64),
+            (BlockFormat::Q8_0, 256, 3),
+        ] {
+            let chosen = |row: i32| [row % 5, (row + 1 + row % 2) % 5, (row + 4) % 5];
+            let case = Case {
+                experts: 6,
+                top_k: 3,
+                chosen: (0..rows).flat_map(chosen).collect(),
+            };
+            let layout = format.words(columns).expect("the columns are whole blocks");
+            let what = format!("{dtype:?}, {format:?}, {columns} columns, {rows} rows");
+            let [weight, numbers] = matrices(layout, case.experts, 22, DType::F32, &device);
+            let Matrices::Whole(numbers) = numbers else {
+                panic!("the second matrices are floats");
+            };
+            let numbers = values(numbers);
+            let input = random([case.rows(), columns], dtype, &device);
+            let inner = random([case.chosen.len(), columns], dtype, &device);
+            let shares = random([case.rows(), case.top_k], DType::F32, &device);
+
+            let of_input = values(input.clone());
+            let outputs = product(&case, &of_input, &numbers, columns, case.top_k);
+            let found = gemv::gate_experts(input, weight.clone(), case.chosen(&device));
+            let expected = gated(&outputs, 11);
+            check_to(
+                tolerance,
+                &values(found),
+                &expected,
+                &format!("{what}: gated"),
+            );
+
+            let outputs = product(&case, &values(inner.clone()), &numbers, columns, 1);
+            let expected = mixed_of(&case, &outputs, &values(shares.clone()));
+            let found = gemv::mix_experts(inner, weight, case.chosen(&device), shares);
+            check_to(
+                tolerance,
+                &values(found),
+                &expected,
+                &format!("{what}: mixed"),
+            );
+        }
+    }
+}
+
 /// Checks that rows are grouped by expert in the same way if the router's indices are i64 or u32 instead of the
 /// kernels' i32.
 #[test]

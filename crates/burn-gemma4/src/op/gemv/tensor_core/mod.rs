@@ -5,6 +5,8 @@
 mod batch;
 mod batch_words;
 mod codes;
+mod expert_words;
+mod experts;
 mod fused_residual;
 mod kernel;
 mod parts;
@@ -39,6 +41,7 @@ use cubecl::{
     ir::{FloatKind, features::MmaConfig},
     prelude::{CubeDim, CubePrimitive, OwnedTensor},
 };
+pub(super) use experts::{ExpertWords, gate_expert_words, mix_expert_words};
 use fused_residual::{ResidualInputsLaunch, RowPlan, project_after_residual_pdl};
 use kernel::project_by_matrix_units_pdl;
 use plan::{AFTER_RESIDUAL, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
@@ -98,19 +101,23 @@ pub(super) fn plan_of_words(
     layout: Layout,
     options: &LaunchOptions,
 ) -> Option<ProjectPlan> {
+    let is_read = is_served(layout) && rows_are_of(WORDS_OF_VECTOR, words, options);
+    is_read.then(|| {
+        planned(input, words, options, WORDS)
+            .or_else(|| planned(input, words, options, WORDS_BATCH))
+    })?
+}
+
+/// True if the kernels of quantized weights support the layout: Q4_0 and Q8_0.
+fn is_served(layout: Layout) -> bool {
     let format = layout.format;
-    let is_served = matches!(format.bits, 4 | 8)
+    matches!(format.bits, 4 | 8)
         && format.group == Some(codes::GROUP)
         && format.rounding == Rounding::None
         && format.scales
             == Scales::Half {
                 zero: 1 << (format.bits - 1),
-            };
-    let is_read = is_served && rows_are_of(WORDS_OF_VECTOR, words, options);
-    is_read.then(|| {
-        planned(input, words, options, WORDS)
-            .or_else(|| planned(input, words, options, WORDS_BATCH))
-    })?
+            }
 }
 
 /// True if the device's tensor cores can multiply batches in `dtype`. A batch is 9 to

@@ -80,6 +80,20 @@ pub(super) const WORDS: Tuning = Tuning {
     reads_ahead: true,
 };
 
+/// Tuning for the quantized weights of MoE experts. The kernel multiplies up to 8 rows of an expert at once.
+pub(super) const EXPERT_WORDS: Tuning = Tuning {
+    first_rows: GEMV_MAX_ROWS,
+    last_rows: GEMV_MAX_ROWS,
+    fragments: 2,
+    step: STEP,
+    at_once: AtOnce::Steps(BLOCK),
+    threads: 1024,
+    reads_ahead: false,
+};
+
+/// The smallest number of rows for which the quantized weights of MoE experts are multiplied on tensor cores.
+pub(super) const EXPERTS_FIRST_ROWS: usize = 2;
+
 /// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose
 /// range contains the number of input rows.
 ///
@@ -165,6 +179,17 @@ pub(super) fn plan(
     multiprocessors: usize,
     pdl: bool,
 ) -> Option<ProjectPlan> {
+    plan_of_each(1, shape, tuning, multiprocessors, pdl)
+}
+
+/// Returns the division of each of several GEMVs of one launch among warps. See [`plan`].
+pub(super) fn plan_of_each(
+    gemvs: usize,
+    shape: Shape,
+    tuning: Tuning,
+    multiprocessors: usize,
+    pdl: bool,
+) -> Option<ProjectPlan> {
     let rows = tuning.first_rows..=tuning.last_rows;
     if !rows.contains(&shape.rows)
         || shape.outputs == 0
@@ -176,7 +201,8 @@ pub(super) fn plan(
     // Give each warp several fragments, so that one read of the input serves several fragments. Use fewer fragments if
     // otherwise more than half of the multiprocessors would be idle.
     let matrices = if shape.gated { 2 } else { 1 };
-    let is_busy = |outputs: usize| 2 * shape.outputs.div_ceil(outputs) >= multiprocessors;
+    let teams_of = |outputs: usize| gemvs * shape.outputs.div_ceil(outputs);
+    let is_busy = |outputs: usize| 2 * teams_of(outputs) >= multiprocessors;
     let mut outputs = tuning.fragments / matrices * PRODUCT_ROWS;
     while outputs > PRODUCT_ROWS && !is_busy(outputs) {
         outputs /= 2;
@@ -188,7 +214,7 @@ pub(super) fn plan(
         AtOnce::Steps(at_once) => (steps >= at_once).then_some(at_once)?,
     };
     let blocks = steps / unroll;
-    let threads_of_one = shape.outputs.div_ceil(outputs) * WARP;
+    let threads_of_one = teams_of(outputs) * WARP;
     let is_enough = |warps: &usize| warps * threads_of_one >= multiprocessors * tuning.threads;
     let warps = (1..=MOST_WARPS)
         .filter(|warps| blocks.is_multiple_of(*warps))

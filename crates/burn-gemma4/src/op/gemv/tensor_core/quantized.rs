@@ -236,7 +236,7 @@ pub(super) fn address_of_side(
 }
 
 #[cube]
-fn address(words: &Tensor<u32>, index: u64) -> u64 {
+pub(super) fn address(words: &Tensor<u32>, index: u64) -> u64 {
     // SAFETY: the pointer only gives the address of `words`, and is not dereferenced here.
     word_address::<u32>(unsafe { words.as_slice().as_ptr_unchecked() }, index)
 }
@@ -339,7 +339,7 @@ pub(super) fn exchange_codes<N: Size>(
 
 /// Multiplies the codes in a step of 64 columns by the inputs, and adds the scaled results to the sums.
 #[cube]
-fn multiply<N: Size>(
+pub(super) fn multiply<N: Size>(
     sums: &mut Array<f32>,
     read: &Array<Vector<u32, N>>,
     scales: &Array<u32>,

@@ -1,0 +1,320 @@
+//! GEMMs of MoE experts with quantized weights on NVIDIA's tensor cores, for a few rows.
+//!
+//! Algorithm: a pair is a row and one of its chosen experts. A cube computes outputs of one expert. The cube first lists
+//! the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`quantized`](super::quantized) does
+//! with input rows. The weights of an expert are therefore read once for all rows that chose the expert. A cube whose
+//! expert no row chose ends without reading weights.
+//!
+//! Tensors: input `[pairs / pairs of a row, columns in]`, words `[experts · rows of an expert, words]`, chosen experts
+//! `[rows, top_k]`, output `[pairs, columns out]`.
+//!
+//! Budget: as in [`quantized`](super::quantized), and shared memory for a list of all pairs, at most 4 KB.
+//!
+//! Bound: memory bandwidth, unless the unpacking of codes takes longer.
+
+use super::super::GEMV_MAX_ROWS;
+use super::super::sums::{ProjectPlan, gelu};
+use super::codes::{Codes, GROUP, STEP};
+use super::parts::{lane, leave_parts, weight_row};
+use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address, multiply, read_codes, read_tail};
+use cube_kit::ampere::cp_async::half_address;
+use cube_kit::ampere::gemv::read_word;
+use cube_kit::pdl::{
+    launch_dependents_and_wait, launch_dependents_if, mark_volatile, wait_prior_launch,
+};
+use cubecl::prelude::*;
+
+/// The pairs of a launch, and the experts' matrices.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct PairPlace {
+    /// The number of pairs.
+    pub pairs: u32,
+    /// The number of pairs that read the same input row: the number of experts per row, or 1.
+    pub pairs_of_row: u32,
+    /// The number of cubes per expert.
+    pub cubes: u32,
+    /// The number of rows in an expert's matrix.
+    pub rows: u32,
+    /// The number of outputs per pair.
+    pub outputs: u32,
+    /// The distance from a row of the gate projection to the corresponding row of the up projection, in rows.
+    pub through: u32,
+}
+
+/// Multiplies the input rows by the transposes of their experts' matrices. If `plan.gated`, multiplies the up
+/// projection's output by the GELU of the gate projection's output. `tail` is the number of steps after the last whole
+/// block, and `list` is the number of pairs that shared memory holds.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
+    input: &Tensor<E>,
+    words: &Tensor<u32>,
+    word_rows: WordRows,
+    chosen: &Tensor<i32>,
+    place: PairPlace,
+    output: &mut Tensor<O>,
+    #[comptime] codes: Codes,
+    #[comptime] tail: usize,
+    #[comptime] list: usize,
+    #[comptime] plan: ProjectPlan,
+    #[define(E, O)] _elements: [ElemType; 2],
+    #[define(N)] _words_of_lane: usize,
+) {
+    wait_prior_launch(plan.pdl);
+    mark_volatile(input, plan.pdl);
+    mark_volatile(chosen, plan.pdl);
+    let expert = CUBE_POS as u32 / place.cubes;
+    let mut pairs = Shared::<[u32]>::new_slice(list);
+    let count = list_pairs(&mut pairs, chosen, place.pairs, expert);
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
+
+    let lane = lane();
+    let cube = CUBE_POS as u32 % place.cubes;
+    let team = cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
+    let first = team * comptime!(plan.outputs as u32);
+    let fragments = comptime!(plan.fragments());
+    let first_code =
+        (lane.warp * comptime!(4 * BLOCK as u32) + lane.column) * comptime!(codes.words() as u32);
+    let first_scale = word_rows.scales + lane.warp * comptime!(BLOCK as u32) + lane.column;
+    let parts = comptime!(plan.team.parts());
+    let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
+    let blocks = whole_blocks / comptime!(parts as u32);
+    let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
+    let column =
+        lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
+
+    let mut code_addresses = Array::<u64>::new(fragments);
+    let mut scale_addresses = Array::<u64>::new(fragments);
+    let mut sums = Array::<f32>::new(comptime!(2 * fragments));
+    let mut read = Array::<Vector<u32, N>>::new(comptime!(BLOCK * fragments));
+    let mut scales = Array::<u32>::new(fragments);
+    let mut next_scales = Array::<u32>::new(fragments);
+    let mut first_pair = 0u32;
+    while first_pair < count {
+        let rows = min(count - first_pair, comptime!(GEMV_MAX_ROWS as u32));
+        #[unroll]
+        for fragment in 0..fragments {
+            let of_matrix = weight_row(first, lane.row, place.outputs, fragment, plan);
+            let mut row = expert * place.rows + of_matrix;
+            if comptime!(fragment >= plan.fragments_of_matrix()) {
+                row += place.through;
+            }
+            let start = u64::cast_from(row) * u64::cast_from(word_rows.stride);
+            code_addresses[fragment] = address(words, start + u64::cast_from(first_code));
+            scale_addresses[fragment] = address(words, start + u64::cast_from(first_scale));
+            sums[comptime!(2 * fragment)] = 0.0f32;
+            sums[comptime!(2 * fragment + 1)] = 0.0f32;
+            scales[fragment] = read_word(scale_addresses[fragment], 0usize);
+        }
+        #[unroll]
+        for step in 0..BLOCK {
+            read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
+        }
+        let of_tail = read_tail::<N>(
+            &code_addresses,
+            &scale_addresses,
+            whole_blocks,
+            lane,
+            codes,
+            tail,
+            plan,
+        );
+        let is_there = select(lane.row < rows, 1u32, 0u32);
+        let pair = pairs[(first_pair + min(lane.row, rows - 1u32)) as usize];
+        let input_row = pair / place.pairs_of_row;
+        let mut rows_address = half_address::<E>(
+            input,
+            u64::cast_from(input_row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
+        );
+        let tail_address =
+            rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
+        let mut done = 1u32;
+        while done < blocks {
+            #[unroll]
+            for fragment in 0..fragments {
+                let code_bytes = comptime!((BLOCK * codes.step_bytes() * parts) as u64);
+                code_addresses[fragment] += code_bytes;
+                let scale_bytes = comptime!((4 * BLOCK * parts) as u64);
+                scale_addresses[fragment] += scale_bytes;
+                next_scales[fragment] = read_word(scale_addresses[fragment], 0usize);
+            }
+            #[unroll]
+            for step in 0..BLOCK {
+                multiply::<N>(
+                    &mut sums,
+                    &read,
+                    &scales,
+                    rows_address,
+                    is_there,
+                    lane,
+                    step,
+                    codes,
+                    plan,
+                );
+                read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
+            }
+            #[unroll]
+            for fragment in 0..fragments {
+                scales[fragment] = next_scales[fragment];
+            }
+            rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
+            done += 1u32;
+        }
+        launch_dependents_if(
+            first_pair + comptime!(GEMV_MAX_ROWS as u32) >= count,
+            plan.pdl,
+        );
+        #[unroll]
+        for step in 0..BLOCK {
+            multiply::<N>(
+                &mut sums,
+                &read,
+                &scales,
+                rows_address,
+                is_there,
+                lane,
+                step,
+                codes,
+                plan,
+            );
+        }
+        if comptime!(tail > 0) && lane.warp == 0u32 {
+            #[unroll]
+            for step in 0..tail {
+                multiply::<N>(
+                    &mut sums,
+                    &of_tail.read,
+                    &of_tail.scales,
+                    tail_address,
+                    is_there,
+                    lane,
+                    step,
+                    codes,
+                    plan,
+                );
+            }
+        }
+        #[unroll]
+        for fragment in 0..fragments {
+            let sum = sums[comptime!(2 * fragment)];
+            let next = sums[comptime!(2 * fragment + 1)];
+            leave_parts(&mut partial, sum, next, lane, fragment, plan);
+        }
+        sync_cube();
+        write_outputs::<O>(
+            &partial,
+            &pairs,
+            first_pair,
+            rows,
+            first,
+            place.outputs,
+            output,
+            plan,
+        );
+        // Wait until all units have read the partial sums, before the sums of the next pairs overwrite them.
+        sync_cube();
+        first_pair += comptime!(GEMV_MAX_ROWS as u32);
+    }
+}
+
+/// Lists the pairs of an expert in ascending order, and returns their number. Synchronizes the cube.
+#[cube]
+fn list_pairs(pairs: &mut Shared<[u32]>, chosen: &Tensor<i32>, all: u32, expert: u32) -> u32 {
+    let mut count = Shared::<[u32]>::new_slice(1usize);
+    if UNIT_POS < 32u32 {
+        let mut found = 0u32;
+        let mut first = 0u32;
+        while first < all {
+            let pair = first + UNIT_POS;
+            let of_pair = u32::cast_from(chosen[min(pair, all - 1u32) as usize]);
+            let is_listed = pair < all && of_pair == expert;
+            let one = select(is_listed, 1u32, 0u32);
+            let before = plane_exclusive_sum(one);
+            if is_listed {
+                pairs[(found + before) as usize] = pair;
+            }
+            found += plane_sum(one);
+            first += 32u32;
+        }
+        if UNIT_POS == 0u32 {
+            count[0] = found;
+        }
+    }
+    sync_cube();
+    count[0]
+}
+
+/// Adds up the partial sums of a team, and writes the outputs of up to 8 pairs.
+#[cube]
+fn write_outputs<O: Float>(
+    partial: &Shared<[f32]>,
+    pairs: &Shared<[u32]>,
+    first_pair: u32,
+    rows: u32,
+    first: u32,
+    outputs: u32,
+    output: &mut Tensor<O>,
+    #[comptime] plan: ProjectPlan,
+) {
+    let parts = comptime!(plan.team.parts());
+    let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
+    let of_row = comptime!(plan.outputs as u32);
+    let mut item = UNIT_POS_X;
+    while item < rows * of_row {
+        let row = item / of_row;
+        let of_item = item % of_row;
+        let column = first + of_item;
+        if column < outputs {
+            let weight = row * comptime!(plan.weights() as u32) + of_item;
+            let from = of_team + weight as usize * parts;
+            let mut value = 0.0f32;
+            #[unroll]
+            for part in 0..parts {
+                value += partial[from + part];
+            }
+            if comptime!(plan.gated) {
+                let mut through = 0.0f32;
+                #[unroll]
+                for part in 0..parts {
+                    through += partial[from + comptime!(plan.outputs * plan.team.parts()) + part];
+                }
+                value = gelu(value) * through;
+            }
+            let pair = pairs[(first_pair + row) as usize];
+            output[(pair * outputs + column) as usize] = O::cast_from(value);
+        }
+        item += comptime!(plan.team.units as u32);
+    }
+}
+
+/// Adds up the outputs of each row's experts, weighted by the router's weights. `outputs` is `[pairs, columns]`, `shares`
+/// is `[rows, top_k]`, and `output` is `[rows, columns]`. A row has `vectors` vectors, and `cubes` cubes.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn mix_pairs_pdl<E: Float, N: Size>(
+    outputs: &Tensor<Vector<f32, N>>,
+    shares: &Tensor<f32>,
+    output: &mut Tensor<Vector<E, N>>,
+    vectors: u32,
+    cubes: u32,
+    #[comptime] top_k: usize,
+    #[comptime] units: usize,
+    #[comptime] pdl: bool,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    launch_dependents_and_wait(pdl);
+    mark_volatile(outputs, pdl);
+    mark_volatile(shares, pdl);
+    let row = CUBE_POS as u32 / cubes;
+    let vector = CUBE_POS as u32 % cubes * comptime!(units as u32) + UNIT_POS;
+    if vector < vectors {
+        let mut sum = Vector::<f32, N>::zeroed();
+        #[unroll]
+        for rank in 0..top_k {
+            let pair = row * comptime!(top_k as u32) + comptime!(rank as u32);
+            let share = Vector::<f32, N>::cast_from(shares[pair as usize]);
+            sum += outputs[(pair * vectors + vector) as usize] * share;
+        }
+        output[(row * vectors + vector) as usize] = Vector::<E, N>::cast_from(sum);
+    }
+}
