@@ -139,8 +139,11 @@ impl LocalAttention {
         let relative = self.relative_k_proj.rows(tables.distances.clone());
         let relative = relative
             .cast(DType::F32)
-            .reshape([1, window + 1, heads, head_dim]);
-        let relative = linear::batches(query.clone(), relative.permute([0, 2, 3, 1]));
+            .reshape([1, window + 1, heads, head_dim])
+            .permute([0, 2, 3, 1]);
+        // The product's gradients need equal numbers of batches.
+        let relative = relative.expand([blocks, heads, head_dim, window + 1]);
+        let relative = linear::batches(query.clone(), relative);
         let keys = with_block_before(key).swap_dims(2, 3);
         let scores = linear::batches(query, keys) + shifted(relative);
         let capped = (scores / self.softcap).tanh() * self.softcap;

@@ -123,8 +123,8 @@ impl Router {
         moe_router::route(input, weights, options)
     }
 
-    /// Chooses the experts of any number of rows with the kernel of [`choice`](Self::choice). Returns `None` if the
-    /// device, the dtypes or the number of experts do not suit the kernel. The caller must then use
+    /// Chooses the experts of any number of rows with the kernels of [`choice`](Self::choice). Returns `None` if the
+    /// device, the dtypes or the number of experts do not suit the kernels. The caller must then use
     /// [`forward`](Self::forward).
     #[cfg(feature = "cuda")]
     pub(crate) fn choice_of_rows(&self, input: &Tensor<2>) -> Option<Choice> {

@@ -230,7 +230,7 @@ pub(super) fn plan(
     }
     let cube = if width == 1 { 64 } else { 256.max(width) };
     let in_flight = in_flight / (of_team * if gated { 2 } else { 1 });
-    let unroll = unroll(vectors, units, in_flight.max(1));
+    let unroll = unroll(rows, vectors, units, in_flight.max(1));
     let teams = (cube / units).max(1);
     let pdl = supports_pdl(client);
     ProjectPlan {
@@ -248,8 +248,7 @@ pub(super) fn plan(
     }
 }
 
-/// True if `units` units load `vectors` vectors, one each at a time, with at most an eighth of their loads beyond the end
-/// of the row.
+/// True if at most an eighth of the loads lie beyond the end of a row. Each of `units` units loads one vector at a time.
 pub(super) fn are_filled(vectors: usize, units: usize) -> bool {
     8 * vectors >= 7 * vectors.next_multiple_of(units)
 }
@@ -258,7 +257,7 @@ pub(super) fn are_filled(vectors: usize, units: usize) -> bool {
 ///
 /// A divisor of the number of a unit's vectors wastes no load. But a unit has 11 vectors of a row of 26B-A4B. It then
 /// loads six at a time, and wastes one load of twelve. One vector at a time would leave most of the bandwidth unused.
-fn unroll(vectors: usize, units: usize, in_flight: usize) -> usize {
+fn unroll(rows: usize, vectors: usize, units: usize, in_flight: usize) -> usize {
     let steps = vectors.div_ceil(units).max(1);
     let exact = match vectors.is_multiple_of(units) {
         true => (1..=in_flight)
@@ -267,9 +266,12 @@ fn unroll(vectors: usize, units: usize, in_flight: usize) -> usize {
             .unwrap_or(1),
         false => 1,
     };
-    match 2 * exact > in_flight.min(steps) {
+    let padded = steps.div_ceil(steps.div_ceil(in_flight));
+    // Products of several rows are bound by arithmetic, and a vector beyond the end costs as much of it as others.
+    let is_wasteful = rows > 1 && !are_filled(steps, padded);
+    match 2 * exact > in_flight.min(steps) || is_wasteful {
         true => exact,
-        false => steps.div_ceil(steps.div_ceil(in_flight)),
+        false => padded,
     }
 }
 
@@ -277,5 +279,37 @@ pub(super) fn tensor_of(matrix: &MaybeMatrix<CubeBackend>) -> Option<CubeTensor>
     match matrix {
         MaybeMatrix::Absent => None,
         MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(matrix.clone()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks rows of published models on 32 units. 26B-A4B has 11 vectors a unit, or 5.5 of two words.
+    #[test]
+    fn unroll_of_published_rows_wastes_few_loads() {
+        for (rows, vectors, in_flight, expected) in [
+            (1, 96, 8, 3),
+            (1, 352, 8, 6),
+            (1, 176, 8, 6),
+            (1, 160, 4, 3),
+            (8, 160, 4, 1),
+            (8, 352, 4, 4),
+            (1, 768, 8, 8),
+            (8, 96, 2, 1),
+        ] {
+            assert_eq!(
+                unroll(rows, vectors, 32, in_flight),
+                expected,
+                "{rows} rows of {vectors} vectors"
+            );
+        }
+    }
+
+    #[test]
+    fn are_filled_counts_loads_beyond_the_end() {
+        assert!(are_filled(352, 32) && are_filled(176, 32) && are_filled(7, 8));
+        assert!(!are_filled(132, 32) && !are_filled(6, 8));
     }
 }

@@ -25,9 +25,8 @@ pub(super) struct ProjectPlan {
     pub sides: usize,
     /// The number of vectors of each weight row that a unit keeps in flight.
     pub unroll: usize,
-    /// True if some of the vectors in flight may lie beyond the end of a row, because `unroll · team.units` does not
-    /// divide the number of vectors in a row. A unit then loads the row's last vector instead, and leaves its product
-    /// out of the sum.
+    /// True if some vectors in flight may lie beyond the end of a row. A unit then loads the row's last vector instead,
+    /// and leaves its product out of the sum. This is so if `unroll · team.units` does not divide the row's vectors.
     pub is_padded: bool,
     /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
     pub pdl: bool,

@@ -27,8 +27,14 @@ use burn::{
     tensor::Shape,
 };
 
-/// Multiplies `[…, rows, inner]` by `[…, inner, columns]`, both in f32.
+/// Multiplies `[…, rows, inner]` by `[…, inner, columns]`, both in f32. The batch dimensions must be equal, because the
+/// gradients do not sum over expanded ones.
 pub(crate) fn in_f32<const D: usize>(lhs: Tensor<D>, rhs: Tensor<D>) -> Tensor<D> {
+    assert_eq!(
+        lhs.dims()[..D - 2],
+        rhs.dims()[..D - 2],
+        "matrices: expected equal batch dimensions"
+    );
     Tensor::from_dispatch(Dispatch::product_in_f32(
         lhs.into_dispatch(),
         rhs.into_dispatch(),

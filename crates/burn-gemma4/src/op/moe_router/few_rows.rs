@@ -57,7 +57,10 @@ pub(super) fn router_logits_pdl<E: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     launch_dependents(plan.pdl);
-    wait_prior_launch(comptime!(plan.pdl && !plan.reads_ahead));
+    let computed = comptime!(plan.pdl && !plan.reads_ahead);
+    wait_prior_launch(computed);
+    mark_volatile(proj, computed);
+    mark_volatile(scale, computed);
     let cubes = comptime!(plan.cubes() as u32);
     let row = CUBE_POS as u32 / cubes;
     let expert = CUBE_POS as u32 % cubes * comptime!(plan.planes as u32) + UNIT_POS_Y;
@@ -123,6 +126,7 @@ pub(super) fn top_experts_pdl<E: Float>(
 ) {
     launch_dependents_and_wait(plan.pdl);
     mark_volatile(logits, plan.pdl);
+    mark_volatile(per_expert_scale, plan.pdl);
     let experts = comptime!(plan.experts as u32);
     let is_expert = UNIT_POS < experts;
     let row = CUBE_POS as u32;

@@ -29,13 +29,13 @@ const AT_ONCE: usize = 4;
 /// The number of rows that a cube routes if there are more than [`FEW_ROWS`] rows. The rows of a cube share each read
 /// of the router's matrix.
 const ROWS: usize = 4;
-/// The largest number of rows that two launches route: see [`few_rows`](super::few_rows). Without plane operations,
-/// each of these rows has its own cube.
+/// The largest number of rows that two launches route: see [`few_rows`](super::few_rows). If one launch has to route so
+/// few rows, each row has its own cube.
 const FEW_ROWS: usize = 64;
 /// The number of planes in a cube that computes logits of a few rows.
 const PLANES: usize = 4;
 /// The largest number of vectors of a row that a unit holds in registers.
-const MOST_HELD: usize = 24;
+const MOST_HELD: usize = 16;
 /// The largest number of units in a cube that routes several rows. This limit is lower than the device's limit, because
 /// the sums of several rows take more registers.
 const UNITS_OF_ROWS: usize = 512;
@@ -228,7 +228,7 @@ fn plans_of_few_rows(client: &Client, arguments: &Arguments) -> Option<(LogitsPl
     let is_served = width > 1
         && (1..=FEW_ROWS).contains(&arguments.rows())
         && held <= MOST_HELD
-        && units <= client.properties().hardware.max_units_per_cube as usize;
+        && units.max(width * PLANES) <= client.properties().hardware.max_units_per_cube as usize;
     let pdl = supports_pdl(client);
     let is_of_load = vector * arguments.input.dtype.size() == LOAD_BYTES;
     let logits = LogitsPlan {

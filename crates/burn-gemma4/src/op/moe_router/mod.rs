@@ -130,49 +130,59 @@ mod tests {
     use super::*;
     use burn::tensor::{Device, Distribution};
 
-    /// Checks rows that share a cube with other rows. Each row must get the experts and weights that it gets in a
-    /// launch with only this row.
+    /// Checks single rows and a decode step of 64 rows. Each row must get the experts and weights that it gets among
+    /// many rows, which other kernels route.
     #[test]
-    fn route_of_many_rows_equals_single_rows() {
+    fn route_of_few_rows_equals_many_rows() {
         let device = Device::default();
         device.seed(2);
-        let (hidden, experts, top_k) = (72, 37, 5);
-        for dtype in [DType::F32, DType::BF16] {
-            if !device.supports_dtype(dtype) {
-                continue;
-            }
-            let random = |shape: [usize; 2]| {
-                let values =
-                    Tensor::<2>::random(shape, Distribution::Default, (&device, DType::F32));
-                (values - 0.5).cast(dtype)
-            };
-            let (proj, scales) = (random([experts, hidden]), random([2, hidden]));
-            let routed = |input: Tensor<2>| {
-                let weights = RouterWeights {
-                    proj: proj.clone(),
-                    scale: scales.clone().narrow(0, 0, 1).reshape([hidden]),
-                    per_expert_scale: scales.clone().slice([1..2, 0..experts]).reshape([experts]),
-                };
-                let options = RouteOptions {
-                    top_k,
-                    epsilon: 1e-6,
-                    origin: Origin::Parameters,
-                };
-                let Choice { experts, shares } = route(input, weights, options);
-                let experts: Vec<i64> = experts.into_data().iter::<i64>().collect();
-                let shares: Vec<f32> = shares.into_data().iter::<f32>().collect();
-                (experts, shares)
-            };
-            let input = random([131, hidden]);
-            let (experts, shares) = routed(input.clone());
-            for row in 0..131 {
-                let (of_row, shares_of_row) = routed(input.clone().narrow(0, row, 1));
-                let places = row * top_k..(row + 1) * top_k;
-                assert_eq!(experts[places.clone()], of_row, "{dtype:?}, row {row}");
-                for (found, expected) in shares[places].iter().zip(shares_of_row) {
-                    let error = (found - expected).abs();
-                    assert!(error <= 1e-5 * expected.abs(), "{found}, {expected}");
+        for (hidden, experts, top_k) in [(72, 37, 5), (2816, 130, 1)] {
+            for dtype in [DType::F32, DType::BF16] {
+                if device.supports_dtype(dtype) {
+                    check_few_rows([hidden, experts, top_k], dtype, &device);
                 }
+            }
+        }
+    }
+
+    fn check_few_rows([hidden, experts, top_k]: [usize; 3], dtype: DType, device: &Device) {
+        const ROWS: usize = 131;
+        let random = |shape: [usize; 2]| {
+            let values = Tensor::<2>::random(shape, Distribution::Default, (device, DType::F32));
+            (values - 0.5).cast(dtype)
+        };
+        let (proj, scale) = (random([experts, hidden]), random([1, hidden]));
+        let per_expert_scale = random([1, experts]);
+        let routed = |input: Tensor<2>| {
+            let weights = RouterWeights {
+                proj: proj.clone(),
+                scale: scale.clone().reshape([hidden]),
+                per_expert_scale: per_expert_scale.clone().reshape([experts]),
+            };
+            let options = RouteOptions {
+                top_k,
+                epsilon: 1e-6,
+                origin: Origin::Parameters,
+            };
+            let Choice { experts, shares } = route(input, weights, options);
+            let experts: Vec<i64> = experts.into_data().iter::<i64>().collect();
+            let shares: Vec<f32> = shares.into_data().iter::<f32>().collect();
+            (experts, shares)
+        };
+        let input = random([ROWS, hidden]);
+        let (all, shares) = routed(input.clone());
+        let single = (0..ROWS).map(|row| (row, 1));
+        for (row, count) in single.chain([(5, 64)]) {
+            let (found, found_shares) = routed(input.clone().narrow(0, row, count));
+            let places = row * top_k..(row + count) * top_k;
+            let what = format!("{dtype:?}, {hidden} columns, {count} rows from {row}");
+            assert_eq!(all[places.clone()], found, "{what}");
+            for (expected, found) in shares[places].iter().zip(found_shares) {
+                let error = (found - expected).abs();
+                assert!(
+                    error <= 1e-5 * expected.abs(),
+                    "{what}: {found}, {expected}"
+                );
             }
         }
     }

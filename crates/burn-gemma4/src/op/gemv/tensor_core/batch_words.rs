@@ -17,7 +17,7 @@ use super::batch::{finish_tiles, read_input_piece};
 use super::codes::{Codes, GROUP, STEP, as_codes_lie, numbers};
 use super::parts::{Lane, lane, weight_row};
 use super::quantized::{
-    BLOCK, INPUT_BYTES, WordRows, address_of_side, exchange_codes, read_codes, read_tail,
+    BLOCK, INPUT_BYTES, WordRows, address_of_side, exchange_codes, go_to_tail, read_codes,
 };
 use cube_kit::ampere::cp_async::half_address;
 use cube_kit::ampere::gemv::{PRODUCT_ROWS, add_pairs_of_two_rows, read_word};
@@ -81,15 +81,6 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
         read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
     }
     let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
-    let of_tail = read_tail::<N>(
-        &code_addresses,
-        &scale_addresses,
-        whole_blocks,
-        lane,
-        codes,
-        tail,
-        plan,
-    );
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
@@ -103,8 +94,6 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
         u64::cast_from(lane.row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
     );
     let piece_distance = u64::cast_from(word_rows.columns) * comptime!(2 * PRODUCT_ROWS as u64);
-    let tail_address =
-        rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
     let parts = comptime!(plan.team.parts());
     let blocks = whole_blocks / comptime!(parts as u32);
     let mut done = 1u32;
@@ -140,6 +129,18 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
         done += 1u32;
     }
     launch_dependents(plan.pdl);
+    let has_tail = lane.warp == 0u32;
+    if comptime!(tail > 0) && has_tail {
+        go_to_tail(
+            &mut code_addresses,
+            &scale_addresses,
+            &mut next_scales,
+            lane,
+            codes,
+            tail,
+            plan,
+        );
+    }
     #[unroll]
     for step in 0..BLOCK {
         multiply::<N>(
@@ -153,15 +154,19 @@ pub(super) fn project_batch_of_words_by_matrix_units_pdl<E: Float, N: Size>(
             codes,
             plan,
         );
+        if comptime!(step < tail) && has_tail {
+            read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
+        }
     }
-    if comptime!(tail > 0) && lane.warp == 0u32 {
+    if comptime!(tail > 0) && has_tail {
+        rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
         #[unroll]
         for step in 0..tail {
             multiply::<N>(
                 &mut sums,
-                &of_tail.read,
-                &of_tail.scales,
-                tail_address,
+                &read,
+                &next_scales,
+                rows_address,
                 piece_distance,
                 lane,
                 step,

@@ -2,13 +2,15 @@
 //!
 //! Algorithm: a pair is a row and one of its chosen experts. A cube computes outputs of one expert. The cube first lists
 //! the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`quantized`](super::quantized) does
-//! with input rows. The weights of an expert are therefore read once for all rows that chose the expert. A cube whose
-//! expert no row chose ends without reading weights.
+//! with input rows. The weights of an expert are therefore read once for 8 rows that chose the expert.
+//!
+//! If there are fewer pairs than experts, cubes are launched for pairs instead of experts. The cubes of an expert's
+//! first pair compute the outputs of all its pairs. Other cubes end without reading weights.
 //!
 //! Tensors: input `[pairs / pairs of a row, columns in]`, words `[experts · rows of an expert, words]`, chosen experts
 //! `[rows, top_k]`, output `[pairs, columns out]`.
 //!
-//! Budget: as in [`quantized`](super::quantized), and shared memory for a list of all pairs, at most 4 KB.
+//! Budget: as in [`quantized`](super::quantized), and shared memory for a list of at most [`MOST_PAIRS`] pairs.
 //!
 //! Bound: memory bandwidth, unless the unpacking of codes takes longer.
 
@@ -16,13 +18,16 @@ use super::super::GEMV_MAX_ROWS;
 use super::super::sums::{ProjectPlan, gelu};
 use super::codes::{Codes, GROUP, STEP};
 use super::parts::{lane, leave_parts, weight_row};
-use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address, multiply, read_codes, read_tail};
+use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address, go_to_tail, multiply, read_codes};
 use cube_kit::ampere::cp_async::half_address;
 use cube_kit::ampere::gemv::read_word;
 use cube_kit::pdl::{
     launch_dependents_and_wait, launch_dependents_if, mark_volatile, wait_prior_launch,
 };
 use cubecl::prelude::*;
+
+/// The largest number of pairs of a launch. Shared memory holds a list of them.
+pub(super) const MOST_PAIRS: usize = 1024;
 
 /// The pairs of a launch, and the experts' matrices.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
@@ -32,7 +37,7 @@ pub(super) struct PairPlace {
     pub pairs: u32,
     /// The number of pairs that read the same input row: the number of experts per row, or 1.
     pub pairs_of_row: u32,
-    /// The number of cubes per expert.
+    /// The number of cubes per expert, or per pair if there are fewer pairs than experts.
     pub cubes: u32,
     /// The number of rows in an expert's matrix.
     pub rows: u32,
@@ -43,8 +48,10 @@ pub(super) struct PairPlace {
 }
 
 /// Multiplies the input rows by the transposes of their experts' matrices. If `plan.gated`, multiplies the up
-/// projection's output by the GELU of the gate projection's output. `tail` is the number of steps after the last whole
-/// block, and `list` is the number of pairs that shared memory holds.
+/// projection's output by the GELU of the gate projection's output.
+///
+/// `by_pair` is true if cubes are launched for pairs. `tail` is the number of steps after the last whole block. `list` is
+/// the number of pairs that shared memory holds.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
     input: &Tensor<E>,
@@ -56,6 +63,7 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
     #[comptime] codes: Codes,
     #[comptime] tail: usize,
     #[comptime] list: usize,
+    #[comptime] by_pair: bool,
     #[comptime] plan: ProjectPlan,
     #[define(E, O)] _elements: [ElemType; 2],
     #[define(N)] _words_of_lane: usize,
@@ -63,9 +71,16 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
     wait_prior_launch(plan.pdl);
     mark_volatile(input, plan.pdl);
     mark_volatile(chosen, plan.pdl);
-    let expert = CUBE_POS as u32 / place.cubes;
+    let ordinal = CUBE_POS as u32 / place.cubes;
+    let mut expert = ordinal;
+    if comptime!(by_pair) {
+        expert = u32::cast_from(chosen[ordinal as usize]);
+    }
     let mut pairs = Shared::<[u32]>::new_slice(list);
-    let count = list_pairs(&mut pairs, chosen, place.pairs, expert);
+    let mut count = list_pairs(&mut pairs, chosen, place.pairs, expert);
+    if comptime!(by_pair) && pairs[0] < ordinal {
+        count = 0u32;
+    }
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
 
     let lane = lane();
@@ -110,15 +125,6 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
         for step in 0..BLOCK {
             read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
         }
-        let of_tail = read_tail::<N>(
-            &code_addresses,
-            &scale_addresses,
-            whole_blocks,
-            lane,
-            codes,
-            tail,
-            plan,
-        );
         let is_there = select(lane.row < rows, 1u32, 0u32);
         let pair = pairs[(first_pair + min(lane.row, rows - 1u32)) as usize];
         let input_row = pair / place.pairs_of_row;
@@ -126,8 +132,6 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
             input,
             u64::cast_from(input_row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
         );
-        let tail_address =
-            rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
         let mut done = 1u32;
         while done < blocks {
             #[unroll]
@@ -164,6 +168,18 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
             first_pair + comptime!(GEMV_MAX_ROWS as u32) >= count,
             plan.pdl,
         );
+        let has_tail = lane.warp == 0u32;
+        if comptime!(tail > 0) && has_tail {
+            go_to_tail(
+                &mut code_addresses,
+                &scale_addresses,
+                &mut next_scales,
+                lane,
+                codes,
+                tail,
+                plan,
+            );
+        }
         #[unroll]
         for step in 0..BLOCK {
             multiply::<N>(
@@ -177,15 +193,19 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
                 codes,
                 plan,
             );
+            if comptime!(step < tail) && has_tail {
+                read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
+            }
         }
-        if comptime!(tail > 0) && lane.warp == 0u32 {
+        if comptime!(tail > 0) && has_tail {
+            rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
             #[unroll]
             for step in 0..tail {
                 multiply::<N>(
                     &mut sums,
-                    &of_tail.read,
-                    &of_tail.scales,
-                    tail_address,
+                    &read,
+                    &next_scales,
+                    rows_address,
                     is_there,
                     lane,
                     step,

@@ -4,7 +4,7 @@ use super::super::launch_options::Shape;
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
 use super::codes::{self, Codes};
-use super::expert_words::{PairPlaceLaunch, mix_pairs_pdl, project_expert_words_pdl};
+use super::expert_words::{MOST_PAIRS, PairPlaceLaunch, mix_pairs_pdl, project_expert_words_pdl};
 use super::plan::{EXPERT_WORDS, EXPERTS_FIRST_ROWS, plan_of_each};
 use super::quantized::{self, WordRowsLaunch};
 use super::{WORDS_OF_VECTOR, has_product, is_served};
@@ -42,8 +42,8 @@ pub(in super::super) fn gate_expert_words(
     project(input, weight, chosen, top_k, true, input.dtype)
 }
 
-/// Multiplies the inner activations of each pair, `[pairs, inner]`, by the expert's down projection, and adds up the
-/// results of a row's experts, weighted by `shares`. Returns `None` if the kernel does not support the GEMM.
+/// Multiplies the inner activations of each pair, `[pairs, inner]`, by the expert's down projection. Adds up the results
+/// of a row's experts, weighted by `shares`. Returns `None` if the kernel does not support the GEMM.
 pub(in super::super) fn mix_expert_words(
     input: &CubeTensor,
     weight: &ExpertWords,
@@ -123,13 +123,13 @@ fn project(
     };
     let stride = weight.words.meta.strides()[0];
     let elements = [input.dtype, dtype].map(dtype_to_storage_type);
-    // SAFETY: the inner dimension is a multiple of the columns of a step, so the codes, the scales and the input that a
-    // thread reads lie within their rows. The index of a weight row is clamped to the last row of the expert's matrix. A
-    // pair is below `pairs`, and a thread writes only outputs below `outputs`.
+    // SAFETY: the inner dimension is a multiple of the columns of a step. The codes, the scales and the input that a
+    // thread reads therefore lie within their rows. The index of a weight row is clamped to the last row of the expert's
+    // matrix. A pair is below `pairs`, and a thread writes only outputs below `outputs`.
     unsafe {
         project_expert_words_pdl::launch_unchecked(
             &client,
-            exact_cube_count(&client, experts * cubes),
+            exact_cube_count(&client, pairs.min(experts) * cubes),
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
             address_type([&input, &weight.words, &output]),
             input.into_tensor_arg(),
@@ -148,6 +148,7 @@ fn project(
             codes,
             columns / codes::STEP % quantized::BLOCK,
             pairs.next_power_of_two(),
+            pairs < experts,
             plan,
             elements,
             codes.words(),
@@ -171,6 +172,7 @@ fn plan_of(
         && strides[1] == 1
         && strides[0].is_multiple_of(WORDS_OF_VECTOR)
         && (EXPERTS_FIRST_ROWS..=BATCH_MAX_ROWS).contains(&rows)
+        && pairs <= MOST_PAIRS
         && has_product(client, Half::of(input.dtype)?);
     // At most as many experts are read as there are pairs.
     let experts = pairs.min(weight.words.meta.shape()[0] / weight.rows);

@@ -1,6 +1,6 @@
 //! GEMVs on NVIDIA's tensor cores. Most of these GEMVs have several input rows, and would be compute-bound on CUDA
-//! cores. The portable kernels compute GEMVs that tensor cores do not support: other dtypes, MoE experts, and some
-//! inner dimensions.
+//! cores. The portable kernels compute GEMVs that tensor cores do not support: other dtypes, MoE experts in floats or
+//! of a single row, and some inner dimensions.
 
 mod batch;
 mod batch_words;
@@ -334,8 +334,8 @@ pub(super) fn multiply_words(
     macro_rules! launch {
         ($kernel:ident) => {{
             let matrices = product.matrices(words, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight. The codes and
-            // scales that a thread reads therefore lie within the rows of `words`. The index of a weight row is clamped
+            // SAFETY: the inner dimension is a multiple of the columns of a step. The codes and scales that a thread
+            // reads, in whole blocks and in the tail, therefore lie within the rows of `words`. The index of a weight row is clamped
             // to the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
             unsafe {
                 $kernel::launch_unchecked(

@@ -16,8 +16,7 @@ use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
 pub(super) const WARP: usize = 32;
 /// The largest number of warps in a CTA.
 const MOST_WARPS: usize = 16;
-/// The target number of warps in a CTA. A team of warps computes outputs together. If a team has fewer warps than this
-/// target, a CTA holds several teams.
+/// The target number of warps in a CTA, for most tunings.
 const WARPS: usize = 8;
 
 /// The step size of a tensor-core GEMV, and the parameters that were tuned by measurement.
@@ -35,6 +34,9 @@ pub(super) struct Tuning {
     /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among
     /// more warps.
     pub threads: usize,
+    /// The target number of warps in a CTA. A team of warps computes outputs together. If a team has fewer warps than
+    /// this target, a CTA holds several teams.
+    pub warps: usize,
     /// True if the kernel may read weights before it waits for the previous launch. The kernel does so only for weights
     /// that no launch writes.
     pub reads_ahead: bool,
@@ -64,6 +66,7 @@ pub(super) const WHOLE: Tuning = Tuning {
     step: PIECE_COLUMNS,
     at_once: AtOnce::Vectors(16),
     threads: 1024,
+    warps: WARPS,
     reads_ahead: true,
 };
 
@@ -77,10 +80,12 @@ pub(super) const WORDS: Tuning = Tuning {
     step: STEP,
     at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
+    warps: WARPS,
     reads_ahead: true,
 };
 
-/// Tuning for the quantized weights of MoE experts. The kernel multiplies up to 8 rows of an expert at once.
+/// Tuning for the quantized weights of MoE experts. The kernel multiplies up to 8 rows of an expert at once. A thread has
+/// about 100 registers, so that small CTAs leave fewer registers of a multiprocessor unused.
 pub(super) const EXPERT_WORDS: Tuning = Tuning {
     first_rows: GEMV_MAX_ROWS,
     last_rows: GEMV_MAX_ROWS,
@@ -88,6 +93,7 @@ pub(super) const EXPERT_WORDS: Tuning = Tuning {
     step: STEP,
     at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
+    warps: 4,
     reads_ahead: false,
 };
 
@@ -116,6 +122,7 @@ pub(super) const WHOLE_BATCHES: [Tuning; 2] = [
         step: PIECE_COLUMNS,
         at_once: AtOnce::Vectors(16),
         threads: 1024,
+        warps: WARPS,
         reads_ahead: true,
     },
     Tuning {
@@ -125,6 +132,7 @@ pub(super) const WHOLE_BATCHES: [Tuning; 2] = [
         step: PIECE_COLUMNS,
         at_once: AtOnce::Vectors(8),
         threads: 512,
+        warps: WARPS,
         reads_ahead: true,
     },
 ];
@@ -137,6 +145,7 @@ pub(super) const WORDS_BATCH: Tuning = Tuning {
     step: STEP,
     at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
+    warps: WARPS,
     reads_ahead: true,
 };
 
@@ -220,7 +229,7 @@ pub(super) fn plan_of_each(
         .filter(|warps| blocks.is_multiple_of(*warps))
         .find(is_enough)
         .unwrap_or_else(|| largest_divisor(blocks, MOST_WARPS));
-    let teams = (WARPS / warps).max(1);
+    let teams = (tuning.warps / warps).max(1);
     Some(ProjectPlan {
         rows: shape.rows,
         outputs,

@@ -6,7 +6,7 @@
 //! thread has a quarter of each group. Two tensor-core instructions sum over one group, and the sum is multiplied by
 //! the group's scale in f32. Four steps form a block. Each of the four threads reads the scales of one step of the
 //! block, and sends them to the other threads by shuffles. The tail is the steps after the last whole block. Only the
-//! first warp of a team multiplies the tail.
+//! first warp of a team multiplies the tail, which follows the last whole block of that warp.
 //!
 //! Budget: shared memory holds the warps' sums, as in the float kernel. Registers hold the codes of 4 steps (at most 32
 //! words), the 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows,
@@ -96,15 +96,6 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
         read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
     }
     let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
-    let of_tail = read_tail::<N>(
-        &code_addresses,
-        &scale_addresses,
-        whole_blocks,
-        lane,
-        codes,
-        tail,
-        plan,
-    );
     wait_prior_launch(plan.reads_ahead);
     mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
 
@@ -119,8 +110,6 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
         input,
         u64::cast_from(input_row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
     );
-    let tail_address =
-        rows_address + u64::cast_from(whole_blocks * comptime!((BLOCK * INPUT_BYTES) as u32));
     let parts = comptime!(plan.team.parts());
     let blocks = whole_blocks / comptime!(parts as u32);
     let mut done = 1u32;
@@ -156,6 +145,18 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
         done += 1u32;
     }
     launch_dependents(plan.pdl);
+    let has_tail = lane.warp == 0u32;
+    if comptime!(tail > 0) && has_tail {
+        go_to_tail(
+            &mut code_addresses,
+            &scale_addresses,
+            &mut next_scales,
+            lane,
+            codes,
+            tail,
+            plan,
+        );
+    }
     #[unroll]
     for step in 0..BLOCK {
         multiply::<N>(
@@ -169,15 +170,19 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
             codes,
             plan,
         );
+        if comptime!(step < tail) && has_tail {
+            read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
+        }
     }
-    if comptime!(tail > 0) && lane.warp == 0u32 {
+    if comptime!(tail > 0) && has_tail {
+        rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
         #[unroll]
         for step in 0..tail {
             multiply::<N>(
                 &mut sums,
-                &of_tail.read,
-                &of_tail.scales,
-                tail_address,
+                &read,
+                &next_scales,
+                rows_address,
                 is_there,
                 lane,
                 step,
@@ -254,47 +259,27 @@ fn address_if_there(words: &ComptimeOption<OwnedTensor<u32>>, index: u64) -> u64
     found
 }
 
-/// The codes and scales of the tail.
-#[derive(CubeType)]
-pub(super) struct Tail<N: Size> {
-    pub read: Array<Vector<u32, N>>,
-    pub scales: Array<u32>,
-}
-
-/// Issues the loads of the tail in the first warp of a team. The addresses are those of the first block.
+/// Moves the addresses from the last whole block of a team's first warp to the tail, and reads the tail's scales.
 #[cube]
-pub(super) fn read_tail<N: Size>(
-    code_addresses: &Array<u64>,
+pub(super) fn go_to_tail(
+    code_addresses: &mut Array<u64>,
     scale_addresses: &Array<u64>,
-    whole_blocks: u32,
+    scales: &mut Array<u32>,
     lane: Lane,
     #[comptime] codes: Codes,
     #[comptime] tail: usize,
     #[comptime] plan: ProjectPlan,
-) -> Tail<N> {
-    let fragments = comptime!(plan.fragments());
-    let mut of_tail = Tail::<N> {
-        read: Array::new(comptime!(tail.max(1) * fragments)),
-        scales: Array::new(fragments),
-    };
-    if comptime!(tail > 0) && lane.warp == 0u32 {
-        let mut addresses = Array::<u64>::new(fragments);
-        // A thread without a step of its own reads the scales of the last step. No other thread asks for these.
-        let ahead = lane.column - min(lane.column, comptime!(tail.max(1) as u32 - 1));
-        #[unroll]
-        for fragment in 0..fragments {
-            let bytes = whole_blocks * comptime!((BLOCK * codes.step_bytes()) as u32);
-            addresses[fragment] = code_addresses[fragment] + u64::cast_from(bytes);
-            let bytes = whole_blocks * comptime!(4 * BLOCK as u32) - 4u32 * ahead;
-            let address = scale_addresses[fragment] + u64::cast_from(bytes);
-            of_tail.scales[fragment] = read_word(address, 0usize);
-        }
-        #[unroll]
-        for step in 0..tail {
-            read_codes::<N>(&mut of_tail.read, &addresses, step, codes, plan);
-        }
+) {
+    let parts = comptime!(plan.team.parts());
+    // A thread without a step of its own reads the scales of the last step. No other thread asks for these.
+    let before = lane.column - min(lane.column, comptime!(tail.max(1) as u32 - 1));
+    let bytes = comptime!((4 * BLOCK * parts) as u32) - 4u32 * before;
+    #[unroll]
+    for fragment in 0..comptime!(plan.fragments()) {
+        code_addresses[fragment] += comptime!((BLOCK * codes.step_bytes() * parts) as u64);
+        let address = scale_addresses[fragment] + u64::cast_from(bytes);
+        scales[fragment] = read_word(address, 0usize);
     }
-    of_tail
 }
 
 /// Issues the loads of the codes in a step of 64 columns.
