@@ -15,6 +15,7 @@ mod generate;
 mod json;
 mod media_file;
 mod media_hash;
+mod media_size;
 mod model;
 mod op;
 mod quant;
@@ -25,6 +26,7 @@ mod train;
 mod vision;
 
 pub use audio::clip::Audio;
+pub use audio::header::AudioHeader;
 pub use audio::prepared::PreparedAudio;
 pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
@@ -52,6 +54,7 @@ pub use generate::{
     FinishReason, GenerateOptions, Generation, PromptEncoder, PromptGraphs, Timings, Token,
 };
 pub use media_hash::MediumHash;
+pub use media_size::MediumSize;
 pub use model::adapters::{AdapterId, LoadedAdapter};
 pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{

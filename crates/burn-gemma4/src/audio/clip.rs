@@ -2,6 +2,7 @@
 
 use super::decode::decode;
 use super::features::FeatureExtractor;
+use super::header::{AudioHeader, header};
 use super::prepared::PreparedAudio;
 use super::resample::resampled;
 use crate::error::Gemma4Error;
@@ -13,7 +14,7 @@ use std::{fmt, path::Path, time::Duration};
 pub(crate) const SAMPLE_RATE: u32 = 16_000;
 
 /// The longest clip in seconds. A longer clip has more soft tokens than the models were trained with.
-pub(super) const MOST_SECONDS: usize = 30;
+pub(crate) const MOST_SECONDS: usize = 30;
 
 /// The sample rates that can be converted. The rate of a file sets the memory of the conversion.
 pub(super) const RATES: std::ops::RangeInclusive<u32> = 1000..=384_000;
@@ -72,6 +73,18 @@ impl Audio {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         media_file::check_size(bytes.len() as u64, MEDIUM)
             .and_then(|()| Self::decoded(bytes))
+            .map_err(refused)
+    }
+
+    /// Reads the header of a WAV, FLAC, MP3 or Ogg Vorbis file, without decoding the samples. A program can check limits
+    /// before [`from_bytes`](Self::from_bytes) allocates memory.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns
+    /// the same error if the header promises more than [`from_bytes`](Self::from_bytes) accepts.
+    pub fn header(bytes: &[u8]) -> Result<AudioHeader, Gemma4Error> {
+        media_file::check_size(bytes.len() as u64, MEDIUM)
+            .and_then(|()| header(bytes))
             .map_err(refused)
     }
 

@@ -1,29 +1,12 @@
 //! Decodes audio files within limits on memory. Truncated files are refused, if their format has a length.
 
 use super::clip::{check_length, check_rate};
-use std::io::Cursor;
-use std::panic::catch_unwind;
+use super::header::{FileFormat, MP3_FRAME, Opened, check_channels, failed, is_end, opened};
 use symphonia::core::codecs::audio::{AudioDecoder, AudioDecoderOptions};
-use symphonia::core::errors::Error;
-use symphonia::core::formats::probe::Hint;
-use symphonia::core::formats::{FormatOptions, FormatReader, TrackType};
-use symphonia::core::io::{MediaSource, MediaSourceStream, ReadOnlySource};
-use symphonia::core::meta::MetadataOptions;
-
-/// The largest number of channels. More channels than those of a cinema come from a broken header.
-const MOST_CHANNELS: usize = 8;
-
-/// The number of samples of a frame of an MP3 file. Some encoders count one frame too many.
-const MP3_FRAME: u64 = 1152;
+use symphonia::core::formats::FormatReader;
 
 /// The largest number of packets. FLAC has the shortest packets: 30 seconds at 48 kHz have at most 90,000.
 const MOST_PACKETS: usize = 200_000;
-
-/// The largest number of bytes of a Vorbis setup header. Encoders write headers of less than 10,000 bytes.
-const MOST_SETUP_BYTES: usize = 1 << 20;
-
-/// The largest number of values in the codebooks of a Vorbis file. The decoder stores four bytes for each.
-const MOST_CODEBOOK_VALUES: u64 = 1 << 22;
 
 /// The samples of a file, with its channels averaged.
 #[derive(Debug)]
@@ -34,59 +17,36 @@ pub(super) struct Decoded {
 
 /// Decodes the contents of an audio file. The error is a reason that follows the file's name.
 pub(super) fn decode(bytes: &[u8]) -> Result<Decoded, String> {
-    let bytes = without_tags(bytes);
-    if !is_known(bytes) {
-        return Err("is not a WAV, FLAC, MP3 or Ogg Vorbis file".into());
-    }
-    if bytes.starts_with(b"OggS") && !has_last_page(bytes) {
-        return Err(failed("the file is truncated"));
-    }
-    // A broken header makes `symphonia` 0.6.1 panic, by its assertions and by overflow checks.
-    catch_unwind(|| decode_known(bytes)).unwrap_or_else(|_| Err(failed("the header is broken")))
+    opened(bytes, decode_opened)
 }
 
-/// Decodes a file in one of the formats.
-fn decode_known(bytes: &[u8]) -> Result<Decoded, String> {
-    let source: Box<dyn MediaSource> = match is_mp3(bytes) {
-        // In a seekable MP3 file without a length, `symphonia` estimates the length, and cuts the file there.
-        true => Box::new(ReadOnlySource::new(bytes)),
-        false => Box::new(Cursor::new(bytes)),
-    };
-    let stream = MediaSourceStream::new(source, Default::default());
-    let mut reader = symphonia::default::get_probe()
-        .probe(
-            &Hint::new(),
-            stream,
-            FormatOptions::default(),
-            MetadataOptions::default(),
-        )
-        .map_err(failed)?;
-    let track = reader.default_track(TrackType::Audio);
-    let track = track.ok_or_else(|| failed("there is no audio track"))?;
-    let (id, frames) = (track.id, track.num_frames);
-    let parameters = track.codec_params.as_ref();
-    let parameters = parameters.and_then(|parameters| parameters.audio());
-    let parameters = parameters.ok_or_else(|| failed("the codec is not supported"))?;
-    // Check the header before samples are allocated. A header may promise anything.
-    if let Some(rate) = parameters.sample_rate {
-        check_rate(rate)?;
-        let frames = usize::try_from(frames.unwrap_or(0)).unwrap_or(usize::MAX);
-        check_length(frames, rate)?;
-    }
-    if let Some(channels) = &parameters.channels {
-        check_channels(channels.count())?;
-    }
-    if bytes.starts_with(b"OggS") {
-        check_setup(parameters.extra_data.as_deref().unwrap_or_default())?;
-    }
+fn decode_opened(file: Opened<'_>) -> Result<Decoded, String> {
+    let Opened {
+        mut reader,
+        track,
+        parameters,
+        frames,
+        format,
+        ..
+    } = file;
     let options = AudioDecoderOptions::default().verify(true);
     let mut decoder = symphonia::default::get_codecs()
-        .make_audio_decoder(parameters, &options)
+        .make_audio_decoder(&parameters, &options)
         .map_err(failed)?;
     // Programs that write a WAV file to a pipe know no length. Such a file ends where it ends.
-    let ends_anywhere = bytes.starts_with(b"RIFF") && frames.is_none();
-    let decoded = read(reader.as_mut(), decoder.as_mut(), id, ends_anywhere)?;
-    let tolerance = if is_mp3(bytes) { MP3_FRAME } else { 0 };
+    let ends_anywhere = format == FileFormat::Wave && frames.is_none();
+    let promised = Promised {
+        track,
+        sample_rate: parameters.sample_rate,
+        frames,
+        ends_anywhere,
+    };
+    let decoded = read(reader.as_mut(), decoder.as_mut(), &promised)?;
+    let tolerance = if format == FileFormat::Mp3 {
+        MP3_FRAME
+    } else {
+        0
+    };
     if frames.is_some_and(|frames| decoded.samples.len() as u64 + tolerance < frames) {
         return Err(failed("the file is truncated"));
     }
@@ -96,12 +56,20 @@ fn decode_known(bytes: &[u8]) -> Result<Decoded, String> {
     }
 }
 
-/// Reads all packets of a track. With `ends_anywhere`, the end of the file ends the track.
+/// The properties of a track that a header promises.
+struct Promised {
+    track: u32,
+    sample_rate: Option<u32>,
+    frames: Option<u64>,
+    /// True if the end of the file ends the track.
+    ends_anywhere: bool,
+}
+
+/// Reads all packets of a track.
 fn read(
     reader: &mut dyn FormatReader,
     decoder: &mut dyn AudioDecoder,
-    track: u32,
-    ends_anywhere: bool,
+    promised: &Promised,
 ) -> Result<Decoded, String> {
     let mut decoded: Option<Decoded> = None;
     let mut interleaved: Vec<f32> = Vec::new();
@@ -110,14 +78,14 @@ fn read(
         let packet = match reader.next_packet() {
             Ok(Some(packet)) => packet,
             Ok(None) => break,
-            Err(error) if ends_anywhere && is_end(&error) => break,
+            Err(error) if promised.ends_anywhere && is_end(&error) => break,
             Err(error) => return Err(failed(error)),
         };
         packets += 1;
         if packets > MOST_PACKETS {
             return Err(failed("there are too many packets"));
         }
-        if packet.track_id != track {
+        if packet.track_id != promised.track {
             continue;
         }
         // Samples that the reader cuts from the packets take time, too. A header may let it cut all of them.
@@ -144,7 +112,8 @@ fn read(
             samples: Vec::new(),
             sample_rate: rate,
         });
-        if decoded.sample_rate != rate {
+        // The memory for decoding follows from the rate and the length in the header.
+        if decoded.sample_rate != rate || promised.sample_rate.is_some_and(|other| other != rate) {
             return Err(failed("the sample rate changes"));
         }
         buffer.copy_to_vec_interleaved(&mut interleaved);
@@ -154,120 +123,12 @@ fn read(
             (sum / channels as f64) as f32
         }));
         check_length(decoded.samples.len(), rate)?;
+        let beyond = decoded.samples.len().saturating_sub(rate as usize) as u64;
+        if promised.frames.is_some_and(|frames| beyond > frames) {
+            return Err(failed("the file has more samples than its header says"));
+        }
     }
     decoded.ok_or_else(|| failed("the file has no samples"))
-}
-
-/// True if a file begins like one of the formats. The probe of `symphonia` would search other files for such a
-/// beginning.
-fn is_known(bytes: &[u8]) -> bool {
-    let is_wave = bytes.starts_with(b"RIFF") && bytes.get(8..12) == Some(b"WAVE");
-    is_wave || is_mp3(bytes) || bytes.starts_with(b"fLaC") || bytes.starts_with(b"OggS")
-}
-
-/// True if a file begins with the header of an MPEG frame.
-fn is_mp3(bytes: &[u8]) -> bool {
-    matches!(bytes, [0xFF, second, ..] if second & 0xE0 == 0xE0)
-}
-
-/// Returns a file without the ID3v2 tags at its beginning. The reader of `symphonia` 0.6.1 reads nested tags by recursion
-/// without a limit.
-fn without_tags(mut bytes: &[u8]) -> &[u8] {
-    while let Some([b'I', b'D', b'3', _, _, flags, size @ ..]) = bytes.first_chunk::<10>() {
-        // The size has seven bits in each byte. A footer repeats the header.
-        let size = size
-            .iter()
-            .fold(0, |size, byte| size << 7 | usize::from(byte & 0x7F));
-        let footer = if flags & 0x10 != 0 { 10 } else { 0 };
-        bytes = bytes.get(10 + size + footer..).unwrap_or_default();
-    }
-    bytes
-}
-
-/// Refuses a Vorbis setup header whose codebooks would need much memory. Codebooks begin at any bit.
-fn check_setup(header: &[u8]) -> Result<(), String> {
-    if header.len() > MOST_SETUP_BYTES {
-        return Err(failed("the Vorbis header is too large"));
-    }
-    let mut values = 0;
-    for bytes in header.windows(9) {
-        let word = bytes
-            .iter()
-            .rev()
-            .fold(0u128, |word, byte| word << 8 | u128::from(*byte));
-        for bits in (0..8).map(|shift| word >> shift) {
-            // The pattern that begins a codebook, and the numbers of dimensions and entries.
-            if bits & 0xFF_FFFF == 0x56_4342 {
-                let [dimensions, entries] = [bits >> 24 & 0xFFFF, bits >> 40 & 0xFF_FFFF];
-                values += (dimensions * entries) as u64;
-            }
-        }
-    }
-    match values > MOST_CODEBOOK_VALUES {
-        true => Err(failed("the Vorbis codebooks are too large")),
-        false => Ok(()),
-    }
-}
-
-fn is_end(error: &Error) -> bool {
-    matches!(error, Error::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof)
-}
-
-/// True if the pages of an Ogg file end with a page that is marked as the last one. The reader accepts files without.
-fn has_last_page(bytes: &[u8]) -> bool {
-    let mut rest = bytes;
-    loop {
-        let Some(header) = rest.first_chunk::<27>() else {
-            return false;
-        };
-        let segments = usize::from(header[26]);
-        let Some(sizes) = rest.get(27..27 + segments) else {
-            return false;
-        };
-        let size: usize = sizes.iter().map(|size| usize::from(*size)).sum();
-        let is_page = header.starts_with(b"OggS");
-        let Some(after) = rest.get(27 + segments + size..).filter(|_| is_page) else {
-            return false;
-        };
-        match header[5] & 4 != 0 {
-            true => return true,
-            false => rest = after,
-        }
-    }
-}
-
-fn check_channels(channels: usize) -> Result<(), String> {
-    match channels {
-        1..=MOST_CHANNELS => Ok(()),
-        _ => Err(format!(
-            "has {channels} channels; expected from 1 to {MOST_CHANNELS}"
-        )),
-    }
-}
-
-fn failed(error: impl ToReason) -> String {
-    format!("cannot be decoded as audio: {}", error.reason())
-}
-
-/// A cause of a failure.
-trait ToReason {
-    fn reason(self) -> String;
-}
-
-impl ToReason for &str {
-    fn reason(self) -> String {
-        self.to_owned()
-    }
-}
-
-impl ToReason for Error {
-    fn reason(self) -> String {
-        match self {
-            error if is_end(&error) => "the file is truncated".to_owned(),
-            Self::ResetRequired => "the file has several streams, expected one".to_owned(),
-            error => error.to_string(),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -492,20 +353,6 @@ mod tests {
         let both = [read("mono.mp3"), read("mono.mp3")].concat();
         let reason = refused(&both);
         assert!(reason.contains("more samples than its header"), "{reason}");
-    }
-
-    #[test]
-    fn check_setup_refuses_large_codebooks_at_any_bit() {
-        // 31 dimensions of 131,072 entries are about the limit.
-        let codebook = 0x56_4342u128 | 31 << 24 | 131_072 << 40;
-        for shift in 0..8 {
-            let one = (codebook << shift).to_le_bytes()[..9].to_vec();
-            assert!(check_setup(&one).is_ok(), "{shift}");
-            let two = [one.clone(), one].concat();
-            let reason = check_setup(&two).expect_err("the sum is too large");
-            assert!(reason.contains("codebooks"), "{reason}");
-        }
-        assert!(check_setup(&[0; MOST_SETUP_BYTES + 1]).is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 pub(crate) mod clip;
 mod decode;
 pub(crate) mod features;
+pub(crate) mod header;
 mod log_mel;
 mod mel;
 pub(crate) mod prepared;

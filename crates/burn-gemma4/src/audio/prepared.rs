@@ -22,7 +22,7 @@ impl PreparedAudio {
     /// # Errors
     /// Returns a reason if the clip is shorter than one frame.
     pub(super) fn new(audio: &Audio, extractor: &FeatureExtractor) -> Result<Self, String> {
-        let count = extractor.soft_tokens(audio)?;
+        let count = extractor.soft_tokens(audio.samples().len())?;
         let features = extractor.features(audio)?;
         let numbers = features.numbers.iter();
         let bytes: Vec<u8> = numbers.flat_map(|number| number.to_le_bytes()).collect();

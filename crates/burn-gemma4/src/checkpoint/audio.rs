@@ -4,12 +4,14 @@ use super::files::TensorFiles;
 use super::lazy_encoder::{ClippedModule, Encoder, LazyEncoder, MediumFormat};
 use super::names::is_of_audio;
 use super::tower::description;
-use crate::audio::clip::Audio;
+use crate::audio::clip::{Audio, MOST_SECONDS, SAMPLE_RATE};
 use crate::audio::features::{FeatureExtractor, Features};
+use crate::audio::header::AudioHeader;
 use crate::audio::prepared::PreparedAudio;
 use crate::config::Gemma4Config;
 use crate::config::audio::{AudioConfig, AudioEncoderConfig};
 use crate::error::Gemma4Error;
+use crate::media_size::MediumSize;
 use crate::model::audio::{ConformerPass, ProjectedAudio, TowerAudio};
 use crate::model::multimodal::Clip;
 use burn::tensor::{DType, Device, Tensor};
@@ -33,6 +35,24 @@ impl AudioFormat {
     /// Returns [`Gemma4Error::Argument`] if the clip is too short.
     pub fn prepared(&self, audio: &Audio) -> Result<PreparedAudio, Gemma4Error> {
         audio.prepared(&self.extractor).map_err(refused)
+    }
+
+    /// Returns the size of a clip from the header of its file. `tokens` is a lower bound, and the bytes are upper bounds.
+    pub fn size(&self, header: &AudioHeader) -> MediumSize {
+        let longest = MOST_SECONDS * SAMPLE_RATE as usize;
+        let samples = header.converted_samples();
+        // The decoder refuses a clip without a whole frame, and a clip that is longer than its header says by a second.
+        let tokens = samples.and_then(|samples| self.extractor.soft_tokens(samples).ok());
+        let most = samples.map_or(longest, |samples| {
+            longest.min(samples + SAMPLE_RATE as usize)
+        });
+        let bytes = self.extractor.bytes(most);
+        MediumSize {
+            tokens: tokens.unwrap_or(1) + 2,
+            bytes,
+            // The numbers are copied to be hashed.
+            preparing_bytes: 2 * bytes,
+        }
     }
 }
 

@@ -7,9 +7,10 @@ use super::tower::description;
 use crate::config::Gemma4Config;
 use crate::config::vision::{EncoderConfig, VisionConfig};
 use crate::error::Gemma4Error;
+use crate::media_size::MediumSize;
 use crate::model::multimodal::Clip;
 use crate::model::vision::{ProjectedVision, TowerPass, TowerVision, Vision};
-use crate::vision::image::Image;
+use crate::vision::image::{Image, ImageHeader};
 use crate::vision::patches::{ImageProcessor, Patches};
 use crate::vision::prepared::PreparedImage;
 use burn::tensor::{DType, Device, Tensor};
@@ -32,8 +33,31 @@ impl ImageFormat {
     /// Returns [`Gemma4Error::Argument`] if the image would have no soft tokens, or more columns or rows than the model
     /// has positions.
     pub fn prepared(&self, image: &Image) -> Result<PreparedImage, Gemma4Error> {
-        let prepared = image.prepared(self.processor)?;
-        let [columns, rows] = prepared.soft_tokens();
+        let size = [image.width(), image.height()];
+        self.check_positions(self.processor.soft_tokens(size, image.max_soft_tokens())?)?;
+        image.prepared(self.processor)
+    }
+
+    /// Returns the size of an image from the header of its file. `max_soft_tokens` is the largest number of soft
+    /// tokens, if this number is not the checkpoint's.
+    ///
+    /// # Errors
+    /// Returns the errors of [`prepared`](Self::prepared).
+    pub fn size(
+        &self,
+        header: &ImageHeader,
+        max_soft_tokens: Option<usize>,
+    ) -> Result<MediumSize, Gemma4Error> {
+        let size = match header.is_turned {
+            true => [header.height, header.width],
+            false => [header.width, header.height],
+        };
+        let soft_tokens = self.processor.soft_tokens(size, max_soft_tokens)?;
+        self.check_positions(soft_tokens)?;
+        Ok(self.processor.size(size, soft_tokens))
+    }
+
+    fn check_positions(&self, [columns, rows]: [usize; 2]) -> Result<(), Gemma4Error> {
         let positions = match &self.config.encoder {
             EncoderConfig::Tower(tower) => {
                 tower.position_embedding_size / self.config.pooling_kernel_size
@@ -47,7 +71,7 @@ impl ImageFormat {
                     "becomes {columns} x {rows} soft tokens, but the model has {positions} positions in each direction; lower the detail, which is the number of soft tokens"
                 ),
             }),
-            false => Ok(prepared),
+            false => Ok(()),
         }
     }
 }

@@ -2,11 +2,13 @@
 
 use super::encoded::EncodedPrompt;
 use crate::audio::clip::Audio;
+use crate::audio::header::AudioHeader;
 use crate::audio::prepared::PreparedAudio;
 use crate::checkpoint::media::MediaFormats;
 use crate::config::placeholders::{AUDIO, IMAGE, Placeholders};
 use crate::error::Gemma4Error;
-use crate::vision::image::Image;
+use crate::media_size::MediumSize;
+use crate::vision::image::{Image, ImageHeader};
 use crate::vision::prepared::PreparedImage;
 
 /// Puts images and audio clips in the place of the placeholders in a prompt. The encoder holds no weights, so a thread
@@ -71,6 +73,28 @@ impl PromptEncoder {
     /// Returns [`Gemma4Error::Argument`] if the model hears no audio, or if the clip is too short.
     pub fn prepare_audio(&self, audio: &Audio) -> Result<PreparedAudio, Gemma4Error> {
         self.formats.audio()?.prepared(audio)
+    }
+
+    /// Returns the size that an image will have, from the header of its file. `max_soft_tokens` is the number for
+    /// [`Image::with_max_soft_tokens`], or `None` for the checkpoint's number.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] in the cases in which [`prepare`](Self::prepare) fails.
+    pub fn image_size(
+        &self,
+        header: &ImageHeader,
+        max_soft_tokens: Option<usize>,
+    ) -> Result<MediumSize, Gemma4Error> {
+        self.formats.vision()?.size(header, max_soft_tokens)
+    }
+
+    /// Returns the size that an audio clip will have, from the header of its file. The number of tokens is a lower
+    /// bound, because not every header has the exact length. The numbers of bytes are upper bounds.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model hears no audio.
+    pub fn audio_size(&self, header: &AudioHeader) -> Result<MediumSize, Gemma4Error> {
+        Ok(self.formats.audio()?.size(header))
     }
 
     /// Replaces each image placeholder in `tokens` by the tokens of an image, and each audio placeholder by those of an

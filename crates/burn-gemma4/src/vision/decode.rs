@@ -70,6 +70,13 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
     Ok(ImageHeader {
         width: width as usize,
         height: height as usize,
+        is_turned: matches!(
+            orientation,
+            Orientation::Rotate90
+                | Orientation::Rotate270
+                | Orientation::Rotate90FlipH
+                | Orientation::Rotate270FlipH
+        ),
         decoding_bytes: match format {
             ImageFormat::WebP => WEBP_PIXEL_BYTES * pixels,
             _ => copies * decoder.total_bytes() + (3 + coefficients) * pixels + metadata,
@@ -265,7 +272,8 @@ mod tests {
             let found = header(&file).expect("the header is readable");
             let pixels = decode(&file).expect("the image is decodable");
             let mut sides = [pixels.width, pixels.height];
-            if name == "turned.jpg" {
+            assert_eq!(found.is_turned, name == "turned.jpg", "{name}");
+            if found.is_turned {
                 sides.reverse();
             }
             assert_eq!([found.width, found.height], sides, "{name}");

@@ -55,6 +55,8 @@ pub struct ImageHeader {
     pub width: usize,
     /// The height in pixels, before the image is turned upright.
     pub height: usize,
+    /// True if the image is turned by a quarter, so that its width becomes its height.
+    pub is_turned: bool,
     /// An upper bound of the memory that [`Image::from_bytes`] needs for this image, in bytes. The file itself does not
     /// count.
     pub decoding_bytes: u64,

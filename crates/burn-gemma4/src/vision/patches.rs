@@ -1,9 +1,10 @@
 //! The size of an image in a prompt, and the image's patches.
 
 use super::image::{Image, Pixels, SOFT_TOKENS};
-use super::resize::resize;
+use super::resize::{WEIGHT_BYTES, resize};
 use crate::error::Gemma4Error;
 use crate::json;
+use crate::media_size::MediumSize;
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt;
@@ -145,15 +146,35 @@ impl ImageProcessor {
         }
     }
 
-    /// Returns the number of columns and rows of soft tokens that represent an image.
+    /// Returns the number of columns and rows of soft tokens that represent an image of `width` and `height` pixels.
+    /// `max_soft_tokens` is their largest number, if this number is not the checkpoint's.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the image would have no soft tokens.
-    pub fn soft_tokens(&self, image: &Image) -> Result<[usize; 2], Gemma4Error> {
+    pub fn soft_tokens(
+        &self,
+        [width, height]: [usize; 2],
+        max_soft_tokens: Option<usize>,
+    ) -> Result<[usize; 2], Gemma4Error> {
         let side = self.patch_size * self.pooling_kernel_size;
-        let soft_tokens = image.max_soft_tokens().unwrap_or(self.max_soft_tokens);
-        let target = self.target(image.width(), image.height(), soft_tokens)?;
+        let most = max_soft_tokens.unwrap_or(self.max_soft_tokens);
+        let target = self.target(width, height, most)?;
         Ok(target.map(|length| length / side))
+    }
+
+    /// Returns the size of an image of `width` and `height` pixels that becomes this number of columns and rows of soft
+    /// tokens.
+    pub fn size(&self, [width, height]: [usize; 2], soft_tokens: [usize; 2]) -> MediumSize {
+        let side = self.patch_size * self.pooling_kernel_size;
+        let [columns, rows] = soft_tokens;
+        let (to_width, to_height) = (columns * side, rows * side);
+        let bytes = 3 * to_width * to_height;
+        let longest = width.max(height).max(to_width).max(to_height);
+        MediumSize {
+            tokens: columns * rows + 2,
+            bytes,
+            preparing_bytes: bytes + 3 * to_width * height + WEIGHT_BYTES * longest,
+        }
     }
 
     /// Resizes an image for the model.
@@ -161,7 +182,8 @@ impl ImageProcessor {
     /// # Errors
     /// Returns the errors of [`soft_tokens`](Self::soft_tokens).
     pub fn patches(&self, image: &Image) -> Result<Patches, Gemma4Error> {
-        let [columns, rows] = self.soft_tokens(image)?;
+        let size = [image.width(), image.height()];
+        let [columns, rows] = self.soft_tokens(size, image.max_soft_tokens())?;
         let (columns, rows) = (
             columns * self.pooling_kernel_size,
             rows * self.pooling_kernel_size,

@@ -23,7 +23,8 @@ impl PreparedImage {
     /// # Errors
     /// Returns the errors of [`ImageProcessor::soft_tokens`].
     pub(super) fn new(image: &Image, processor: ImageProcessor) -> Result<Self, Gemma4Error> {
-        let soft_tokens = processor.soft_tokens(image)?;
+        let size = [image.width(), image.height()];
+        let soft_tokens = processor.soft_tokens(size, image.max_soft_tokens())?;
         let pixels = image.pixels();
         let [columns, rows] = soft_tokens;
         let sizes = [pixels.width, pixels.height, columns, rows];
@@ -37,11 +38,6 @@ impl PreparedImage {
     /// The number of soft tokens.
     pub(crate) fn count(&self) -> usize {
         self.soft_tokens.into_iter().product()
-    }
-
-    /// The number of columns and rows of soft tokens.
-    pub(crate) fn soft_tokens(&self) -> [usize; 2] {
-        self.soft_tokens
     }
 
     /// The number of tokens that the image takes in a prompt: its soft tokens, a begin token and an end token.
@@ -105,7 +101,7 @@ mod tests {
     #[test]
     fn prepared_image_of_another_processor_is_not_reused() {
         let image = image(40, 30, 0);
-        let found = [280, 70, 280].map(|most| prepared(&image, most).soft_tokens());
+        let found = [280, 70, 280].map(|most| prepared(&image, most).soft_tokens);
         assert_eq!(found, [[19, 14], [9, 7], [19, 14]]);
         assert_eq!(prepared(&image, 70).tokens(), 65);
         assert_eq!(prepared(&image, 70).bytes(), 63 * 48 * 48 * 3);

@@ -11,6 +11,10 @@ const CUBIC: f64 = -0.5;
 /// The half width of the cubic filter in pixels.
 const SUPPORT: f64 = 2.0;
 
+/// The largest number of bytes of the weights along one axis, for each pixel of its longer side: five weights of 12
+/// bytes while they are rounded, and two windows.
+pub(super) const WEIGHT_BYTES: usize = 5 * 12 + 2 * 32;
+
 /// The weights of the source pixels of each target pixel along one axis. The weights are integers with `precision`
 /// bits after the point.
 struct Weights {
