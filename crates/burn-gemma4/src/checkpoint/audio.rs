@@ -54,6 +54,17 @@ impl AudioFormat {
             preparing_bytes: 2 * bytes,
         }
     }
+
+    /// Checks that the features of a clip are those of this model.
+    fn check(&self, features: &Features) -> Result<(), Gemma4Error> {
+        let (found, expected) = (features.columns, self.extractor.columns());
+        match found == expected {
+            true => Ok(()),
+            false => Err(refused(format!(
+                "has {found} features in a frame; expected {expected}, so prepare the clip by the encoder of this checkpoint"
+            ))),
+        }
+    }
 }
 
 /// An audio clip whose soft tokens are being computed.
@@ -120,8 +131,9 @@ impl LazyAudio {
     /// Begins to compute the soft tokens of a clip. The first call loads the weights.
     ///
     /// # Errors
-    /// Returns an error if the weights cannot be loaded.
+    /// Returns an error if the weights cannot be loaded, or if the clip was prepared for another model.
     pub fn begin(&self, features: &Features) -> Result<AudioPass, Gemma4Error> {
+        self.format().check(features)?;
         Ok(match self.loaded()? {
             Encoder::Tower(audio) => AudioPass::Tower(Box::new(audio.begin(features))),
             Encoder::Projected(audio) => {

@@ -57,6 +57,24 @@ impl ImageFormat {
         Ok(self.processor.size(size, soft_tokens))
     }
 
+    /// Checks that an image has been resized for patches and soft tokens of this model.
+    fn check(&self, patches: &Patches) -> Result<(), Gemma4Error> {
+        let (patch_size, side) = (self.config.patch_size, self.config.pooling_kernel_size);
+        let is_whole = |patches: usize| patches > 0 && patches.is_multiple_of(side);
+        let is_own =
+            patches.patch_size == patch_size && is_whole(patches.columns) && is_whole(patches.rows);
+        match is_own {
+            true => Ok(()),
+            false => Err(Gemma4Error::Argument {
+                argument: "image",
+                reason: format!(
+                    "has {} x {} patches of {} pixels; expected patches of {patch_size} pixels in squares of {side} x {side}, so prepare the image by the encoder of this checkpoint",
+                    patches.columns, patches.rows, patches.patch_size
+                ),
+            }),
+        }
+    }
+
     fn check_positions(&self, [columns, rows]: [usize; 2]) -> Result<(), Gemma4Error> {
         let positions = match &self.config.encoder {
             EncoderConfig::Tower(tower) => {
@@ -144,6 +162,7 @@ impl LazyVision {
     /// # Errors
     /// Returns an error if the weights cannot be loaded, or if the image does not fit the model.
     pub fn begin(&self, patches: &Patches) -> Result<ImagePass, Gemma4Error> {
+        self.format().check(patches)?;
         Ok(match self.loaded()? {
             Encoder::Tower(vision) => ImagePass::Tower(Box::new(vision.begin(patches)?)),
             Encoder::Projected(vision) => ImagePass::Projected(Box::new(vision.begin(patches)?)),
