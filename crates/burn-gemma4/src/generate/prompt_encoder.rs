@@ -109,10 +109,20 @@ impl PromptEncoder {
         images: &[PreparedImage],
         audio: &[PreparedAudio],
     ) -> Result<EncodedPrompt, Gemma4Error> {
-        if !images.is_empty() {
+        self.check(&tokens, images.len(), audio.len())?;
+        Ok(EncodedPrompt::expand(tokens, images, audio, &self.formats))
+    }
+
+    /// Checks that there is one of `images` images or `audio` audio clips for each placeholder in `tokens`, before the
+    /// images and clips are prepared.
+    ///
+    /// # Errors
+    /// Returns the errors of [`encode`](Self::encode).
+    pub fn check(&self, tokens: &[u32], images: usize, audio: usize) -> Result<(), Gemma4Error> {
+        if images > 0 {
             self.check_vision()?;
         }
-        if !audio.is_empty() {
+        if audio > 0 {
             self.check_audio()?;
         }
         let MediaFormats {
@@ -122,7 +132,54 @@ impl PromptEncoder {
         let media = [(vision.is_ok(), IMAGE), (hearing.is_ok(), AUDIO)];
         let media = media.into_iter().filter(|(is_read, _)| *is_read);
         let media: Vec<&str> = media.map(|(_, medium)| medium).collect();
-        self.placeholders.check_except(&tokens, &media)?;
-        EncodedPrompt::expand(tokens, images, audio, &self.formats)
+        self.placeholders.check_except(tokens, &media)?;
+        if let Ok(format) = vision {
+            let nouns = ["image", "images"];
+            check_count(tokens, format.config.image_token, images, nouns)?;
+        }
+        match hearing {
+            Ok(format) => {
+                let nouns = ["audio", "audio clips"];
+                check_count(tokens, format.config.audio_token, audio, nouns)
+            }
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+/// Checks that there are as many placeholders of a kind as media. `nouns` are the words for a placeholder and for the
+/// media in messages.
+fn check_count(
+    tokens: &[u32],
+    placeholder: u32,
+    media: usize,
+    [noun, plural]: [&str; 2],
+) -> Result<(), Gemma4Error> {
+    let placeholders = tokens.iter().filter(|token| **token == placeholder);
+    let placeholders = placeholders.count();
+    match placeholders == media {
+        true => Ok(()),
+        false => Err(Gemma4Error::Argument {
+            argument: "prompt",
+            reason: format!(
+                "has {placeholders} {noun} placeholders, but {media} {plural}; expected one for each placeholder"
+            ),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn check_count_of_other_numbers_names_the_kind() {
+        let check = |media| check_count(&[5, 8, 5], 5, media, ["audio", "audio clips"]);
+        check(2).expect("the numbers are equal");
+        for media in [0, 1, 3] {
+            let error = check(media).expect_err("the numbers differ").to_string();
+            let words = format!("2 audio placeholders, but {media} audio clips");
+            assert!(error.contains(&words), "{error}");
+        }
     }
 }
