@@ -691,7 +691,8 @@ impl Gemma4 {
     ///
     /// # Errors
     /// Passes on the errors of [`Prefill::new`]. Returns [`Gemma4Error::Argument`] if the prompt has images, and the
-    /// model sees none, or if the prompt has audio, and the model hears none.
+    /// model sees none, or if the prompt has audio, and the model hears none. Returns the same error for a placeholder
+    /// without an image or audio clip.
     pub fn prefill(
         &self,
         prompt: impl Into<EncodedPrompt>,
@@ -702,6 +703,8 @@ impl Gemma4 {
             media,
             inputs,
         } = prompt.into();
+        let places = media.iter().map(|medium| medium.tokens.clone());
+        self.placeholders.check_outside(&tokens, places)?;
         let prefill = Prefill::new(&self.model, tokens, kind)?.with_graphs(&self.graphs);
         if media.is_empty() {
             return Ok(prefill);

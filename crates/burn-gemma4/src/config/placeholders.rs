@@ -4,6 +4,7 @@ use crate::error::Gemma4Error;
 use crate::json;
 use serde::Deserialize;
 use serde_json::Value;
+use std::ops::Range;
 
 /// The tokens that stand for images, audio and video in the prompts of a multimodal model. Each of them must be replaced
 /// before the model reads the prompt. A model without such tokens has no placeholders.
@@ -79,6 +80,20 @@ impl Placeholders {
         Self::refuse(others.filter(|one| !media.contains(&one.medium)), tokens)
     }
 
+    /// Checks that tokens contain placeholders only in `media`, the places of images and audio clips in ascending order.
+    pub(crate) fn check_outside(
+        &self,
+        tokens: &[u32],
+        media: impl Iterator<Item = Range<usize>>,
+    ) -> Result<(), Gemma4Error> {
+        let mut start = 0;
+        for medium in media {
+            self.check(tokens.get(start..medium.start).unwrap_or_default())?;
+            start = medium.end;
+        }
+        self.check(tokens.get(start..).unwrap_or_default())
+    }
+
     fn refuse<'a>(
         mut placeholders: impl Iterator<Item = &'a Placeholder>,
         tokens: &[u32],
@@ -115,6 +130,17 @@ mod tests {
             }
         }
         placeholders.check(&[1, 6, 8]).expect("no placeholders");
+    }
+
+    #[test]
+    fn check_outside_of_media_refuses_placeholders_between_them() {
+        let json = r#"{"text_config": {}, "image_token_id": 5}"#;
+        let placeholders = Placeholders::from_json(json, 262_144).expect("the file parses");
+        let check = |tokens: &[u32]| placeholders.check_outside(tokens, [1..3, 4..5].into_iter());
+        check(&[1, 5, 5, 2, 5, 2]).expect("all placeholders are in media");
+        for tokens in [[5, 5, 5, 2, 5, 2], [1, 5, 5, 5, 5, 2], [1, 5, 5, 2, 5, 5]] {
+            assert!(check(&tokens).is_err(), "{tokens:?}");
+        }
     }
 
     #[test]
