@@ -6,14 +6,22 @@ use crate::{
 };
 use burn_gemma4::{Gemma4, Message, SavedSession, Session};
 use std::{
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io,
     path::{Path, PathBuf},
-    time::SystemTime,
+    thread::sleep,
+    time::{Duration, Instant, SystemTime},
 };
 
 /// The largest number of symbolic links to follow. A longer chain is treated as a cycle.
 const MOST_LINKS: usize = 40;
+
+/// The longest wait for another program's lock. A program holds the lock while it writes a session, which may be some
+/// gigabytes.
+const LONGEST_LOCK: Duration = Duration::from_secs(60);
+
+/// The interval between two attempts to lock.
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The file of `--cache`. The program reads the file once, and writes the file each time the session has changed.
 pub struct CacheFile {
@@ -110,7 +118,7 @@ impl CacheFile {
     /// # Errors
     /// Passes on the errors of [`Session::save`].
     pub fn write(&mut self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
-        let _locked = locked(folder_of(&self.path));
+        let _locked = locked(folder_of(&self.path), LONGEST_LOCK);
         if Identity::of(&self.path)? != self.seen {
             let beside = self.beside()?;
             note(format_args!(
@@ -160,12 +168,28 @@ impl CacheFile {
     }
 }
 
-/// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock
-/// folders, such as Windows and some network file systems. Two writes at the same time may then lose one of them.
-fn locked(folder: &Path) -> Option<File> {
-    let folder = File::open(folder).ok()?;
-    folder.lock().ok()?;
-    Some(folder)
+/// Waits up to `longest` for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system
+/// cannot lock folders, such as Windows and some network file systems. Returns `None` with a note if another program
+/// keeps the lock. Two writes at the same time may then lose one of them.
+fn locked(folder: &Path, longest: Duration) -> Option<File> {
+    let file = File::open(folder).ok()?;
+    let start = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Some(file),
+            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => (),
+            Err(TryLockError::Error(_)) => return None,
+            Err(TryLockError::WouldBlock) if start.elapsed() < longest => sleep(LOCK_INTERVAL),
+            Err(TryLockError::WouldBlock) => {
+                note(format_args!(
+                    "--cache: another program has locked {} for {} s; the session is written without the lock",
+                    folder.display(),
+                    longest.as_secs()
+                ));
+                return None;
+            }
+        }
+    }
 }
 
 /// Follows symbolic links to the final path. The final path may not exist.
@@ -193,16 +217,15 @@ fn folder_of(path: &Path) -> &Path {
 mod tests {
     use super::*;
     use std::sync::mpsc;
-    use std::time::Duration;
 
     #[test]
     fn locked_folder_is_locked_once_at_a_time() {
         let folder = tempfile::tempdir().expect("a folder");
-        let first = locked(folder.path()).expect("the folder can be locked");
+        let first = locked(folder.path(), LONGEST_LOCK).expect("the folder can be locked");
         let (sender, receiver) = mpsc::channel();
         let path = folder.path().to_path_buf();
         let second = std::thread::spawn(move || {
-            let locked = locked(&path);
+            let locked = locked(&path, LONGEST_LOCK);
             sender.send(()).expect("the test waits");
             locked.is_some()
         });
@@ -211,5 +234,14 @@ mod tests {
         drop(first);
         receiver.recv().expect("the second lock follows");
         assert!(second.join().expect("no panic"));
+    }
+
+    #[test]
+    fn locked_folder_of_a_program_that_hangs_is_given_up() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let first = locked(folder.path(), Duration::ZERO).expect("the folder can be locked");
+        assert!(locked(folder.path(), Duration::from_millis(50)).is_none());
+        drop(first);
+        assert!(locked(folder.path(), Duration::ZERO).is_some());
     }
 }
