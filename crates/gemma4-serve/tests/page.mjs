@@ -42,14 +42,17 @@ assert.match(await last.locator("footer").textContent(), /^\d+ tokens, [\d.]+ to
 assert.notEqual(await last.locator("div").last().textContent(), "");
 assert(await last.locator("details").isHidden(), "an answer without thoughts shows none");
 
-// An answer is stopped while it arrives, and the server stops too.
-await set("max_tokens", "7000");
-await set("temperature", "1.5");
+// An answer is stopped while it arrives, and the server stops too. The answer must not end before.
+await page.route("**/v1/chat/completions", (route) => {
+  const body = JSON.parse(route.request().postData());
+  route.continue({ postData: JSON.stringify({ ...body, ignore_eos: true, max_tokens: 8000 }) });
+});
 await send("Count to a million.");
 await page.waitForFunction(() => [...document.querySelectorAll(".assistant")].at(-1).textContent.length > 20);
 await page.click("#stop");
 await ended();
 assert.equal(await last.locator("footer").textContent(), "stopped");
+await page.unroute("**/v1/chat/completions");
 await page.waitForFunction(async () => (await (await fetch("/metrics")).text()).includes("gemma4_running_answers 0"));
 
 // The error of a wrong setting is shown, and the next message works.
@@ -57,6 +60,7 @@ await set("temperature", "9");
 await send("Too hot");
 await ended();
 assert.match(await last.locator("footer.error").textContent(), /^temperature: is 9/);
+assert.equal(await page.inputValue("#input"), "Too hot", "a refused message is not lost");
 faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400")));
 await set("temperature", "");
 await set("max_tokens", "60");
@@ -87,8 +91,29 @@ assert.deepEqual(content, [
   { type: "text", text: "What is this?" },
 ]);
 assert.equal(await page.locator(".user").last().locator("img").evaluate((image) => image.naturalWidth), 1);
-assert.equal(await shown.count(), 0);
 assert.match(await last.locator("footer.error").textContent(), /sees no images/);
+assert.equal(await shown.count(), 1, "the image of a refused message is not lost");
+assert.equal(await page.inputValue("#input"), "What is this?");
+await page.locator("#attached button").click();
+
+// A large image is scaled, and an image that is read after "New chat" is dropped.
+const large = await page.evaluate(() => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [4000, 1000];
+  canvas.getContext("2d").fillRect(0, 0, 4000, 1000);
+  return canvas.toDataURL("image/jpeg").split(",")[1];
+});
+await page.setInputFiles("#files", [file("large.jpg", "image/jpeg", Buffer.from(large, "base64"))]);
+await shown.waitFor();
+await page.waitForFunction(() => document.querySelector("#attached img").complete);
+assert.deepEqual(await shown.evaluate((image) => [image.naturalWidth, image.naturalHeight]), [1600, 400]);
+assert.match(await shown.getAttribute("src"), /^data:image\/jpeg;base64,/);
+await page.evaluate((bytes) => {
+  attach([new File([new Uint8Array(bytes)], "late.png", { type: "image/png" })]);
+  document.getElementById("reset").click();
+}, [...png]);
+await page.waitForFunction(() => reading === 0);
+assert.equal(await shown.count(), 0);
 faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400")));
 
 // Thoughts are folded. The model in the program does not think, so this answer is prepared.
