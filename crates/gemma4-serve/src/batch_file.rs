@@ -9,7 +9,7 @@
 //! | OpenAI's batch form | `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}` |
 
 use crate::engine::EngineOptions;
-use crate::http::{ImageOptions, MAX_PROMPTS, Server, ServerOptions};
+use crate::http::{MAX_PROMPTS, MediaOptions, Server, ServerOptions};
 use axum::{
     Router,
     body::{Body, to_bytes},
@@ -52,7 +52,7 @@ pub enum BatchError {
 }
 
 /// Answers all requests of `input`, and writes one line for each request to `output`. A request that lacks a field of
-/// `defaults` gets this field from `defaults`. `images` are the limits of images in requests. The function stops
+/// `defaults` gets this field from `defaults`. `media` are the limits of images and audio in requests. The function stops
 /// reading requests when `is_cancelled` returns true.
 ///
 /// # Errors
@@ -61,7 +61,7 @@ pub enum BatchError {
 pub fn run_batch_file(
     gemma: Gemma4,
     engine: EngineOptions,
-    images: ImageOptions,
+    media: MediaOptions,
     input: impl BufRead + Send,
     mut output: impl Write,
     defaults: &Map<String, Value>,
@@ -75,7 +75,7 @@ pub fn run_batch_file(
         ..engine
     };
     let options = ServerOptions {
-        images,
+        media,
         ..ServerOptions::default()
     };
     let (model, longest) = (options.model.clone(), options.max_body);

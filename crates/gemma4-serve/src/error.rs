@@ -22,7 +22,8 @@ pub enum ErrorKind {
     Timeout,
     /// The request's content type is not JSON.
     MediaType,
-    /// The queue is full.
+    /// The server lacks a resource that other requests have: a place in the queue, or memory for images, audio or an
+    /// adapter. The same request may succeed later.
     Busy,
     /// The server is shutting down and refuses new requests.
     Draining,

@@ -13,4 +13,4 @@ pub mod text;
 
 pub use batch_file::{BatchCounts, BatchError, run_batch_file};
 pub use error::{ErrorKind, RequestError};
-pub use http::{ImageOptions, LOG_TARGET, Server, ServerOptions};
+pub use http::{AudioOptions, ImageOptions, LOG_TARGET, MediaOptions, Server, ServerOptions};

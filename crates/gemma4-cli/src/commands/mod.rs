@@ -14,7 +14,7 @@ mod run;
 #[cfg(feature = "serve")]
 mod serve;
 #[cfg(feature = "serve")]
-mod served_images;
+mod served_media;
 #[cfg(feature = "training")]
 mod train;
 

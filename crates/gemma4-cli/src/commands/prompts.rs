@@ -1,6 +1,6 @@
 //! Answers a file of prompts for the command `gemma4 run`. The server's engine answers many prompts together.
 
-use super::served_images::folder;
+use super::served_media::folder;
 use crate::{
     Error,
     model::{AdaptedModelArguments, GenerationArguments},
@@ -8,7 +8,7 @@ use crate::{
     terminal::{Interrupt, WrongArgument, note},
 };
 use burn_gemma4::CacheKind;
-use gemma4_serve::{ImageOptions, engine::EngineOptions, run_batch_file};
+use gemma4_serve::{MediaOptions, engine::EngineOptions, run_batch_file};
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
@@ -37,10 +37,10 @@ pub struct PromptsArguments {
     /// Largest number of prompts of --prompts to answer together.
     #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = crate::model::positive)]
     max_running: usize,
-    /// Folder whose image files the prompts of --prompts can name, by a path or a file: URL [default: prompts cannot
-    /// name files].
+    /// Folder whose image and audio files the prompts of --prompts can name, by a path or a file: URL [default: prompts
+    /// cannot name files].
     #[arg(long, value_name = "DIR", requires = "prompts")]
-    image_root: Option<PathBuf>,
+    media_root: Option<PathBuf>,
 }
 
 impl PromptsArguments {
@@ -63,9 +63,9 @@ impl PromptsArguments {
         let wrong = |name: &str, path: &Path, error: std::io::Error| {
             WrongArgument(format!("{name}: {}: {error}", path.display()))
         };
-        let images = ImageOptions {
-            root: folder(self.image_root.as_deref())?,
-            ..ImageOptions::default()
+        let media = MediaOptions {
+            root: folder(self.media_root.as_deref())?,
+            ..MediaOptions::default()
         };
         let input = File::open(prompts).map_err(|error| wrong("--prompts", prompts, error))?;
         if out.exists() && same_file(prompts, out) {
@@ -90,7 +90,7 @@ impl PromptsArguments {
             run_batch_file(
                 loaded.gemma,
                 engine,
-                images,
+                media,
                 BufReader::new(input),
                 BufWriter::new(output),
                 &defaults(generation),

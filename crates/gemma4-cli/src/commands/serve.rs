@@ -1,6 +1,6 @@
 //! The command `gemma4 serve`: a server with the APIs of OpenAI and Anthropic.
 
-use super::served_images::ServedImages;
+use super::served_media::ServedMedia;
 use crate::{
     Error,
     messages::{LogFormat, set_log_format},
@@ -83,7 +83,7 @@ pub struct Serve {
     )]
     log_format: LogFormat,
     #[command(flatten)]
-    images: ServedImages,
+    media: ServedMedia,
     #[command(flatten)]
     adapters: AdapterArguments,
     #[command(flatten)]
@@ -234,6 +234,7 @@ impl EngineArguments {
             graph_capture: true,
             max_adapters,
             load_vision: false,
+            load_audio: false,
         }
     }
 }
@@ -289,7 +290,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
         })?;
     let local = listener.local_addr()?;
     cli.adapters.check()?;
-    let images = cli.images.options()?;
+    let media = cli.media.options()?;
     let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
     let loaded = cli.model.load_all(of_model)?;
     let name = cli.name.clone();
@@ -301,7 +302,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
         max_connections: cli.max_connections,
         drain_timeout: Duration::from_secs(cli.drain_seconds),
         adapter_root,
-        images,
+        media,
         ..ServerOptions::default()
     };
     let cache = CacheKind {
@@ -309,7 +310,8 @@ fn run(cli: &Serve) -> Result<(), Error> {
         precision: cli.cache.kv.into(),
     };
     let engine = EngineOptions {
-        load_vision: options.images.max_count > 0,
+        load_vision: options.media.images.max_count > 0,
+        load_audio: options.media.audio.max_count > 0,
         ..cli.engine.options(cache, cli.adapters.max_adapters)
     };
     let models = loaded.into_iter();

@@ -51,6 +51,9 @@ pub struct EngineOptions {
     /// True to load the weights of the vision at the start, if the model has vision. Otherwise the first image loads
     /// them, while all other answers wait.
     pub load_vision: bool,
+    /// True to load the weights of the audio at the start, if the model has audio. Otherwise the first clip loads them,
+    /// while all other answers wait.
+    pub load_audio: bool,
 }
 
 impl Default for EngineOptions {
@@ -66,6 +69,7 @@ impl Default for EngineOptions {
             graph_capture: true,
             max_adapters: DEFAULT_MAX_ADAPTERS,
             load_vision: false,
+            load_audio: false,
         }
     }
 }
@@ -121,6 +125,9 @@ impl Engine {
                 let in_use = DeviceUse::begin(&device);
                 if options.load_vision {
                     gemma.load_vision().map_err(|error| error.to_string())?;
+                }
+                if options.load_audio {
+                    gemma.load_audio().map_err(|error| error.to_string())?;
                 }
                 let scheduler = Scheduler::new(&gemma, &options, shared.clone());
                 let mut scheduler = scheduler.map_err(|error| error.to_string())?;
@@ -184,19 +191,9 @@ impl Engine {
         prefixes: Option<Prefixes>,
     ) -> Result<channel::UnboundedReceiver<Event>, RequestError> {
         self.check(&request)?;
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
-        if self.shared.is_draining() {
-            return Err(draining());
-        }
+        self.check_running()?;
         if !self.shared.enter_queue() {
-            self.count_refused();
-            let message = format!(
-                "the queue is full with {} requests; try again later",
-                self.shared.limits.max_queue
-            );
-            return Err(RequestError::new(ErrorKind::Busy, message));
+            return Err(self.refuse_full());
         }
         let (events, receiver) = channel::unbounded_channel();
         let load = &self.shared.load;
@@ -216,42 +213,62 @@ impl Engine {
         }
     }
 
-    fn count_refused(&self) {
+    /// Checks that the engine has not failed, and is not draining.
+    pub(super) fn check_running(&self) -> Result<(), RequestError> {
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        match self.shared.is_draining() {
+            true => Err(draining()),
+            false => Ok(()),
+        }
+    }
+
+    /// Counts a request that is refused because the queue is full, and returns its error.
+    pub(super) fn refuse_full(&self) -> RequestError {
         let requests = &self.shared.metrics.requests;
         requests.with_label_values(&["refused"]).inc();
+        let message = format!(
+            "the queue is full with {} requests; try again later",
+            self.shared.limits.max_queue
+        );
+        RequestError::new(ErrorKind::Busy, message)
     }
 
     /// Checks the request against the engine's limits.
     fn check(&self, request: &Request) -> Result<(), RequestError> {
+        let vocabulary = self.shared.limits.vocabulary;
+        let refuse = |reason: String| Err(RequestError::field("prompt", reason));
+        let tokens = request.prompt.tokens();
+        if tokens.is_empty() {
+            return refuse("has no tokens; expected at least 1".into());
+        }
+        if let Some(token) = tokens.iter().find(|token| **token as usize >= vocabulary) {
+            return refuse(format!(
+                "has the token {token}; expected tokens below {vocabulary}"
+            ));
+        }
+        self.check_size(tokens.len(), request.choices, request.options.max_tokens)
+    }
+
+    /// Checks the numbers of prompt tokens, of answers, and of tokens of an answer against the engine's limits.
+    pub(super) fn check_size(
+        &self,
+        prompt: usize,
+        choices: usize,
+        max_tokens: usize,
+    ) -> Result<(), RequestError> {
         let limits = &self.shared.limits;
-        let (prompt, max_tokens) = (request.prompt.len(), request.options.max_tokens);
         let refuse = |field, reason: String| Err(RequestError::field(field, reason));
-        if prompt == 0 {
-            return refuse("prompt", "has no tokens; expected at least 1".into());
-        }
-        if let Some(token) = request
-            .prompt
-            .tokens()
-            .iter()
-            .find(|token| **token as usize >= limits.vocabulary)
-        {
-            let reason = format!(
-                "has the token {token}; expected tokens below {}",
-                limits.vocabulary
-            );
-            return refuse("prompt", reason);
-        }
-        if request.choices == 0 || request.choices > limits.max_running {
-            let reason = format!(
-                "is {}; expected 1 to {}",
-                request.choices, limits.max_running
-            );
+        if choices == 0 || choices > limits.max_running {
+            let reason = format!("is {choices}; expected 1 to {}", limits.max_running);
             return refuse("n", reason);
         }
         if max_tokens == 0 {
             return refuse("max_tokens", "is 0; expected at least 1".into());
         }
-        if prompt.saturating_add(max_tokens) > limits.context {
+        let longest = prompt.saturating_add(max_tokens);
+        if longest > limits.context {
             let message = format!(
                 "the context has {} tokens, but the prompt has {prompt} and the answer may have {max_tokens}; \
                  shorten the prompt or lower max_tokens",
@@ -259,8 +276,8 @@ impl Engine {
             );
             return Err(RequestError::new(ErrorKind::ContextLength, message));
         }
-        if !limits.fit(request.choices, reserved(request)) {
-            let slots = Shared::slots(request.choices, reserved(request));
+        if !limits.fit(choices, longest) {
+            let slots = Shared::slots(choices, longest);
             let message = format!(
                 "the KV cache has {} tokens, but this request needs {slots}; lower n or max_tokens",
                 limits.kv_tokens
@@ -371,7 +388,7 @@ mod tests {
             options: answer_options(),
             constraint: None,
             adapter: None,
-            image_memory: None,
+            media_memory: None,
         }
     }
 

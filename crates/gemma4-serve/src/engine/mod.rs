@@ -11,8 +11,8 @@
 //!
 //! An [`EnginePool`] has one engine for each device, and chooses the engine of each request.
 //!
-//! A prompt may have images. The vision runs in steps that take about as long as a chunk of a prompt, so images do not
-//! delay other answers for longer.
+//! A prompt may have images and audio. Their towers run in steps that take about as long as a chunk of a prompt, so they
+//! do not delay other answers for longer.
 //!
 //! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 
@@ -28,8 +28,8 @@ mod constraint_tests;
 mod device_adapters;
 mod front;
 mod handle;
-mod image_memory;
 mod load;
+mod media_memory;
 mod metrics;
 mod pool;
 #[cfg(all(test, feature = "flex"))]
@@ -43,8 +43,8 @@ mod supervise;
 pub use adapters::ServedAdapter;
 pub use constraint::{Constraint, Grammar, Grammars};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
-pub(crate) use image_memory::permits;
-pub use image_memory::{ImageMemory, ImagePool};
+pub(crate) use media_memory::permits;
+pub use media_memory::{MediaMemory, MediaPool};
 pub use metrics::Metrics;
 pub use pool::{AnswerEvents, EnginePool, PoolEnd};
 pub use request::{AnswerOptions, AnswerUsage, EndReason, Event, Request, TokenProbability};

@@ -163,6 +163,36 @@ impl EnginePool {
         })
     }
 
+    /// Checks that a request can be submitted at this moment, before the request is prepared. [`submit`](Self::submit)
+    /// checks the same again.
+    ///
+    /// # Errors
+    /// Returns [`ErrorKind::Internal`](crate::ErrorKind::Internal) if any engine has failed,
+    /// [`ErrorKind::Draining`](crate::ErrorKind::Draining) after [`drain`](Self::drain), and
+    /// [`ErrorKind::Busy`](crate::ErrorKind::Busy) if the queues of all engines are full.
+    pub fn check_open(&self) -> Result<(), RequestError> {
+        let engines = &self.0.engines;
+        engines.iter().try_for_each(Engine::check_running)?;
+        match engines.iter().any(|one| one.shared.has_room_in_queue()) {
+            true => Ok(()),
+            false => Err(engines[0].refuse_full()),
+        }
+    }
+
+    /// Checks the sizes of a request against the limits of the engines, before the request is prepared: the numbers of
+    /// prompt tokens, of answers, and of tokens of an answer. [`submit`](Self::submit) checks the same again.
+    ///
+    /// # Errors
+    /// Returns an error if a number exceeds a limit, or if there would be no answer.
+    pub fn check_size(
+        &self,
+        prompt: usize,
+        choices: usize,
+        max_tokens: usize,
+    ) -> Result<(), RequestError> {
+        self.0.engines[0].check_size(prompt, choices, max_tokens)
+    }
+
     /// Completes when an engine other than the one with this index fails.
     fn failure_of_others(&self, index: usize) -> FailureOfOthers {
         let engines = self.0.engines.iter().enumerate();

@@ -18,7 +18,7 @@ fn request(prompt: Vec<u32>, choices: usize, max_tokens: usize) -> Request {
         },
         constraint: None,
         adapter: None,
-        image_memory: None,
+        media_memory: None,
     }
 }
 

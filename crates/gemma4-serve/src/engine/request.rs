@@ -2,7 +2,7 @@
 
 use super::adapters::ServedAdapter;
 use super::constraint::Constraint;
-use super::image_memory::ImageMemory;
+use super::media_memory::MediaMemory;
 use crate::error::RequestError;
 use burn_gemma4::{EncodedPrompt, Sampling, TextKind};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// A prompt, and the options of its answers.
 #[derive(Debug)]
 pub struct Request {
-    /// The tokens and images of the prompt.
+    /// The tokens, images and audio of the prompt.
     pub prompt: EncodedPrompt,
     /// The number of answers. Answer `i` adds `i` to the seed in `options`.
     pub choices: usize,
@@ -20,8 +20,8 @@ pub struct Request {
     pub constraint: Option<Constraint>,
     /// The adapter with which the model answers, or `None` for the model alone.
     pub adapter: Option<ServedAdapter>,
-    /// The reserved memory of the prompt's images, which the engine frees after the prefill.
-    pub image_memory: Option<ImageMemory>,
+    /// The reserved memory of the prompt's images and audio, which the engine frees after the prefill.
+    pub media_memory: Option<MediaMemory>,
 }
 
 /// The options of each answer to a prompt.
@@ -56,6 +56,22 @@ pub struct AnswerOptions {
     pub max_thinking_tokens: Option<usize>,
     /// True if the answer ends after its first tool call.
     pub single_tool_call: bool,
+}
+
+impl AnswerOptions {
+    /// Checks that an answer can have as many tokens as it must have.
+    pub(crate) fn check_min_tokens(&self) -> Result<(), RequestError> {
+        match self.min_tokens > self.max_tokens {
+            true => {
+                let reason = format!(
+                    "is {}; expected at most max_tokens, {}",
+                    self.min_tokens, self.max_tokens
+                );
+                Err(RequestError::field("min_tokens", reason))
+            }
+            false => Ok(()),
+        }
+    }
 }
 
 /// An event of a request's answers.

@@ -2,7 +2,7 @@
 
 use super::client_state::{ClientGuard, ClientState};
 use super::events::Events;
-use super::images::{ImageOptions, ImageStore, shown};
+use super::media::{MediaOptions, MediaStore, shown};
 use super::request_log::RequestLog;
 use crate::engine::{Constraint, EnginePool, Grammar, Grammars, Request, ServedAdapter};
 use crate::error::{ErrorKind, RequestError};
@@ -36,8 +36,8 @@ pub struct ServerOptions {
     /// The folder from whose subfolders clients can load adapters. `None` refuses to load and unload adapters over
     /// HTTP.
     pub adapter_root: Option<PathBuf>,
-    /// The limits of images.
-    pub images: ImageOptions,
+    /// The limits of images and audio.
+    pub media: MediaOptions,
 }
 
 impl Default for ServerOptions {
@@ -52,7 +52,7 @@ impl Default for ServerOptions {
             heartbeat: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
             adapter_root: None,
-            images: ImageOptions::default(),
+            media: MediaOptions::default(),
         }
     }
 }
@@ -62,7 +62,7 @@ impl Default for ServerOptions {
 pub(crate) struct App {
     pub engines: EnginePool,
     pub text: TextModel,
-    pub images: ImageStore,
+    pub media: MediaStore,
     pub options: ServerOptions,
     pub started: u64,
     /// The projections of each engine's model to which adapters apply.
@@ -82,7 +82,7 @@ impl App {
         Self {
             engines,
             text,
-            images: ImageStore::new(options.images.clone()),
+            media: MediaStore::new(options.media.clone()),
             targets,
             reading: Mutex::new(()),
             options,
@@ -176,12 +176,14 @@ impl App {
     }
 
     /// Runs `prepare` on a thread for blocking work, and submits the resulting request. Chat templates, the tokenizer,
-    /// grammars and images may take long, and must not delay other connections.
+    /// grammars, images and audio may take long, and must not delay other connections.
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
         log: &RequestLog,
         prepare: impl FnOnce(&Self, &ClientState) -> Result<(Request, T), RequestError> + Send + 'static,
     ) -> Result<(Events, usize, T), RequestError> {
+        // Refuse early, because the preparation may take long.
+        self.engines.check_open()?;
         let (app, log) = (self.clone(), log.clone());
         let guard = ClientGuard::default();
         let client = guard.state();

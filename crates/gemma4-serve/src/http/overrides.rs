@@ -61,13 +61,7 @@ impl Overrides {
         };
         if let Some(count) = self.min_tokens {
             options.min_tokens = usize::try_from(count).unwrap_or(usize::MAX);
-            if options.min_tokens > options.max_tokens {
-                let reason = format!(
-                    "is {count}; expected at most max_tokens, {}",
-                    options.max_tokens
-                );
-                return Err(RequestError::field("min_tokens", reason));
-            }
+            options.check_min_tokens()?;
         }
         let sampling = &mut options.sampling;
         let draws = self.top_p.is_some() || self.top_k.is_some() || self.min_p.is_some();

@@ -1,36 +1,37 @@
 //! Conversations: messages and tools in a form that does not depend on the API of the request.
 
-use burn_gemma4::PreparedImage;
 use serde_json::{Map, Value, json};
 
-/// The content of a message of the user or of a tool: texts and images, in the order in which the model reads them.
+/// The content of a message of the user or of a tool: texts, images and audio, in the order in which the model reads them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Content(Vec<Part>);
 
-/// A part of a message's content.
+/// A part of a message's content. An image or an audio clip is the index by which the caller knows it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Part {
     /// A text.
     Text(String),
     /// An image.
-    Image(PreparedImage),
+    Image(usize),
+    /// An audio clip.
+    Audio(usize),
 }
 
 impl Content {
-    /// Returns the images in order.
-    pub fn images(&self) -> impl Iterator<Item = &PreparedImage> {
+    /// Returns the indices of the images and audio clips in order.
+    pub fn media(&self) -> impl Iterator<Item = usize> {
         self.0.iter().filter_map(|part| match part {
-            Part::Image(image) => Some(image),
+            Part::Image(index) | Part::Audio(index) => Some(*index),
             Part::Text(_) => None,
         })
     }
 
     /// Returns the content in the JSON format that chat templates of Hugging Face Transformers expect. Content without
-    /// images is a text, because some templates accept only texts.
+    /// images and audio is a text, because some templates accept only texts.
     fn to_json(&self) -> Value {
         let texts = self.0.iter().map(|part| match part {
             Part::Text(text) => Some(text.as_str()),
-            Part::Image(_) => None,
+            Part::Image(_) | Part::Audio(_) => None,
         });
         match texts.collect::<Option<String>>() {
             Some(text) => Value::String(text),
@@ -44,6 +45,7 @@ impl Part {
         match self {
             Self::Text(text) => json!({"type": "text", "text": text}),
             Self::Image(_) => json!({"type": "image"}),
+            Self::Audio(_) => json!({"type": "audio"}),
         }
     }
 }
@@ -88,19 +90,19 @@ pub enum ChatMessage {
         id: String,
         /// The name of the tool.
         name: String,
-        /// The texts and images of the result.
+        /// The texts, images and audio of the result.
         content: Content,
     },
 }
 
 impl ChatMessage {
-    /// Returns the images of the message in order.
-    pub fn images(&self) -> impl Iterator<Item = &PreparedImage> {
+    /// Returns the indices of the message's images and audio clips in order.
+    pub fn media(&self) -> impl Iterator<Item = usize> {
         let content = match self {
             Self::User(content) | Self::Tool { content, .. } => Some(content),
             Self::System(_) | Self::Assistant { .. } => None,
         };
-        content.into_iter().flat_map(Content::images)
+        content.into_iter().flat_map(Content::media)
     }
 
     /// Returns the message in the JSON format that chat templates of Hugging Face Transformers expect.

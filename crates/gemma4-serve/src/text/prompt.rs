@@ -4,8 +4,9 @@ use super::conversation::{ChatMessage, Tool};
 use crate::engine::AnswerOptions;
 use crate::error::{ErrorKind, RequestError};
 use burn_gemma4::{
-    ChatOptions, ChatTemplate, EncodedPrompt, Gemma4, Gemma4Error, GenerateOptions, Image, Marking,
-    PreparedImage, PromptEncoder, Tokenizer,
+    Audio, AudioHeader, ChatOptions, ChatTemplate, EncodedPrompt, Gemma4, Gemma4Error,
+    GenerateOptions, Image, ImageHeader, Marking, MediumSize, PreparedAudio, PreparedImage,
+    PromptEncoder, Tokenizer,
 };
 use serde_json::{Map, Value};
 
@@ -126,6 +127,38 @@ impl TextModel {
         checked.map_err(|error| of_field(field, error))
     }
 
+    /// Checks that the model hears audio. `field` is the field of the request with an audio clip.
+    ///
+    /// # Errors
+    /// Returns the reason why the model hears no audio.
+    pub(crate) fn check_audio(&self, field: &str) -> Result<(), RequestError> {
+        let checked = self.encoder.check_audio();
+        checked.map_err(|error| of_field(field, error))
+    }
+
+    /// Returns the size that an image will have, from the header of its file. `field` is the field of the request with
+    /// the image, and `soft_tokens` is their largest number if it is not the checkpoint's.
+    pub(crate) fn image_size(
+        &self,
+        field: &str,
+        header: &ImageHeader,
+        soft_tokens: Option<usize>,
+    ) -> Result<MediumSize, RequestError> {
+        let size = self.encoder.image_size(header, soft_tokens);
+        size.map_err(|error| of_field(field, error))
+    }
+
+    /// Returns the size that an audio clip will have, from the header of its file. `field` is the field of the request
+    /// with the clip.
+    pub(crate) fn audio_size(
+        &self,
+        field: &str,
+        header: &AudioHeader,
+    ) -> Result<MediumSize, RequestError> {
+        let size = self.encoder.audio_size(header);
+        size.map_err(|error| of_field(field, error))
+    }
+
     /// Resizes an image for the model. `field` is the field of the request with the image.
     ///
     /// # Errors
@@ -135,20 +168,28 @@ impl TextModel {
         prepared.map_err(|error| of_field(field, error))
     }
 
-    /// Encodes a conversation by the chat template. The names of special tokens in messages and tools are encoded as plain
-    /// text, so that a message cannot end its own turn.
+    /// Computes the features of an audio clip for the model. `field` is the field of the request with the clip.
     ///
     /// # Errors
-    /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation has too
-    /// many characters for the context. Returns an error if the template does not show all images.
-    pub fn chat_prompt(
+    /// Returns an error if the model hears no audio, or if the clip is too short.
+    pub fn prepare_audio(&self, field: &str, audio: &Audio) -> Result<PreparedAudio, RequestError> {
+        let prepared = self.encoder.prepare_audio(audio);
+        prepared.map_err(|error| of_field(field, error))
+    }
+
+    /// Encodes a conversation by the chat template. Each image and each audio clip is one placeholder, which
+    /// [`encode`](Self::encode) replaces. The names of special tokens in messages and tools are encoded as plain text, so
+    /// that a message cannot end its own turn.
+    ///
+    /// # Errors
+    /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation has
+    /// too many characters for the context.
+    pub fn chat_tokens(
         &self,
         messages: &[ChatMessage],
         tools: &[Tool],
         enable_thinking: bool,
-    ) -> Result<EncodedPrompt, RequestError> {
-        let images = messages.iter().flat_map(ChatMessage::images);
-        let images: Vec<PreparedImage> = images.cloned().collect();
+    ) -> Result<Vec<u32>, RequestError> {
         let messages: Vec<Value> = merged(messages).iter().map(ChatMessage::to_json).collect();
         let tools: Vec<Value> = tools.iter().map(Tool::to_json).collect();
         let mut texts = Vec::new();
@@ -182,20 +223,43 @@ impl TextModel {
                 with
             }
         };
-        // The text has one placeholder for each image.
-        let of_images: usize = images.iter().map(|image| image.tokens() - 1).sum();
-        self.check_length(marking.fewest_tokens(&prompt) + of_images)?;
-        let tokens = marking.encode(&prompt)?;
-        let encoded = self.encoder.encode(tokens, &images, &[]);
-        // With images, the numbers of placeholders and images differ if the template does not show the images of some
-        // messages, such as tool results.
+        self.check_length(marking.fewest_tokens(&prompt))?;
+        Ok(marking.encode(&prompt)?)
+    }
+
+    /// Checks that a conversation has one placeholder for each of its images and audio clips. The numbers differ if the
+    /// chat template does not show the images of some messages, such as tool results.
+    ///
+    /// # Errors
+    /// Returns an error that names the numbers.
+    pub(crate) fn check_media(
+        &self,
+        tokens: &[u32],
+        images: usize,
+        audio: usize,
+    ) -> Result<(), RequestError> {
+        let checked = self.encoder.check(tokens, images, audio);
+        checked.map_err(|error| of_field("messages", error))
+    }
+
+    /// Replaces the placeholders of a conversation by its images and audio clips, in order.
+    ///
+    /// # Errors
+    /// Returns an error if there is not one image or clip for each placeholder, or if the model does not read them.
+    pub fn encode(
+        &self,
+        tokens: Vec<u32>,
+        images: &[PreparedImage],
+        audio: &[PreparedAudio],
+    ) -> Result<EncodedPrompt, RequestError> {
+        let encoded = self.encoder.encode(tokens, images, audio);
         encoded.map_err(|error| of_field("messages", error))
     }
 
     /// Refuses a prompt if the context has no place for the prompt and one further token. `fewest` is a lower bound of
     /// the prompt's number of tokens. The check precedes encoding, because the tokenizer may need seconds for a prompt
     /// that is many times too long.
-    fn check_length(&self, fewest: usize) -> Result<(), RequestError> {
+    pub(crate) fn check_length(&self, fewest: usize) -> Result<(), RequestError> {
         match fewest < self.context {
             true => Ok(()),
             false => {
@@ -209,8 +273,8 @@ impl TextModel {
     }
 }
 
-/// Converts an error about an image to an error about a field of the request.
-fn of_field(field: &str, error: Gemma4Error) -> RequestError {
+/// Converts an error about an image or an audio clip to an error about a field of the request.
+pub(crate) fn of_field(field: &str, error: Gemma4Error) -> RequestError {
     match error {
         Gemma4Error::Argument { reason, .. } => RequestError::field(field, reason),
         error => error.into(),

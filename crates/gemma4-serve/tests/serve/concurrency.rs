@@ -103,7 +103,7 @@ async fn random_requests_equal_the_same_requests_alone() {
             options,
             constraint: None,
             adapter: None,
-            image_memory: None,
+            media_memory: None,
         };
         let choices = request.choices;
         let mut events = engine.submit(request).expect("the queue is not full");
@@ -180,7 +180,7 @@ async fn waiting_prompts_run_in_one_pass_with_the_same_answers() {
             options,
             constraint: None,
             adapter: None,
-            image_memory: None,
+            media_memory: None,
         };
         let (sampling, choices) = (request.options.sampling.clone(), request.choices);
         let events = engine.submit(request).expect("the queue is not full");
@@ -277,7 +277,7 @@ async fn nan_in_one_of_the_waiting_prompts_fails_only_that_prompt() {
                 options: options.clone(),
                 constraint: None,
                 adapter: None,
-                image_memory: None,
+                media_memory: None,
             };
             engine.submit(request).expect("the queue is not full")
         };
@@ -321,7 +321,7 @@ async fn waiting_prompts_with_a_shared_prefix_reuse_it() {
         options: options.clone(),
         constraint: None,
         adapter: None,
-        image_memory: None,
+        media_memory: None,
     };
     let events: Vec<_> = (200..204)
         .map(|last| engine.submit(request(last)))

@@ -2,7 +2,7 @@
 
 use crate::harness::gemma;
 use gemma4_serve::engine::EngineOptions;
-use gemma4_serve::{ImageOptions, run_batch_file};
+use gemma4_serve::{MediaOptions, run_batch_file};
 use serde_json::{Map, Value, json};
 
 #[test]
@@ -32,7 +32,7 @@ fn each_line_is_answered_in_order() {
     let counts = run_batch_file(
         gemma(),
         options,
-        ImageOptions::default(),
+        MediaOptions::default(),
         input.as_bytes(),
         &mut output,
         &defaults,

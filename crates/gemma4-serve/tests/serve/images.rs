@@ -4,7 +4,7 @@ use crate::harness::{Harness, gemma, with_model};
 use crate::pictures::{base64, image_url, model, png, text};
 use gemma4_serve::engine::EngineOptions;
 use gemma4_serve::text::TextModel;
-use gemma4_serve::{ImageOptions, ServerOptions, run_batch_file};
+use gemma4_serve::{ImageOptions, MediaOptions, ServerOptions, run_batch_file};
 use serde_json::{Map, Value, json};
 
 fn content(part: Value) -> Value {
@@ -66,14 +66,14 @@ async fn other_media_are_refused_by_name() {
         ServerOptions::default(),
         None,
     );
-    let audio = json!({"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}});
+    let video = json!({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}});
     let file = json!({"type": "input_file", "file_id": "a"});
     let document = json!({"type": "document", "source": {"type": "text", "data": "a"}});
     for (path, body, words) in [
         (
             "/v1/chat/completions",
-            chat(audio),
-            ["messages[0].content[1].type", "input_audio"],
+            chat(video),
+            ["messages[0].content[1].type", "video_url"],
         ),
         (
             "/v1/completions",
@@ -148,8 +148,16 @@ async fn images_outside_of_user_messages_are_refused() {
 
 /// Creates a server with limits on images.
 fn limited(images: ImageOptions) -> Harness {
-    let options = ServerOptions {
+    with_media(MediaOptions {
         images,
+        ..MediaOptions::default()
+    })
+}
+
+/// Creates a server with limits on images and audio.
+fn with_media(media: MediaOptions) -> Harness {
+    let options = ServerOptions {
+        media,
         ..ServerOptions::default()
     };
     Harness::of_models(
@@ -206,32 +214,30 @@ async fn limits_of_images_are_enforced() {
         "{message}"
     );
 
-    // An image needs 6 bytes for each of its pixels to be decoded.
-    let harness = limited(ImageOptions {
-        memory: 59 << 10,
-        ..usual()
-    });
-    let message = refused(
-        &harness,
-        path,
-        chat(image_url(&png(101, 100, 1, None))),
-        400,
-    )
-    .await;
+    // An image needs 6 bytes for each of its pixels to be decoded. Its 64 soft tokens of 6,912 bytes, the 115,200 bytes
+    // after the first of two resizings, and 47,616 bytes of weights come on top.
+    let limited = |bytes| {
+        with_media(MediaOptions {
+            memory: bytes,
+            ..MediaOptions::default()
+        })
+    };
+    let needed = 60_000 + 64 * 6912 + 115_200 + 47_616;
+    let harness = limited(needed - 1);
+    let message = refused(&harness, path, chat(image_url(&file)), 400).await;
     assert!(message.contains("needs 1 MiB to be decoded"), "{message}");
-    // Decoding fits, and the resized image does not: 64 soft tokens of 6,912 bytes.
-    let message = refused(&harness, path, chat(image_url(&file)), 429).await;
-    assert!(message.contains("take all memory"), "{message}");
-    let harness = limited(ImageOptions {
-        memory: 433 << 10,
-        ..usual()
-    });
+    let harness = limited(needed);
     for _ in 0..3 {
         let answer = harness
             .post(path, &with_model(chat(image_url(&file))))
             .await;
         assert_eq!(answer.status, 200, "{}", answer.text);
     }
+    // The memory decodes one image after the other, but two resized images do not fit in it.
+    let part = image_url(&file);
+    let two = json!({"messages": [{"role": "user", "content": [part, part]}], "max_tokens": 1});
+    let message = refused(&harness, path, two, 429).await;
+    assert!(message.contains("take all memory"), "{message}");
 }
 
 #[tokio::test]
@@ -266,7 +272,7 @@ fn batch_file_with_image_has_an_error_in_its_line() {
     let counts = run_batch_file(
         gemma(),
         EngineOptions::default(),
-        ImageOptions::default(),
+        MediaOptions::default(),
         input.as_bytes(),
         &mut output,
         &Map::new(),

@@ -2,17 +2,20 @@
 
 mod cases;
 mod client;
+mod conversations;
 mod harness;
 mod pictures;
 mod socket;
 
 mod adapters;
 mod anthropic;
+mod audio;
 mod concurrency;
 mod devices;
 mod files;
 mod images;
 mod malformed;
+mod malformed_audio;
 mod malformed_bytes;
 mod malformed_fields;
 mod malformed_images;

@@ -126,11 +126,11 @@ fn parts() -> Vec<(Value, &'static str)> {
             json!({"type": "IMAGE_URL", "image_url": {"url": good}}),
             "type: is",
         ),
-        (url(""), "--image-root"),
-        (url("cat.png"), "--image-root"),
-        (url("/etc/passwd"), "--image-root"),
-        (url("../../etc/passwd"), "--image-root"),
-        (url("file:///etc/passwd"), "--image-root"),
+        (url(""), "--media-root"),
+        (url("cat.png"), "--media-root"),
+        (url("/etc/passwd"), "--media-root"),
+        (url("../../etc/passwd"), "--media-root"),
+        (url("file:///etc/passwd"), "--media-root"),
         (url("file://host/a.png"), "another machine"),
         (url("http://127.0.0.1:1/a.png"), "nothing from the network"),
         (url("https://example.com/a.png"), "nothing from the network"),
@@ -155,7 +155,7 @@ fn parts() -> Vec<(Value, &'static str)> {
         (url("data:;base64,YWJj"), "media type \"\""),
         (url(&format!("data:{long};base64,YWJj")), "media type"),
         (url(&format!("{long}:")), "scheme"),
-        (url(&long), "--image-root"),
+        (url(&long), "--media-root"),
     ]
 }
 

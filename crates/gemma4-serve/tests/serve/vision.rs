@@ -1,70 +1,13 @@
 //! Tests that answers about images equal those of `Gemma4::generate` with the same images, through all APIs.
 
+use crate::conversations::{Case, TOKENS, body, case, check, harness};
 use crate::harness::{Harness, with_model};
 use crate::pictures::{ALL, base64, data_url, image_url, model, png, text};
-use burn_gemma4::{ChatTemplate, Gemma4, GenerateOptions, Image, Message, MessagePart, Sampling};
+use burn_gemma4::{ChatTemplate, Gemma4, Message};
 use futures_util::future::join_all;
 use gemma4_serve::engine::EngineOptions;
-use gemma4_serve::{ImageOptions, ServerOptions, run_batch_file};
+use gemma4_serve::{MediaOptions, ServerOptions, run_batch_file};
 use serde_json::{Map, Value, json};
-use std::ops::ControlFlow;
-
-const TOKENS: usize = 12;
-
-/// A conversation in the form of chat completions, with the greedy answer that `Gemma4::generate` gives.
-struct Case {
-    messages: Value,
-    answer: String,
-    prompt_tokens: usize,
-}
-
-fn harness(name: &str, engine: EngineOptions) -> Harness {
-    Harness::of_models(vec![model(name)], engine, ServerOptions::default(), None)
-}
-
-fn part(value: &Value, files: &[Vec<u8>]) -> MessagePart {
-    let index = value["image"].as_u64();
-    match index {
-        Some(index) => {
-            let image = Image::from_bytes(&files[index as usize]);
-            MessagePart::Image(image.expect("the image is decodable"))
-        }
-        None => value["text"].as_str().expect("a text").into(),
-    }
-}
-
-/// Creates a case from messages of the user and the model in turn. A part `{"image": 1}` is the second file.
-fn case(gemma: &Gemma4, turns: &[Value], files: &[Vec<u8>]) -> Case {
-    let (mut own, mut sent) = (Vec::new(), Vec::new());
-    for (index, turn) in turns.iter().enumerate() {
-        let parts = turn.as_array().expect("parts");
-        let shown = parts.iter().map(|one| part(one, files)).collect::<Vec<_>>();
-        let content = parts.iter().map(|one| match one["image"].as_u64() {
-            Some(index) => image_url(&files[index as usize]),
-            None => text(one["text"].as_str().expect("a text")),
-        });
-        let content: Value = content.collect();
-        match index % 2 {
-            0 => own.push(Message::user(shown)),
-            _ => own.push(Message::assistant(shown)),
-        }
-        let role = ["user", "assistant"][index % 2];
-        sent.push(json!({"role": role, "content": content}));
-    }
-    let options = GenerateOptions {
-        max_tokens: TOKENS,
-        sampling: Sampling::greedy(),
-        ..gemma.chat_options()
-    };
-    let generation = gemma
-        .generate(own, &options, |_| ControlFlow::Continue(()))
-        .expect("the prompt is valid");
-    Case {
-        messages: sent.into(),
-        answer: generation.text,
-        prompt_tokens: generation.prompt_tokens.len(),
-    }
-}
 
 fn files() -> Vec<Vec<u8>> {
     vec![
@@ -92,21 +35,6 @@ fn cases(gemma: &Gemma4, files: &[Vec<u8>]) -> Vec<Case> {
         .iter()
         .map(|turns| case(gemma, turns, files))
         .collect()
-}
-
-fn body(case: &Case) -> Value {
-    with_model(json!({"messages": case.messages, "max_tokens": TOKENS, "temperature": 0}))
-}
-
-/// Sends a case, and checks its answer. Returns the number of cached tokens.
-async fn check(harness: &Harness, case: &Case, what: &str) -> usize {
-    let answer = harness.post("/v1/chat/completions", &body(case)).await.ok();
-    let content = answer["choices"][0]["message"]["content"].as_str();
-    assert_eq!(content.unwrap_or_default(), case.answer, "{what}");
-    let usage = &answer["usage"];
-    assert_eq!(usage["prompt_tokens"], case.prompt_tokens, "{what}");
-    let cached = &usage["prompt_tokens_details"]["cached_tokens"];
-    cached.as_u64().expect("a number") as usize
 }
 
 #[tokio::test]
@@ -271,7 +199,7 @@ async fn detail_sets_the_number_of_soft_tokens() {
     let high = send("high").await;
     assert_eq!(high.status, 400, "{}", high.text);
     assert!(
-        high.text.contains("the prompt has at least 109"),
+        high.text.contains("the prompt has at least 1106"),
         "{}",
         high.text
     );
@@ -377,16 +305,16 @@ fn batch_file_reads_images_from_data_urls_and_files() {
     });
     let defaults = json!({"temperature": 0, "max_tokens": TOKENS});
     let defaults: Map<String, Value> = defaults.as_object().cloned().expect("an object");
-    let images = ImageOptions {
+    let media = MediaOptions {
         root: Some(folder.path().into()),
-        ..ImageOptions::default()
+        ..MediaOptions::default()
     };
     let (input, mut output) = (lines.collect::<String>(), Vec::new());
     let engine = EngineOptions::default();
     let counts = run_batch_file(
         gemma,
         engine,
-        images,
+        media,
         input.as_bytes(),
         &mut output,
         &defaults,
@@ -410,6 +338,6 @@ fn batch_file_reads_images_from_data_urls_and_files() {
     assert!(
         lines[3]
             .to_string()
-            .contains("cannot be read in the folder of images")
+            .contains("cannot be read in the folder of media")
     );
 }

@@ -5,8 +5,8 @@ use crate::harness::{Harness, with_model};
 use crate::pictures::{image_url, model, png, text};
 use burn_gemma4::{EncodedPrompt, Image, Sampling};
 use gemma4_serve::ServerOptions;
-use gemma4_serve::engine::{AnswerOptions, Engine, EngineOptions, Event, ImagePool, Request};
-use gemma4_serve::text::TextModel;
+use gemma4_serve::engine::{AnswerOptions, Engine, EngineOptions, Event, MediaPool, Request};
+use gemma4_serve::text::{ChatMessage, Part, TextModel};
 use serde_json::json;
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -26,7 +26,7 @@ fn request(text: &TextModel, prompt: EncodedPrompt, max_tokens: usize) -> Reques
         options: options(text, max_tokens),
         constraint: None,
         adapter: None,
-        image_memory: None,
+        media_memory: None,
     }
 }
 
@@ -39,9 +39,9 @@ fn prompt(text: &TextModel, seed: u32) -> EncodedPrompt {
     let image = text
         .prepare("image", &image)
         .expect("the model sees images");
-    let message =
-        gemma4_serve::text::ChatMessage::User(vec![gemma4_serve::text::Part::Image(image)].into());
-    text.chat_prompt(&[message], &[], false)
+    let message = ChatMessage::User(vec![Part::Image(0)].into());
+    let tokens = text.chat_tokens(&[message], &[], false);
+    text.encode(tokens.expect("the conversation is valid"), &[image], &[])
         .expect("the prompt is valid")
 }
 
@@ -55,14 +55,14 @@ async fn cancelled_requests_free_the_memory_of_their_images() {
         ..EngineOptions::default()
     };
     let (engine, _outcome) = Engine::start(gemma, engine).expect("the engine starts");
-    let pool = ImagePool::new(64 << 20);
+    let pool = MediaPool::new(64 << 20);
     let all = pool.free();
     let submit = |max_tokens| {
         let prompt = prompt(&text, 1);
         assert_eq!(prompt.media_bytes(), 529 * 48 * 48 * 3);
         let memory = pool.try_reserve(prompt.media_bytes());
         let mut request = request(&text, prompt, max_tokens);
-        request.image_memory = Some(memory.expect("the pool has room"));
+        request.media_memory = Some(memory.expect("the pool has room"));
         engine.submit(request).expect("the queue has a place")
     };
     // One request is decoded, and the others wait in the queue.

@@ -79,7 +79,7 @@ impl<'a> Scheduler<'a> {
             let (events, reserved, arrived) = (job.events.clone(), job.reserved(), job.arrived);
             let adapter = job.request.adapter.clone();
             let prefixes = job.prefixes.take();
-            let image_memory = job.request.image_memory.take();
+            let media_memory = job.request.media_memory.take();
             match self.begin(job) {
                 Ok((prefill, answers)) => {
                     self.prefilling.push_back(Prefilling {
@@ -89,7 +89,7 @@ impl<'a> Scheduler<'a> {
                         prefixes,
                         reserved,
                         arrived,
-                        _image_memory: image_memory,
+                        media_memory,
                     });
                 }
                 Err(error) => {

@@ -4,7 +4,7 @@ use super::{Running, Scheduler};
 use crate::engine::adapters::ServedAdapter;
 use crate::engine::affinity::Prefixes;
 use crate::engine::answer::Answer;
-use crate::engine::image_memory::ImageMemory;
+use crate::engine::media_memory::MediaMemory;
 use burn_gemma4::{Gemma4Error, Prefill, RowChoice, RowResult};
 use std::time::Instant;
 
@@ -17,8 +17,8 @@ pub(super) struct Prefilling<'a> {
     pub prefixes: Option<Prefixes>,
     pub reserved: usize,
     pub arrived: Instant,
-    /// Holds the memory of the prompt's images.
-    pub _image_memory: Option<ImageMemory>,
+    /// Holds the memory of the prompt's images and audio.
+    pub media_memory: Option<MediaMemory>,
 }
 
 impl Prefilling<'_> {
@@ -63,7 +63,7 @@ impl<'a> Scheduler<'a> {
             Ok(Some(logits)) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
             Ok(None) => None,
             Err(error @ Gemma4Error::Device(_)) => return Err(error),
-            // The weights of the vision cannot be loaded. Requests without images are not affected.
+            // The weights of a tower cannot be loaded. Requests without images and audio are not affected.
             Err(error) => {
                 self.fail_first(error);
                 return Ok(0);
@@ -78,7 +78,7 @@ impl<'a> Scheduler<'a> {
         {
             self.join(vec![(first, result)])?;
         }
-        // A call that runs a part of the vision reads no tokens, and takes about as long as a chunk.
+        // A call that runs a part of a tower reads no tokens, and takes about as long as a chunk.
         Ok(if count == 0 { self.chunk } else { count })
     }
 
@@ -130,8 +130,10 @@ impl<'a> Scheduler<'a> {
                 prefixes,
                 reserved,
                 arrived,
-                _image_memory: _,
+                media_memory,
             } = prefilling;
+            // The inputs are dropped. A client that has its answer can use the memory for its next request.
+            drop(media_memory);
             let metrics = &self.shared.metrics;
             metrics.first_token.observe(arrived.elapsed().as_secs_f64());
             let cached = prefill.reused();

@@ -1,9 +1,8 @@
 //! The messages of a request to Anthropic's API. A message consists of content blocks.
 
-use super::super::images::{ImageSource, RequestImages, shown};
+use super::super::media::{Kind, MediaSource, RequestMedia, shown};
 use crate::error::RequestError;
 use crate::text::{ChatMessage, Content, Part};
-use burn_gemma4::PreparedImage;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -58,18 +57,18 @@ impl Blocks {
         texts.collect()
     }
 
-    /// Returns the texts and images of a tool result. `images` reads the images.
+    /// Returns the texts and images of a tool result. `media` collects the images.
     fn into_parts(
         self,
         field: &str,
-        images: &mut RequestImages<'_>,
+        media: &mut RequestMedia<'_>,
     ) -> Result<Vec<Part>, RequestError> {
         let blocks = self.into_blocks().into_iter().enumerate();
         let parts = blocks.map(|(index, block)| {
             let field = format!("{field}[{index}]");
             Ok(match block.kind.as_str() {
                 "text" => Part::Text(block.into_text(&field)?),
-                "image" => Part::Image(block.read_image(&field, images)?),
+                "image" => Part::Image(block.add_image(&field, media)?),
                 kind => return Err(refused_type(&field, kind, "\"text\" or \"image\"")),
             })
         });
@@ -105,12 +104,8 @@ impl Block {
         self.text.ok_or_else(|| missing(field, "text"))
     }
 
-    /// Reads an image.
-    fn read_image(
-        self,
-        field: &str,
-        images: &mut RequestImages<'_>,
-    ) -> Result<PreparedImage, RequestError> {
+    /// Adds an image to the media of the request. Returns its index.
+    fn add_image(self, field: &str, media: &mut RequestMedia<'_>) -> Result<usize, RequestError> {
         let Some(source) = self.source else {
             return Err(missing(field, "source"));
         };
@@ -136,7 +131,8 @@ impl Block {
                     );
                     return Err(RequestError::field(field, reason));
                 }
-                images.read(&field, ImageSource::Base64 { media_type, data }, None)
+                let kind = Kind::Image { soft_tokens: None };
+                media.add(&field, kind, MediaSource::Base64 { media_type, data })
             }
             kind => {
                 let reason = match kind {
@@ -166,7 +162,7 @@ fn refused_type(field: &str, kind: &str, expected: &str) -> RequestError {
 /// Converts the messages to a conversation. Each tool result in a user message becomes a separate message.
 pub(crate) fn conversation(
     messages: Vec<MessageField>,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
 ) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(
@@ -179,7 +175,7 @@ pub(crate) fn conversation(
         let field = format!("messages[{index}]");
         let blocks = message.content.into_blocks();
         match message.role.as_str() {
-            "user" => convert_user(&field, blocks, &names, images, &mut converted)?,
+            "user" => convert_user(&field, blocks, &names, media, &mut converted)?,
             "assistant" => converted.push(convert_assistant(&field, blocks, &mut names)?),
             role => {
                 let reason = format!("is {:?}; expected \"user\" or \"assistant\"", shown(role));
@@ -200,7 +196,7 @@ fn convert_user(
     message: &str,
     blocks: Vec<Block>,
     names: &HashMap<String, String>,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
     converted: &mut Vec<ChatMessage>,
 ) -> Result<(), RequestError> {
     let mut parts = Vec::new();
@@ -210,7 +206,7 @@ fn convert_user(
             "text" => {
                 parts.push(Part::Text(block.into_text(&field)?));
             }
-            "image" => parts.push(Part::Image(block.read_image(&field, images)?)),
+            "image" => parts.push(Part::Image(block.add_image(&field, media)?)),
             "tool_result" => {
                 let id = block
                     .tool_use_id
@@ -220,7 +216,7 @@ fn convert_user(
                     return Err(RequestError::field(format!("{field}.tool_use_id"), reason));
                 };
                 let content = block.content.unwrap_or(Blocks::Text(String::new()));
-                let mut result = content.into_parts(&format!("{field}.content"), images)?;
+                let mut result = content.into_parts(&format!("{field}.content"), media)?;
                 if block.is_error.unwrap_or(false) {
                     result.insert(0, Part::Text("error: ".into()));
                 }

@@ -1,15 +1,15 @@
 //! The request of `/v1/messages`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::chat_prompt::{Answers, ChatPrompt};
 use super::super::client_state::ClientState;
 use super::super::openai::fields::{JsonSchemaField, ResponseFormat};
 use super::super::openai::tools::{SelectedTools, answer_grammar};
 use super::super::overrides::Overrides;
 use super::blocks::{Blocks, MessageField, conversation};
-use crate::engine::{ImageMemory, Request, ServedAdapter};
+use crate::engine::{Request, ServedAdapter};
 use crate::error::RequestError;
 use crate::text::{ChatMessage, Tool, ToolChoice};
-use burn_gemma4::EncodedPrompt;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -102,12 +102,11 @@ pub(crate) struct MessagesContext {
     pub stream: bool,
 }
 
-/// The parts of a request's conversation: the selected adapter, the prompt with the memory of its images, the tools,
-/// and the largest number of tokens of a thought.
-struct Prepared {
+/// The parts of a request's conversation: the selected adapter, the prompt, the tools, and the largest number of tokens
+/// of a thought.
+struct Prepared<'a> {
     adapter: Option<ServedAdapter>,
-    prompt: EncodedPrompt,
-    image_memory: Option<ImageMemory>,
+    prompt: ChatPrompt<'a>,
     tools: SelectedTools,
     thinking: Option<usize>,
 }
@@ -138,7 +137,7 @@ impl MessagesRequest {
             stop: ("stop_sequences", self.stop_sequences.unwrap_or_default()),
             ..Overrides::default()
         };
-        let left = app.engines.context().saturating_sub(prepared.prompt.len());
+        let left = prepared.prompt.left();
         let vocabulary = app.text.tokenizer.vocab_size();
         let mut options = overrides.apply(app.text.options(true), left, 1, vocabulary)?;
         options.max_thinking_tokens = prepared.thinking.filter(|budget| *budget < usize::MAX);
@@ -151,14 +150,13 @@ impl MessagesRequest {
             },
         );
         let constraint = answer_grammar(app, &prepared.tools, format, may_think)?;
-        let request = Request {
-            prompt: prepared.prompt,
+        let request = prepared.prompt.into_request(Answers {
+            adapter: prepared.adapter,
             choices: 1,
             options,
+            has_limit: true,
             constraint,
-            adapter: prepared.adapter,
-            image_memory: prepared.image_memory,
-        };
+        })?;
         let context = MessagesContext {
             model: self.model,
             stream: self.stream.unwrap_or(false),
@@ -168,10 +166,14 @@ impl MessagesRequest {
 
     /// Returns the number of tokens of the prompt.
     pub fn count_tokens(mut self, app: &App, client: &ClientState) -> Result<usize, RequestError> {
-        Ok(self.prompt(app, client)?.prompt.len())
+        self.prompt(app, client)?.prompt.count()
     }
 
-    fn prompt(&mut self, app: &App, client: &ClientState) -> Result<Prepared, RequestError> {
+    fn prompt<'a>(
+        &mut self,
+        app: &'a App,
+        client: &'a ClientState,
+    ) -> Result<Prepared<'a>, RequestError> {
         let adapter = app.select_adapter(&self.model)?;
         for (field, value) in [
             ("container", &self.container),
@@ -188,17 +190,15 @@ impl MessagesRequest {
         if let Some(system) = self.system.take() {
             messages.push(ChatMessage::System(system.into_text("system")?));
         }
-        let mut images = app.images.request(&app.text, client);
+        let mut media = app.media.request(&app.text, client);
         let of_request = std::mem::take(&mut self.messages);
-        messages.extend(conversation(of_request, &mut images)?);
+        messages.extend(conversation(of_request, &mut media)?);
         let tools = self.selected_tools()?;
-        let prompt = app
-            .text
-            .chat_prompt(&messages, &tools.tools, thinking.is_some())?;
+        let has_thoughts = thinking.is_some();
+        let prompt = ChatPrompt::new(app, &messages, &tools.tools, has_thoughts, media)?;
         Ok(Prepared {
             adapter,
             prompt,
-            image_memory: images.into_memory(),
             tools,
             thinking,
         })

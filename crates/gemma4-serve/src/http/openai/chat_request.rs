@@ -1,6 +1,7 @@
 //! The request of `/v1/chat/completions`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::chat_prompt::{Answers, ChatPrompt};
 use super::super::client_state::ClientState;
 use super::super::overrides::{MAX_TOP_LOGPROBS, Overrides};
 use super::fields::{
@@ -96,19 +97,20 @@ impl ChatRequest {
         self.refuse_unsupported()?;
         let thinking = self.enables_thinking()?;
         let context = self.context()?;
-        let mut images = app.images.request(&app.text, client);
-        let messages = conversation(self.messages, &mut images)?;
+        let mut media = app.media.request(&app.text, client);
+        let messages = conversation(self.messages, &mut media)?;
         let tools = select_tools(
             self.tools.unwrap_or_default(),
             self.tool_choice,
             self.parallel_tool_calls.unwrap_or(true),
         )?;
-        let prompt = app.text.chat_prompt(&messages, &tools.tools, thinking)?;
-        let left = app.engines.context().saturating_sub(prompt.len());
+        let prompt = ChatPrompt::new(app, &messages, &tools.tools, thinking, media)?;
+        let left = prompt.left();
         let max_tokens = match (self.max_completion_tokens, self.max_tokens) {
             (Some(count), _) => Some(("max_completion_tokens", count)),
             (None, count) => count.map(|count| ("max_tokens", count)),
         };
+        let has_limit = max_tokens.is_some();
         let overrides = Overrides {
             max_tokens,
             min_tokens: self.min_tokens,
@@ -134,14 +136,13 @@ impl ChatRequest {
         let mut options = overrides.apply(app.text.options(true), left, usual, vocabulary)?;
         tools.apply(&app.text.tokenizer, &mut options);
         let constraint = answer_grammar(app, &tools, self.response_format, thinking)?;
-        let request = Request {
-            prompt,
+        let request = prompt.into_request(Answers {
+            adapter,
             choices: context.choices,
             options,
+            has_limit,
             constraint,
-            adapter,
-            image_memory: images.into_memory(),
-        };
+        })?;
         Ok((request, context))
     }
 

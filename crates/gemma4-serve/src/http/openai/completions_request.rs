@@ -191,7 +191,7 @@ impl CompletionContext {
             options,
             constraint,
             adapter,
-            image_memory: None,
+            media_memory: None,
         })
     }
 }

@@ -1,9 +1,8 @@
 //! The messages of a chat request.
 
-use super::super::images::{ImageSource, RequestImages, shown, soft_tokens};
+use super::super::media::{Kind, MediaSource, RequestMedia, shown, soft_tokens};
 use crate::error::RequestError;
 use crate::text::{self, ChatMessage};
-use burn_gemma4::PreparedImage;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -37,7 +36,7 @@ pub(crate) enum Content {
     Parts(Vec<ContentPart>),
 }
 
-/// A part of a message's content: a text or an image. One struct has the fields of all part types, so that the error
+/// A part of a message's content: a text, an image or audio. One struct has the fields of all part types, so that the error
 /// for an unsupported type can name the type.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ContentPart {
@@ -47,6 +46,10 @@ pub(crate) struct ContentPart {
     /// An object with `url` and `detail` in the API of chat completions, or a URL in the API of responses.
     image_url: Option<Value>,
     detail: Option<Value>,
+    /// An object with `data` and `format`.
+    input_audio: Option<Value>,
+    /// An object with `url`. This part is vLLM's.
+    audio_url: Option<Value>,
     file_id: Option<Value>,
     source: Option<Value>,
 }
@@ -87,11 +90,11 @@ impl Content {
         texts.collect()
     }
 
-    /// Returns the texts and images of the content. `images` reads the images.
+    /// Returns the texts, images and audio of the content. `media` collects the images and audio.
     pub fn into_content(
         self,
         field: &str,
-        images: &mut RequestImages<'_>,
+        media: &mut RequestMedia<'_>,
     ) -> Result<text::Content, RequestError> {
         let parts = match self {
             Self::Text(text) => return Ok(text.into()),
@@ -101,10 +104,13 @@ impl Content {
             let field = format!("{field}[{index}]");
             Ok(match part.kind.as_str() {
                 "text" | "input_text" | "output_text" => text::Part::Text(part.into_text(&field)?),
-                "image_url" => text::Part::Image(part.read_image_url(&field, images)?),
-                "input_image" => text::Part::Image(part.read_input_image(&field, images)?),
+                "image_url" => text::Part::Image(part.add_image_url(&field, media)?),
+                "input_image" => text::Part::Image(part.add_input_image(&field, media)?),
+                "input_audio" => text::Part::Audio(part.add_input_audio(&field, media)?),
+                "audio_url" => text::Part::Audio(part.add_audio_url(&field, media)?),
                 kind => {
-                    let reason = format!("is {:?}; expected a text or an image", shown(kind));
+                    let reason =
+                        format!("is {:?}; expected a text, an image or audio", shown(kind));
                     return Err(RequestError::field(format!("{field}.type"), reason));
                 }
             })
@@ -114,70 +120,129 @@ impl Content {
 }
 
 impl ContentPart {
-    fn into_text(self, field: &str) -> Result<String, RequestError> {
-        for (name, value) in [
-            ("image_url", &self.image_url),
-            ("file_id", &self.file_id),
-            ("source", &self.source),
+    /// Refuses fields of other parts, which the model would not read. `own` is the field of the part's medium.
+    fn refuse_others(&self, field: &str, own: Option<&str>) -> Result<(), RequestError> {
+        for (name, value, noun) in [
+            ("image_url", &self.image_url, "an image"),
+            ("input_audio", &self.input_audio, "audio"),
+            ("audio_url", &self.audio_url, "audio"),
+            ("file_id", &self.file_id, "an image"),
+            ("source", &self.source, "an image"),
         ] {
-            if value.as_ref().is_some_and(|value| !value.is_null()) {
+            let is_set = value.as_ref().is_some_and(|value| !value.is_null());
+            if is_set && own != Some(name) {
                 let reason = format!(
-                    "is in a part of the type {:?}; expected only in an image",
+                    "is in a part of the type {:?}; expected only in {noun}",
                     self.kind
                 );
                 return Err(RequestError::field(format!("{field}.{name}"), reason));
             }
         }
+        Ok(())
+    }
+
+    fn into_text(self, field: &str) -> Result<String, RequestError> {
+        self.refuse_others(field, None)?;
         let missing = || RequestError::field(format!("{field}.text"), "is missing");
         self.text.ok_or_else(missing)
     }
 
-    /// Reads an image in the form of chat completions.
-    fn read_image_url(
+    /// Adds an image in the form of chat completions to the media of the request. Returns its index.
+    fn add_image_url(
         self,
         field: &str,
-        images: &mut RequestImages<'_>,
-    ) -> Result<PreparedImage, RequestError> {
+        media: &mut RequestMedia<'_>,
+    ) -> Result<usize, RequestError> {
+        self.refuse_others(field, Some("image_url"))?;
         let field = format!("{field}.image_url");
-        let mut fields = match self.image_url {
-            Some(Value::Object(fields)) => fields,
-            None | Some(Value::Null) => return Err(RequestError::field(field, "is missing")),
-            Some(_) => {
-                let reason = "expected an object with the field `url`";
-                return Err(RequestError::field(field, reason));
-            }
-        };
-        let (url, detail) = (fields.remove("url"), fields.remove("detail"));
-        if let Some(name) = fields.keys().next() {
-            let reason = format!(
-                "has the unknown field {:?}; expected `url` and `detail`",
-                shown(name)
-            );
-            return Err(RequestError::field(field, reason));
-        }
+        let [url, detail] = fields_of(&field, self.image_url, ["url", "detail"])?;
         let soft_tokens = detail_of(&field, detail)?;
         let field = format!("{field}.url");
-        let url = text_of(&field, url)?;
-        let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
-        images.read(&field, ImageSource::Url(url), soft_tokens)
+        let url = required_text(&field, url)?;
+        media.add(&field, Kind::Image { soft_tokens }, MediaSource::Url(url))
     }
 
-    /// Reads an image in the form of responses.
-    fn read_input_image(
+    /// Adds an image in the form of responses to the media of the request. Returns its index.
+    fn add_input_image(
         self,
         field: &str,
-        images: &mut RequestImages<'_>,
-    ) -> Result<PreparedImage, RequestError> {
-        if self.file_id.is_some_and(|id| !id.is_null()) {
+        media: &mut RequestMedia<'_>,
+    ) -> Result<usize, RequestError> {
+        if self.file_id.as_ref().is_some_and(|id| !id.is_null()) {
             let reason = "is not supported, because this server stores no files; use `image_url`";
             return Err(RequestError::field(format!("{field}.file_id"), reason));
         }
+        self.refuse_others(field, Some("image_url"))?;
         let soft_tokens = detail_of(field, self.detail)?;
         let field = format!("{field}.image_url");
-        let url = text_of(&field, self.image_url)?;
-        let url = url.ok_or_else(|| RequestError::field(&field, "is missing"))?;
-        images.read(&field, ImageSource::Url(url), soft_tokens)
+        let url = required_text(&field, self.image_url)?;
+        media.add(&field, Kind::Image { soft_tokens }, MediaSource::Url(url))
     }
+
+    /// Adds audio with its data to the media of the request. Returns its index.
+    fn add_input_audio(
+        self,
+        field: &str,
+        media: &mut RequestMedia<'_>,
+    ) -> Result<usize, RequestError> {
+        self.refuse_others(field, Some("input_audio"))?;
+        let field = format!("{field}.input_audio");
+        let [data, format] = fields_of(&field, self.input_audio, ["data", "format"])?;
+        let data = required_text(&format!("{field}.data"), data)?;
+        let format = required_text(&format!("{field}.format"), format)?;
+        media.add(
+            &field,
+            Kind::Audio,
+            MediaSource::InputAudio { format, data },
+        )
+    }
+
+    /// Adds audio with its URL to the media of the request. Returns its index.
+    fn add_audio_url(
+        self,
+        field: &str,
+        media: &mut RequestMedia<'_>,
+    ) -> Result<usize, RequestError> {
+        self.refuse_others(field, Some("audio_url"))?;
+        let field = format!("{field}.audio_url");
+        let [url] = fields_of(&field, self.audio_url, ["url"])?;
+        let field = format!("{field}.url");
+        let url = required_text(&field, url)?;
+        media.add(&field, Kind::Audio, MediaSource::Url(url))
+    }
+}
+
+/// Returns the values of the fields `names` of an object, which has no other fields.
+fn fields_of<const N: usize>(
+    field: &str,
+    value: Option<Value>,
+    names: [&str; N],
+) -> Result<[Option<Value>; N], RequestError> {
+    let mut fields = match value {
+        Some(Value::Object(fields)) => fields,
+        None | Some(Value::Null) => return Err(RequestError::field(field, "is missing")),
+        Some(_) => {
+            let reason = format!("expected an object with the field `{}`", names[0]);
+            return Err(RequestError::field(field, reason));
+        }
+    };
+    let values = names.map(|name| fields.remove(name));
+    match fields.keys().next() {
+        Some(name) => {
+            let expected = names.map(|name| format!("`{name}`")).join(" and ");
+            let reason = format!(
+                "has the unknown field {:?}; expected {expected}",
+                shown(name)
+            );
+            Err(RequestError::field(field, reason))
+        }
+        None => Ok(values),
+    }
+}
+
+/// Returns a text that must not be missing. The error does not repeat the value.
+fn required_text(field: &str, value: Option<Value>) -> Result<String, RequestError> {
+    text_of(field, value)?.ok_or_else(|| RequestError::field(field, "is missing"))
 }
 
 /// Returns the largest number of soft tokens that the option `detail` of the object `field` sets.
@@ -209,7 +274,7 @@ pub(crate) fn arguments(field: &str, text: &str) -> Result<Map<String, Value>, R
 /// Converts the messages of a request to a conversation.
 pub(crate) fn conversation(
     messages: Vec<MessageField>,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
 ) -> Result<Vec<ChatMessage>, RequestError> {
     if messages.is_empty() {
         return Err(RequestError::field(
@@ -220,7 +285,7 @@ pub(crate) fn conversation(
     let mut names = HashMap::new();
     let converted = messages.into_iter().enumerate();
     converted
-        .map(|(index, message)| convert(index, message, &mut names, images))
+        .map(|(index, message)| convert(index, message, &mut names, media))
         .collect()
 }
 
@@ -229,7 +294,7 @@ fn convert(
     index: usize,
     message: MessageField,
     names: &mut HashMap<String, String>,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
 ) -> Result<ChatMessage, RequestError> {
     let field = |name: &str| format!("messages[{index}].{name}");
     let refuse = |name: &str, reason: &str| Err(RequestError::field(field(name), reason));
@@ -243,7 +308,7 @@ fn convert(
     let mut of_user = None;
     if message.role == "user" {
         let content = content.take();
-        let content = content.map(|content| content.into_content(&field("content"), images));
+        let content = content.map(|content| content.into_content(&field("content"), media));
         of_user = content.transpose()?;
     }
     let holder = format!("a message of the role {:?}", shown(&message.role));

@@ -1,8 +1,9 @@
 //! The request of `/v1/responses`, and its conversion to a request of the engine.
 
 use super::super::app::App;
+use super::super::chat_prompt::{Answers, ChatPrompt};
 use super::super::client_state::ClientState;
-use super::super::images::{RequestImages, shown};
+use super::super::media::{RequestMedia, shown};
 use super::super::overrides::Overrides;
 use super::fields::{JsonSchemaField, ResponseFormat, ToolChoiceField, refuse_fields};
 use super::messages::{Content, arguments};
@@ -138,8 +139,8 @@ impl ResponsesRequest {
         let thinking = self.enables_thinking()?;
         let mut messages: Vec<ChatMessage> = Vec::new();
         messages.extend(self.instructions.clone().map(ChatMessage::System));
-        let mut images = app.images.request(&app.text, client);
-        messages.extend(conversation(self.input, &mut images)?);
+        let mut media = app.media.request(&app.text, client);
+        messages.extend(conversation(self.input, &mut media)?);
         let is_parallel = self.parallel_tool_calls.unwrap_or(true);
         let tools = selected_tools(
             self.tools.unwrap_or_default(),
@@ -148,8 +149,8 @@ impl ResponsesRequest {
         )?;
         let format = self.text.and_then(|text| text.format);
         let format = format.map(response_format).transpose()?;
-        let prompt = app.text.chat_prompt(&messages, &tools.tools, thinking)?;
-        let left = app.engines.context().saturating_sub(prompt.len());
+        let prompt = ChatPrompt::new(app, &messages, &tools.tools, thinking, media)?;
+        let left = prompt.left();
         let overrides = Overrides {
             max_tokens: self
                 .max_output_tokens
@@ -176,14 +177,13 @@ impl ResponsesRequest {
                 "metadata": self.metadata.unwrap_or_else(|| json!({})),
             }),
         };
-        let request = Request {
-            prompt,
+        let request = prompt.into_request(Answers {
+            adapter,
             choices: 1,
             options,
+            has_limit: self.max_output_tokens.is_some(),
             constraint,
-            adapter,
-            image_memory: images.into_memory(),
-        };
+        })?;
         Ok((request, context))
     }
 
@@ -316,7 +316,7 @@ fn selected_tools(
 /// Converts the field `input` to a conversation.
 fn conversation(
     input: Input,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
 ) -> Result<Vec<ChatMessage>, RequestError> {
     let items = match input {
         Input::Text(text) => return Ok(vec![ChatMessage::User(text.into())]),
@@ -327,7 +327,7 @@ fn conversation(
     };
     let (mut messages, mut names) = (Vec::new(), HashMap::new());
     for (index, item) in items.into_iter().enumerate() {
-        convert(index, item, &mut messages, &mut names, images)?;
+        convert(index, item, &mut messages, &mut names, media)?;
     }
     Ok(messages)
 }
@@ -337,7 +337,7 @@ fn convert(
     item: Item,
     messages: &mut Vec<ChatMessage>,
     names: &mut HashMap<String, String>,
-    images: &mut RequestImages<'_>,
+    media: &mut RequestMedia<'_>,
 ) -> Result<(), RequestError> {
     let field = |name: &str| format!("input[{index}].{name}");
     let missing = |name: &str| RequestError::field(field(name), "is missing");
@@ -351,7 +351,7 @@ fn convert(
                 "system" | "developer" => {
                     ChatMessage::System(content.into_text(&content_field, &holder)?)
                 }
-                "user" => ChatMessage::User(content.into_content(&content_field, images)?),
+                "user" => ChatMessage::User(content.into_content(&content_field, media)?),
                 "assistant" => ChatMessage::Assistant {
                     text: content.into_text(&content_field, &holder)?,
                     thoughts: None,
@@ -392,7 +392,7 @@ fn convert(
                 let reason = "does not belong to an earlier function_call";
                 return Err(RequestError::field(field("call_id"), reason));
             };
-            let content = output.into_content(&field("output"), images)?;
+            let content = output.into_content(&field("output"), media)?;
             messages.push(ChatMessage::Tool { id, name, content });
         }
         // Ignore the reasoning of earlier answers, which clients send back. Chat templates would remove it from the prompt.

@@ -1,4 +1,4 @@
-//! The memory of images, from their preparation until the prefill of their prompt has ended.
+//! The memory of images and audio, from their preparation until the prefill of their prompt has ended.
 
 use std::sync::Arc;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
@@ -6,25 +6,25 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
 /// The number of bytes of one permit. The number of permits in a semaphore's request has 32 bits.
 const UNIT: usize = 1 << 10;
 
-/// A limit on the memory of the images of all requests that wait or are prefilled. Clones share the limit.
+/// A limit on the memory of the images and audio of all requests that wait or are prefilled. Clones share the limit.
 ///
 /// ```
-/// use gemma4_serve::engine::ImagePool;
+/// use gemma4_serve::engine::MediaPool;
 ///
-/// let pool = ImagePool::new(1 << 20);
+/// let pool = MediaPool::new(1 << 20);
 /// let half = pool.try_reserve(1 << 19).expect("the pool is free");
 /// assert!(pool.try_reserve(1 << 20).is_none());
 /// drop(half);
 /// assert!(pool.try_reserve(1 << 20).is_some());
 /// ```
 #[derive(Clone, Debug)]
-pub struct ImagePool(Arc<Semaphore>);
+pub struct MediaPool(Arc<Semaphore>);
 
-/// A part of the memory of an [`ImagePool`]. Dropping this value frees the memory.
+/// A part of the memory of an [`MediaPool`]. Dropping this value frees the memory.
 #[derive(Debug)]
-pub struct ImageMemory(OwnedSemaphorePermit);
+pub struct MediaMemory(OwnedSemaphorePermit);
 
-impl ImagePool {
+impl MediaPool {
     /// Creates a pool of `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         let permits = (bytes / UNIT).min(Semaphore::MAX_PERMITS);
@@ -32,9 +32,9 @@ impl ImagePool {
     }
 
     /// Reserves `bytes` bytes. Returns `None` if less memory is free.
-    pub fn try_reserve(&self, bytes: usize) -> Option<ImageMemory> {
+    pub fn try_reserve(&self, bytes: usize) -> Option<MediaMemory> {
         match self.0.clone().try_acquire_many_owned(permits(bytes)) {
-            Ok(permit) => Some(ImageMemory(permit)),
+            Ok(permit) => Some(MediaMemory(permit)),
             // The pool never closes its semaphore.
             Err(TryAcquireError::NoPermits | TryAcquireError::Closed) => None,
         }
@@ -46,7 +46,7 @@ impl ImagePool {
     }
 }
 
-impl ImageMemory {
+impl MediaMemory {
     /// Joins two parts of one pool.
     ///
     /// # Panics

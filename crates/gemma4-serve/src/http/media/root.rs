@@ -1,4 +1,4 @@
-//! Image files in the folder that the server's owner has named.
+//! Image and audio files in the folder that the server's owner has named.
 
 use crate::error::RequestError;
 use cap_std::ambient_authority;
@@ -10,22 +10,24 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Reads a file in the folder `root`. `path` is relative to the folder, or an absolute path inside it. The operating
-/// system resolves the path, and refuses symbolic links and `..` that lead out of the folder.
+/// system resolves the path, and refuses symbolic links and `..` that lead out of the folder. `reserve` reserves memory
+/// for the file, before the file is read.
 ///
 /// # Errors
 /// Returns an error that names `field` if the path leads out of the folder, or if it does not name a readable file of
-/// at most `max_bytes` bytes. Devices, pipes and folders are refused.
-pub(super) fn read(
+/// at most `max_bytes` bytes. Devices, pipes and folders are refused. Returns the errors of `reserve`.
+pub(super) fn read<M>(
     field: &str,
     root: &Path,
     path: &str,
     max_bytes: usize,
-) -> Result<Vec<u8>, RequestError> {
+    reserve: impl FnOnce(usize) -> Result<M, RequestError>,
+) -> Result<(Vec<u8>, M), RequestError> {
     let refuse = |reason: String| RequestError::field(field, reason);
-    let missing = || refuse("names a file that cannot be read in the folder of images".into());
+    let missing = || refuse("names a file that cannot be read in the folder of media".into());
     let relative = relative(root, path).ok_or_else(missing)?;
     let folder = Dir::open_ambient_dir(root, ambient_authority())
-        .map_err(|error| refuse(format!("the folder of images cannot be opened: {error}")))?;
+        .map_err(|error| refuse(format!("the folder of media cannot be opened: {error}")))?;
     // Check the kind before the file is opened, because the opening of a device may have effects.
     let metadata = folder.metadata(&relative).map_err(|_| missing())?;
     if !metadata.is_file() {
@@ -39,20 +41,22 @@ pub(super) fn read(
     let file = folder
         .open_with(&relative, &options)
         .map_err(|_| missing())?;
-    if !file.metadata().map_err(|_| missing())?.is_file() {
+    let metadata = file.metadata().map_err(|_| missing())?;
+    if !metadata.is_file() {
         return Err(missing());
     }
-    let mut bytes = Vec::new();
-    let limit = (max_bytes as u64).saturating_add(1);
-    file.take(limit)
+    let length = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
+    if length > max_bytes {
+        return Err(refuse(format!(
+            "names a file of {length} bytes; expected at most {max_bytes}"
+        )));
+    }
+    let memory = reserve(length)?;
+    let mut bytes = Vec::with_capacity(length);
+    file.take(length as u64)
         .read_to_end(&mut bytes)
         .map_err(|_| missing())?;
-    match bytes.len() > max_bytes {
-        true => Err(refuse(format!(
-            "names a file of more than {max_bytes} bytes; expected at most that many for an image"
-        ))),
-        false => Ok(bytes),
-    }
+    Ok((bytes, memory))
 }
 
 /// Returns `path` relative to `root`, or `None` if it is an absolute path outside of `root`. The path is not resolved.
@@ -76,6 +80,23 @@ mod tests {
     use std::os::unix::fs::symlink;
     use std::process::Command;
 
+    fn read(path: &Path, name: &str, max_bytes: usize) -> Result<Vec<u8>, RequestError> {
+        let found = super::read("f", path, name, max_bytes, Ok);
+        found.map(|(bytes, reserved)| {
+            assert_eq!(reserved, bytes.len());
+            bytes
+        })
+    }
+
+    #[test]
+    fn read_without_memory_is_refused_before_the_file_is_read() {
+        let root = tempfile::tempdir().expect("a folder");
+        fs::write(root.path().join("one"), "inside").expect("a file");
+        let full = |_| Err::<(), _>(RequestError::field("f", "no memory"));
+        let error = super::read("f", root.path(), "one", 6, full).expect_err("no memory");
+        assert_eq!(error.message, "f: no memory");
+    }
+
     #[test]
     fn read_of_paths_stays_inside_the_folder() {
         let all = tempfile::tempdir().expect("a folder");
@@ -94,7 +115,7 @@ mod tests {
         assert!(made.expect("mkfifo is a program").success());
         let inside = format!("{}/sub/one", root.display());
         for path in ["sub/one", "./sub/one", "sub/../sub/one", "link", &inside] {
-            let found = read("f", &root, path, 6).unwrap_or_else(|error| panic!("{path}: {error}"));
+            let found = read(&root, path, 6).unwrap_or_else(|error| panic!("{path}: {error}"));
             assert_eq!(found, b"inside", "{path}");
         }
         let absolute = format!("{}/two", outside.display());
@@ -119,11 +140,16 @@ mod tests {
             "/dev/zero",
             "/proc/self/environ",
         ] {
-            let error = read("f", &root, path, 6).expect_err(path);
-            let expected = "f: names a file that cannot be read in the folder of images";
+            let error = read(&root, path, 6).expect_err(path);
+            let expected = "f: names a file that cannot be read in the folder of media";
             assert_eq!(error.message, expected, "{path}");
         }
-        let error = read("f", &root, "link", 5).expect_err("the file is too large");
-        assert!(error.message.contains("more than 5 bytes"), "{error}");
+        let error = read(&root, "link", 5).expect_err("the file is too large");
+        assert!(
+            error
+                .message
+                .contains("a file of 6 bytes; expected at most 5"),
+            "{error}"
+        );
     }
 }
