@@ -59,6 +59,10 @@ pub struct Serve {
     /// Largest body of a request in bytes.
     #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = ServerOptions::default().max_body, value_parser = positive)]
     max_body: usize,
+    /// Memory for the bodies of requests that are being read and prepared, in MiB. A body of at least 256 KiB takes twice
+    /// its length, and waits for memory.
+    #[arg(long, help_heading = "Server", value_name = "MIB", default_value_t = ServerOptions::default().body_memory >> 20, value_parser = positive)]
+    body_memory: usize,
     /// Largest number of open connections. Further connections wait.
     #[arg(long, help_heading = "Server", value_name = "COUNT", default_value_t = 1024, value_parser = positive)]
     max_connections: usize,
@@ -299,6 +303,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
         model: name.clone(),
         api_keys,
         max_body: cli.max_body,
+        body_memory: cli.body_memory.saturating_mul(1 << 20),
         max_connections: cli.max_connections,
         drain_timeout: Duration::from_secs(cli.drain_seconds),
         adapter_root,

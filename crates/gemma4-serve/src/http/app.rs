@@ -1,5 +1,6 @@
 //! The state that all HTTP handlers share, and the options of the server.
 
+use super::body::{BodyMemory, BodyPool};
 use super::client_state::{ClientGuard, ClientState};
 use super::events::Events;
 use super::media::{MediaOptions, MediaStore, shown};
@@ -21,6 +22,9 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The largest size of a request's body, in bytes.
     pub max_body: usize,
+    /// The memory for the bodies of requests that are being read and prepared, in bytes. A body of at least 256 KiB takes
+    /// twice its length, and waits for memory within `body_timeout`.
+    pub body_memory: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
     /// The longest time for the headers of a request to arrive. Without this limit, a silent connection would take one
@@ -46,6 +50,7 @@ impl Default for ServerOptions {
             model: "gemma4".into(),
             api_keys: Vec::new(),
             max_body: 32 << 20,
+            body_memory: 512 << 20,
             max_connections: 1024,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
@@ -63,6 +68,7 @@ pub(crate) struct App {
     pub engines: EnginePool,
     pub text: TextModel,
     pub media: MediaStore,
+    pub bodies: BodyPool,
     pub options: ServerOptions,
     pub started: u64,
     /// The projections of each engine's model to which adapters apply.
@@ -83,6 +89,7 @@ impl App {
             engines,
             text,
             media: MediaStore::new(options.media.clone()),
+            bodies: BodyPool::new(options.body_memory),
             targets,
             reading: Mutex::new(()),
             options,
@@ -176,10 +183,12 @@ impl App {
     }
 
     /// Runs `prepare` on a thread for blocking work, and submits the resulting request. Chat templates, the tokenizer,
-    /// grammars, images and audio may take long, and must not delay other connections.
+    /// grammars, images and audio may take long, and must not delay other connections. `memory` is the memory of the
+    /// request's body, which is free after the preparation.
     pub async fn submit<T: Send + 'static>(
         self: &Arc<Self>,
         log: &RequestLog,
+        memory: BodyMemory,
         prepare: impl FnOnce(&Self, &ClientState) -> Result<(Request, T), RequestError> + Send + 'static,
     ) -> Result<(Events, usize, T), RequestError> {
         // Refuse early, because the preparation may take long.
@@ -189,6 +198,7 @@ impl App {
         let client = guard.state();
         let prepared = tokio::task::spawn_blocking(move || {
             let (request, context) = prepare(&app, &client)?;
+            drop(memory);
             let (prompt_tokens, choices) = (request.prompt.len(), request.choices);
             if let Some(adapter) = &request.adapter {
                 log.selected(&format!("{}:{}", app.options.model, adapter.name()));

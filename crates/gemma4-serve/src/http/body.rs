@@ -1,14 +1,19 @@
-//! Reads the bodies of requests: checks the size, the time limit and the JSON. Error messages name the request field
-//! that caused the error.
+//! Reads the bodies of requests: checks the size, the memory, the time limit and the JSON. Error messages name the
+//! request field that caused the error.
 
-use super::app::ServerOptions;
+use super::app::App;
+use crate::engine::permits;
 use crate::error::{ErrorKind, RequestError};
-use axum::body::{Body, to_bytes};
+use axum::body::{Body, BodyDataStream, HttpBody};
 use axum::http::{Request, header};
+use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
-use std::error::Error;
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 
-/// The number of bytes from which a thread for blocking work parses the body. Bodies with images have megabytes.
+/// The number of bytes from which a body counts as memory, and from which a thread for blocking work parses the body.
+/// Bodies with images have megabytes.
 const LONG_BODY: usize = 1 << 18;
 
 /// The largest number of characters of a value that an error of the parser shows. The value may be the data of an
@@ -22,11 +27,51 @@ const LONGEST_REASON: usize = 1000;
 /// The largest number of characters of a field's path in an error. A client chooses the names of some fields.
 const LONGEST_PATH: usize = 200;
 
-/// Reads the body of a request, and parses the body as JSON.
+/// The largest number of bytes of a body that is too large which are read and dropped. A client that is still sending
+/// would not see the error, because the connection would be reset.
+const DISCARDED: usize = 128 << 20;
+
+/// A limit on the memory of the bodies of all requests. Bodies of less than [`LONG_BODY`] bytes do not count.
+#[derive(Debug)]
+pub(crate) struct BodyPool {
+    permits: Arc<Semaphore>,
+    count: u32,
+}
+
+/// The memory of a body, until the request has been prepared. Clones share the memory.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BodyMemory {
+    _permit: Option<Arc<OwnedSemaphorePermit>>,
+}
+
+impl BodyPool {
+    /// Creates a pool of `bytes` bytes.
+    pub fn new(bytes: usize) -> Self {
+        let count = permits(bytes);
+        Self {
+            permits: Arc::new(Semaphore::new(count as usize)),
+            count,
+        }
+    }
+
+    /// Waits for the memory of a body of `bytes` bytes and of its parsed form. A body that exceeds the pool waits for the
+    /// whole pool.
+    async fn reserve(&self, bytes: usize) -> BodyMemory {
+        let count = permits(bytes.saturating_mul(2)).min(self.count);
+        let permit = self.permits.clone().acquire_many_owned(count).await;
+        BodyMemory {
+            // The semaphore is never closed.
+            _permit: permit.ok().map(Arc::new),
+        }
+    }
+}
+
+/// Reads the body of a request, and parses the body as JSON. The memory of the body is to be freed when the request has
+/// been prepared.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     request: Request<Body>,
-    options: &ServerOptions,
-) -> Result<T, RequestError> {
+    app: &App,
+) -> Result<(T, BodyMemory), RequestError> {
     let media_type = request.headers().get(header::CONTENT_TYPE);
     let media_type = media_type.and_then(|value| value.to_str().ok());
     let is_json = media_type.is_some_and(|value| {
@@ -37,34 +82,72 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
         let message = "Content-Type: expected application/json";
         return Err(RequestError::new(ErrorKind::MediaType, message));
     }
-    let bytes = to_bytes(request.into_body(), options.max_body);
-    let Ok(bytes) = tokio::time::timeout(options.body_timeout, bytes).await else {
-        let message = format!(
-            "the body did not arrive within {} s",
-            options.body_timeout.as_secs()
-        );
-        return Err(RequestError::new(ErrorKind::Timeout, message));
+    let (limit, seconds) = (app.options.max_body, app.options.body_timeout);
+    // A client that waits for "100 Continue" does not send a body that is refused.
+    let waits = request.headers().contains_key(header::EXPECT);
+    let body = request.into_body();
+    let length = body.size_hint().exact();
+    let length = length.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+    let mut rest = body.into_data_stream();
+    let is_too_large = length.is_some_and(|bytes| bytes > limit);
+    let collected = match is_too_large {
+        true => Ok(None),
+        false => {
+            let collected = collect(&mut rest, length.unwrap_or(limit), limit, &app.bodies);
+            timeout(seconds, collected).await.unwrap_or_else(|_| {
+                let message = format!("the body did not arrive within {} s", seconds.as_secs());
+                Err(RequestError::new(ErrorKind::Timeout, message))
+            })
+        }
     };
-    let bytes = bytes.map_err(|error| refused_body(&error, options.max_body))?;
+    let Some((bytes, memory)) = collected? else {
+        if !(is_too_large && waits) {
+            // A client that sends for longer sees a reset connection.
+            let _ = timeout(seconds, discard(rest)).await;
+        }
+        let message = format!("the body is too large; expected at most {limit} bytes");
+        return Err(RequestError::new(ErrorKind::TooLarge, message));
+    };
     if bytes.len() < LONG_BODY {
-        return parse(&bytes);
+        return Ok((parse(&bytes)?, memory));
     }
-    let parsed = tokio::task::spawn_blocking(move || parse(&bytes)).await;
+    let parsed = tokio::task::spawn_blocking(move || Ok((parse(&bytes)?, memory))).await;
     parsed.unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
 }
 
-fn refused_body(error: &axum::Error, limit: usize) -> RequestError {
-    let is_limit = error
-        .source()
-        .is_some_and(|source| source.to_string().contains("length limit"));
-    match is_limit {
-        true => {
-            let message = format!("the body is too large; expected at most {limit} bytes");
-            RequestError::new(ErrorKind::TooLarge, message)
-        }
-        false => {
+/// Collects a body that probably has `expected` bytes, and at most `limit` bytes. Returns `None` for a longer body.
+async fn collect(
+    body: &mut BodyDataStream,
+    expected: usize,
+    limit: usize,
+    pool: &BodyPool,
+) -> Result<Option<(Vec<u8>, BodyMemory)>, RequestError> {
+    let (mut bytes, mut memory) = (Vec::new(), BodyMemory::default());
+    while let Some(chunk) = body.next().await {
+        let chunk = chunk.map_err(|error| {
             let message = format!("the body cannot be read: {error}");
             RequestError::new(ErrorKind::Invalid, message)
+        })?;
+        let count = bytes.len() + chunk.len();
+        if count > limit {
+            return Ok(None);
+        }
+        if count >= LONG_BODY && bytes.len() < LONG_BODY {
+            memory = pool.reserve(expected).await;
+            bytes.reserve_exact(expected.max(count) - bytes.len());
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(Some((bytes, memory)))
+}
+
+/// Reads and drops up to [`DISCARDED`] bytes.
+async fn discard(mut body: BodyDataStream) {
+    let mut left = DISCARDED;
+    while let Some(Ok(chunk)) = body.next().await {
+        match left.checked_sub(chunk.len()) {
+            Some(less) => left = less,
+            None => return,
         }
     }
 }

@@ -10,6 +10,7 @@ mod socket;
 mod adapters;
 mod anthropic;
 mod audio;
+mod bodies;
 mod concurrency;
 mod devices;
 mod files;

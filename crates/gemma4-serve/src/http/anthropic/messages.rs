@@ -39,12 +39,16 @@ pub(crate) async fn handle(
 /// Handles a request to `/v1/messages/count_tokens`.
 pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     let counted = async {
-        let request: MessagesRequest = read_json(request, &app.options).await?;
+        let (request, memory) = read_json::<MessagesRequest>(request, &app).await?;
         let app = app.clone();
         // The guard lives until the client leaves, or until the tokens have been counted.
         let guard = ClientGuard::default();
         let client = guard.state();
-        let counted = move || request.count_tokens(&app, &client);
+        let counted = move || {
+            let counted = request.count_tokens(&app, &client);
+            drop(memory);
+            counted
+        };
         let counted = tokio::task::spawn_blocking(counted).await;
         drop(guard);
         counted
@@ -61,9 +65,9 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let request: MessagesRequest = read_json(request, &app.options).await?;
+    let (request, memory) = read_json::<MessagesRequest>(request, &app).await?;
     let (events, prompt_tokens, context) = app
-        .submit(&log, |app, client| request.prepare(app, client))
+        .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;
     let id = log.id("msg_");
     if context.stream {

@@ -40,9 +40,9 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let request: ChatRequest = read_json(request, &app.options).await?;
+    let (request, memory) = read_json::<ChatRequest>(request, &app).await?;
     let (events, prompt_tokens, context) = app
-        .submit(&log, |app, client| request.prepare(app, client))
+        .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;
     let id = log.id("chatcmpl-");
     let writer = ChatWriter::new(app.clone(), id, context, prompt_tokens);

@@ -39,7 +39,7 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let request: CompletionRequest = read_json(request, &app.options).await?;
+    let (request, memory) = read_json::<CompletionRequest>(request, &app).await?;
     let (context, prompts) = request.split()?;
     let adapter = app.select_adapter(context.model())?;
     let mut submitted = Vec::new();
@@ -47,9 +47,10 @@ async fn answer(
         let (context, adapter) = (context.clone(), adapter.clone());
         let prepare =
             move |app: &App, _: &ClientState| Ok((context.request(prompt, adapter, app)?, ()));
-        let (events, prompt_tokens, ()) = app.submit(&log, prepare).await?;
+        let (events, prompt_tokens, ()) = app.submit(&log, memory.clone(), prepare).await?;
         submitted.push((events, prompt_tokens));
     }
+    drop(memory);
     let prompt_tokens = submitted.iter().map(|(_, tokens)| tokens).sum();
     let mut writer = CompletionWriter::new(app.clone(), log.id("cmpl-"), context, prompt_tokens);
     if writer.context.stream

@@ -35,9 +35,9 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let request: ResponsesRequest = read_json(request, &app.options).await?;
+    let (request, memory) = read_json::<ResponsesRequest>(request, &app).await?;
     let (mut events, prompt_tokens, context) = app
-        .submit(&log, |app, client| request.prepare(app, client))
+        .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;
     let stream = context.stream;
     let mut writer = ResponseWriter::new(log.id("resp_"), context, prompt_tokens);
