@@ -8,6 +8,7 @@
 //! | a conversation | `{"messages": [{"role": "user", "content": "Hi"}]}`, with the fields of `/v1/chat/completions` |
 //! | OpenAI's batch form | `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}` |
 
+use crate::batch_retries::BatchRetries;
 use crate::engine::EngineOptions;
 use crate::http::{MAX_PROMPTS, MediaOptions, Server, ServerOptions};
 use axum::{
@@ -91,14 +92,18 @@ pub fn run_batch_file(
         .enumerate()
         .filter(|(_, line)| !matches!(line, Ok(line) if line.trim().is_empty()))
         .take_while(|_| !is_cancelled());
+    let retries = BatchRetries::default();
     let answers = stream::iter(lines).map(|(index, line)| {
-        let (router, model) = (router.clone(), model.as_str());
+        let (router, model, retries) = (&router, model.as_str(), &retries);
         async move {
             let line = line?;
-            match line.len() > longest {
-                true => Ok(too_long(index, line.len(), longest)),
-                false => answer(router, index, line, defaults, model).await,
+            if line.len() > longest {
+                return Ok(too_long(index, line.len(), longest));
             }
+            let attempt = || answer(router.clone(), index, &line, defaults, model);
+            // The images of other lines may take all memory.
+            let is_refused = |answer: &Value| answer["response"]["status_code"] == 429;
+            retries.answer(attempt, is_refused).await
         }
     });
     runtime.block_on(async {
@@ -130,12 +135,12 @@ fn count(answer: &Value, counts: &mut BatchCounts) {
 async fn answer(
     router: Router,
     index: usize,
-    line: String,
+    line: &str,
     defaults: &Map<String, Value>,
     model: &str,
 ) -> Result<Value, std::io::Error> {
     let number = format!("line-{}", index + 1);
-    let (id, path, mut body) = match parse(&line, number.clone()) {
+    let (id, path, mut body) = match parse(line, number.clone()) {
         Ok(request) => request,
         Err(reason) => return Ok(failed(&number, &format!("line {}: {reason}", index + 1))),
     };

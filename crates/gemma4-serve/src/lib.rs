@@ -4,6 +4,7 @@
 #![warn(missing_docs)]
 
 mod batch_file;
+mod batch_retries;
 pub mod engine;
 mod error;
 mod http;
