@@ -1,5 +1,5 @@
 //! Checks the official Python clients of OpenAI and Anthropic against `gemma4 serve`, with the small model that the
-//! program embeds, and with a fixture that sees images.
+//! program embeds, and with fixtures that see images and hear audio.
 
 use crate::process::{self, Result};
 use std::{
@@ -17,9 +17,11 @@ const MARKER: &str = "complete";
 
 const MODEL: &str = "tiny";
 
-/// The fixture of a model that sees images, and an image.
+/// The fixtures of models that see images and hear audio, each with a file.
 const VISION: &str = "tests/fixtures/vision-keqv";
 const IMAGE: &str = "tests/fixtures/vision-keqv/wide.png";
+const AUDIO: &str = "tests/fixtures/audio-ple";
+const CLIP: &str = "tests/fixtures/audio-ple/short.wav";
 
 /// Runs the clients. If this machine lacks Python, its module venv, or the package index, the function prints a note
 /// instead.
@@ -32,7 +34,11 @@ pub fn check_if_possible() -> Result<()> {
     process::run(process::test_workspace().args(["--no-run", "--test", "program"]))?;
     let name = format!("gemma4{}", std::env::consts::EXE_SUFFIX);
     let program = process::target_folder().join("debug").join(name);
-    for (model, image) in [(&[][..], None), (&["--model", VISION], Some(IMAGE))] {
+    for (model, file) in [
+        (&[][..], None),
+        (&["--model", VISION], Some(IMAGE)),
+        (&["--model", AUDIO], Some(CLIP)),
+    ] {
         let server = Server::start(&program, model)?;
         process::run(
             Command::new(&python)
@@ -43,7 +49,7 @@ pub fn check_if_possible() -> Result<()> {
                     MODEL,
                     "none",
                 ])
-                .args(image),
+                .args(file),
         )?;
     }
     Ok(())

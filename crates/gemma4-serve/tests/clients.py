@@ -8,6 +8,8 @@ The third argument is the API key. With an image, the script checks a server of 
 
     gemma4 serve --device cpu --port 8124 --name vision --model tests/fixtures/vision-keqv &
     python3 crates/gemma4-serve/tests/clients.py http://127.0.0.1:8124 vision none tests/fixtures/vision-keqv/wide.png
+
+With a WAV file in place of the image, it checks a server of a model with audio, such as tests/fixtures/audio-ple.
 """
 
 import base64
@@ -123,11 +125,43 @@ def check_images(of_openai: openai.OpenAI, of_anthropic: anthropic.Anthropic, mo
         raise AssertionError("an address in the web is accepted")
 
 
+def check_audio(client: openai.OpenAI, model: str, clip: str) -> None:
+    data = base64.b64encode(pathlib.Path(clip).read_bytes()).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    question = "what is this?"
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+    options = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 12}
+    answer = client.chat.completions.create(**options)
+    text, tokens = answer.choices[0].message.content, answer.usage.prompt_tokens
+    assert tokens > 10, answer.usage
+    stream = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+
+    content = [part, {"type": "input_text", "text": question}]
+    response = client.responses.create(
+        model=model, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=12
+    )
+    assert response.output_text == text and response.usage.input_tokens == tokens
+
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    try:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": [part]}])
+    except openai.BadRequestError as error:
+        assert error.param == "messages[0].content[0].input_audio", error
+        assert "is not a WAV, FLAC, MP3 or Ogg Vorbis file" in str(error), error
+    else:
+        raise AssertionError("a broken clip is accepted")
+
+
 def main() -> None:
     url, model = sys.argv[1], sys.argv[2]
     key = sys.argv[3] if len(sys.argv) > 3 else "none"
     of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     of_anthropic = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+    if len(sys.argv) > 4 and sys.argv[4].endswith(".wav"):
+        check_audio(of_openai, model, sys.argv[4])
+        print("the client of OpenAI sends audio")
+        return
     if len(sys.argv) > 4:
         check_images(of_openai, of_anthropic, model, sys.argv[4])
         print("the clients of OpenAI and Anthropic send images")
