@@ -135,3 +135,32 @@ fn encoder_refuses_other_numbers_of_clips() {
         assert!(error.contains(&expected), "{error}");
     }
 }
+
+/// The numbers of tokens in headers are lower bounds, and exact except in MP3 files.
+#[test]
+fn size_of_clip_from_its_header_bounds_that_of_the_prepared_clip() {
+    for name in ALL {
+        let gemma = Fixture::open(name).load(&Device::flex(), DType::F32);
+        let encoder = gemma.prompt_encoder();
+        for file in [
+            "stereo.wav",
+            "deep.wav",
+            "stereo.flac",
+            "stereo.mp3",
+            "stereo.ogg",
+        ] {
+            let bytes = std::fs::read(folder("audio").join(file)).expect("a fixture");
+            let header = Audio::header(&bytes).expect("the header is readable");
+            let clip = Audio::from_bytes(&bytes).expect("the clip is decodable");
+            let size = encoder.audio_size(&header).expect("the model hears audio");
+            let prepared = encoder.prepare_audio(&clip).expect("the model hears audio");
+            let missing = prepared.tokens().checked_sub(size.tokens);
+            let tolerance = if file.ends_with("mp3") { 4 } else { 0 };
+            let is_close = missing.is_some_and(|missing| missing <= tolerance);
+            assert!(is_close, "{name} {file}: {size:?}, {prepared:?}");
+            assert!(size.bytes >= prepared.bytes(), "{name} {file}");
+            let samples = 4 * clip.samples().len() as u64;
+            assert!(header.decoding_bytes > samples, "{name} {file}");
+        }
+    }
+}

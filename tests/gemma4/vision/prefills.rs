@@ -2,7 +2,7 @@
 //! a batch, and after a prefix of an earlier prompt.
 
 use super::{ALL, image, on_every_device};
-use crate::fixture::Fixture;
+use crate::fixture::{Fixture, folder};
 use crate::media::{collapsed, decoded, first_token};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Batch, CacheKind, EncodedPrompt, Gemma4, Image, KvPrecision, PrefixCache};
@@ -145,5 +145,33 @@ fn encoder_refuses_other_numbers_of_images() {
             .expect_err("two placeholders");
         let expected = format!("2 image placeholders, but {} images", images.len());
         assert!(error.to_string().contains(&expected), "{error}");
+    }
+}
+
+/// A file that is turned by its orientation has the size of the upright image.
+#[test]
+fn size_of_image_from_its_header_equals_that_of_the_prepared_image() {
+    for name in ALL {
+        let gemma = Fixture::open(name).load(&Device::flex(), DType::F32);
+        let encoder = gemma.prompt_encoder();
+        for file in ["photograph.png", "turned.jpg", "lossless.webp", "cmyk.jpg"] {
+            let bytes = std::fs::read(folder("images").join(file)).expect("a fixture");
+            let header = Image::header(&bytes).expect("the header is readable");
+            let image = Image::from_bytes(&bytes).expect("the image is decodable");
+            for count in [None, Some(70), Some(140)] {
+                let size = encoder.image_size(&header, count);
+                let size = size.expect("the model sees images");
+                let image = match count {
+                    Some(count) => image.clone().with_max_soft_tokens(count),
+                    None => Ok(image.clone()),
+                };
+                let prepared = encoder.prepare(&image.expect("the number is supported"));
+                let prepared = prepared.expect("the model sees images");
+                let what = format!("{name} {file} {count:?}");
+                assert_eq!(size.tokens, prepared.tokens(), "{what}");
+                assert_eq!(size.bytes, prepared.bytes(), "{what}");
+                assert!(size.preparing_bytes > size.bytes, "{what}");
+            }
+        }
     }
 }

@@ -234,6 +234,38 @@ fn image_with_adapter_of_the_vision_is_refused() {
 }
 
 #[test]
+fn prefill_of_image_of_another_encoder_is_refused() {
+    let load = |name| Fixture::open(name).load(&Device::flex(), DType::F32);
+    // The patches of the two models have 16 and 4 pixels.
+    let (own, other) = (load("vision-ple"), load("vision-unified"));
+    for (gemma, of_image) in [(&own, &other), (&other, &own)] {
+        let encoder = of_image.prompt_encoder();
+        let image = encoder.prepare(&image("vision-ple", "wide.png"));
+        let image = image.expect("the model sees images");
+        let placeholder = gemma.tokenizer().id("<|image|>").expect("a special token");
+        let prompt = encoder.encode(vec![2, placeholder], &[image], &[]);
+        let prefill = gemma.prefill(prompt.expect("one placeholder"), CacheKind::default());
+        let mut prefill = prefill.expect("the prompt fits");
+        let error = prefill
+            .advance(1000)
+            .expect_err("other patches")
+            .to_string();
+        assert!(error.contains("encoder of this checkpoint"), "{error}");
+    }
+}
+
+#[test]
+fn prefill_of_placeholder_without_image_is_refused() {
+    let gemma = Fixture::open("vision-ple").load(&Device::flex(), DType::F32);
+    for name in ["<|image|>", "<|audio|>"] {
+        let placeholder = gemma.tokenizer().id(name).expect("a special token");
+        let prefill = gemma.prefill(vec![2, placeholder, 7], CacheKind::default());
+        let error = prefill.expect_err("there is no medium").to_string();
+        assert!(error.contains("a placeholder of"), "{error}");
+    }
+}
+
+#[test]
 fn load_with_crossed_bounds_answers_text_and_refuses_images() {
     let folder = tempfile::tempdir().expect("a folder is creatable");
     let name = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_min";
