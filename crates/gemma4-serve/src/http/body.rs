@@ -9,8 +9,9 @@ use axum::http::{Request, header};
 use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// The number of bytes from which a body counts as memory, and from which a thread for blocking work parses the body.
 /// Bodies with images have megabytes.
@@ -91,16 +92,19 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     let mut rest = body.into_data_stream();
     let is_too_large = length.is_some_and(|bytes| bytes > limit);
     let collected = match is_too_large {
-        true => Ok(None),
+        true => None,
         false => {
-            let collected = collect(&mut rest, length.unwrap_or(limit), limit, &app.bodies);
-            timeout(seconds, collected).await.unwrap_or_else(|_| {
-                let message = format!("the body did not arrive within {} s", seconds.as_secs());
-                Err(RequestError::new(ErrorKind::Timeout, message))
-            })
+            collect(
+                &mut rest,
+                length.unwrap_or(limit),
+                limit,
+                seconds,
+                &app.bodies,
+            )
+            .await?
         }
     };
-    let Some((bytes, memory)) = collected? else {
+    let Some((bytes, memory)) = collected else {
         if !(is_too_large && waits) {
             // A client that sends for longer sees a reset connection.
             let _ = timeout(seconds, discard(rest)).await;
@@ -115,30 +119,44 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     parsed.unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
 }
 
-/// Collects a body that probably has `expected` bytes, and at most `limit` bytes. Returns `None` for a longer body.
+/// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Returns
+/// `None` for a body that is too large.
 async fn collect(
     body: &mut BodyDataStream,
     expected: usize,
     limit: usize,
+    longest: Duration,
     pool: &BodyPool,
 ) -> Result<Option<(Vec<u8>, BodyMemory)>, RequestError> {
+    let deadline = Instant::now() + longest;
     let (mut bytes, mut memory) = (Vec::new(), BodyMemory::default());
-    while let Some(chunk) = body.next().await {
-        let chunk = chunk.map_err(|error| {
-            let message = format!("the body cannot be read: {error}");
-            RequestError::new(ErrorKind::Invalid, message)
-        })?;
+    loop {
+        let chunk = match timeout_at(deadline, body.next()).await {
+            Ok(Some(Ok(chunk))) => chunk,
+            Ok(Some(Err(error))) => {
+                let message = format!("the body cannot be read: {error}");
+                return Err(RequestError::new(ErrorKind::Invalid, message));
+            }
+            Ok(None) => return Ok(Some((bytes, memory))),
+            Err(_) => {
+                let message = format!("the body did not arrive within {} s", longest.as_secs());
+                return Err(RequestError::new(ErrorKind::Timeout, message));
+            }
+        };
         let count = bytes.len() + chunk.len();
         if count > limit {
             return Ok(None);
         }
         if count >= LONG_BODY && bytes.len() < LONG_BODY {
-            memory = pool.reserve(expected).await;
+            let reserved = timeout_at(deadline, pool.reserve(expected)).await;
+            memory = reserved.map_err(|_| {
+                let message = "the bodies of other requests take all memory; try again later";
+                RequestError::new(ErrorKind::Busy, message)
+            })?;
             bytes.reserve_exact(expected.max(count) - bytes.len());
         }
         bytes.extend_from_slice(&chunk);
     }
-    Ok(Some((bytes, memory)))
 }
 
 /// Reads and drops up to [`DISCARDED`] bytes.
@@ -206,6 +224,27 @@ mod tests {
         assert_eq!(shortened(long), expected);
         let name = shortened(format!("unknown field `{value}`"));
         assert_eq!(name.chars().count(), 1001);
+    }
+
+    #[tokio::test]
+    async fn collect_without_memory_is_refused_at_its_deadline() {
+        let pool = BodyPool::new(1 << 20);
+        let collected = async || {
+            let mut body = Body::from(vec![b' '; LONG_BODY]).into_data_stream();
+            let longest = Duration::from_millis(20);
+            collect(&mut body, LONG_BODY, LONG_BODY, longest, &pool).await
+        };
+        let reserved = pool.reserve(LONG_BODY + 1).await;
+        let error = collected().await.expect_err("the memory is taken");
+        assert_eq!(error.kind, ErrorKind::Busy, "{error}");
+        drop(reserved);
+        let whole = collected().await.expect("the memory is free");
+        let (bytes, memory) = whole.expect("the body is not too large");
+        assert_eq!(bytes.len(), LONG_BODY);
+        // The memory is that of the body and of its parsed form.
+        assert_eq!(pool.permits.available_permits(), 512);
+        drop(memory);
+        assert_eq!(pool.permits.available_permits(), 1024);
     }
 
     #[test]
