@@ -1,13 +1,13 @@
-//! Tests the engine with images: other answers go on while an image is encoded, cancelled requests free their images,
-//! and requests with the same image go to the engine that has it.
+//! Tests the engine with images and audio: other answers go on while they are encoded, cancelled requests free their
+//! images, and requests with the same image or clip go to the engine that has it.
 
 use crate::harness::{Harness, with_model};
-use crate::pictures::{image_url, model, png, text};
-use burn_gemma4::{EncodedPrompt, Image, Sampling};
+use crate::pictures::{image_url, input_audio, model, png, text, wav};
+use burn_gemma4::{Audio, EncodedPrompt, Image, Sampling};
 use gemma4_serve::ServerOptions;
 use gemma4_serve::engine::{AnswerOptions, Engine, EngineOptions, Event, MediaPool, Request};
 use gemma4_serve::text::{ChatMessage, Part, TextModel};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 fn options(text: &TextModel, max_tokens: usize) -> AnswerOptions {
@@ -81,6 +81,45 @@ async fn cancelled_requests_free_the_memory_of_their_images() {
     while pool.free() < all {
         tokio::time::sleep(std::time::Duration::from_millis(2)).await;
     }
+}
+
+/// Returns a prompt with one clip of `seconds` seconds.
+fn heard(text: &TextModel, seconds: usize) -> EncodedPrompt {
+    let audio = Audio::from_bytes(&wav(16_000 * seconds, 1)).expect("the clip is decodable");
+    let audio = text
+        .prepare_audio("audio", &audio)
+        .expect("the model hears audio");
+    let message = ChatMessage::User(vec![Part::Audio(0)].into());
+    let tokens = text.chat_tokens(&[message], &[], false);
+    text.encode(tokens.expect("the conversation is valid"), &[], &[audio])
+        .expect("the prompt is valid")
+}
+
+/// The audio of the fixture has several layers. The rows of the clip exceed the chunk, so each layer is a step.
+#[tokio::test]
+async fn answer_goes_on_while_a_clip_is_encoded() {
+    let gemma = model("audio-ple");
+    let text = TextModel::new(&gemma);
+    let engine = EngineOptions {
+        prefill_chunk: Some(64),
+        load_audio: true,
+        ..EngineOptions::default()
+    };
+    let (engine, _outcome) = Engine::start(gemma, engine).expect("the engine starts");
+    let plain = text.text_prompt("what is this?");
+    let plain = request(&text, plain.expect("the text has no placeholder"), 4);
+    let clip = request(&text, heard(&text, 20), 1);
+    let mut running = engine.submit(plain).expect("the queue has a place");
+    let mut hearing = engine.submit(clip).expect("the queue has a place");
+    assert!(matches!(hearing.recv().await, Some(Event::Text { .. })));
+    let mut events = Vec::new();
+    while let Ok(event) = running.try_recv() {
+        events.push(event);
+    }
+    assert!(
+        matches!(events.last(), Some(Event::End { .. })),
+        "{events:?}"
+    );
 }
 
 /// The vision of the fixture has two layers. The patches of the image exceed the chunk, so each layer is a step, and a
@@ -158,12 +197,19 @@ async fn answer(mut events: UnboundedReceiver<Event>) -> String {
 }
 
 #[tokio::test]
-async fn requests_follow_their_image_to_its_engine() {
-    let models = vec![model("vision-unified"), model("vision-unified")];
+async fn requests_follow_their_image_or_clip_to_its_engine() {
+    let image = |seed| image_url(&png(90, 90, seed, None));
+    requests_follow_their_medium("vision-unified", image).await;
+    let clip = |seed| input_audio(&wav(60_000, seed as usize));
+    requests_follow_their_medium("audio-unified", clip).await;
+}
+
+async fn requests_follow_their_medium(name: &str, medium: impl Fn(u32) -> Value) {
+    let models = vec![model(name), model(name)];
     let engine = EngineOptions::default();
     let harness = Harness::of_models(models, engine, ServerOptions::default(), None);
     let send = async |seed: u32| {
-        let content = json!([image_url(&png(90, 90, seed, None)), text("what is this?")]);
+        let content = json!([medium(seed), text("what is this?")]);
         let body = json!({
             "messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0,
         });
@@ -173,7 +219,7 @@ async fn requests_follow_their_image_to_its_engine() {
             .ok();
         answer["usage"]["prompt_tokens_details"]["cached_tokens"].clone()
     };
-    // Each image goes to the engine that has had no request for the longest time.
+    // Each medium goes to the engine that has had no request for the longest time.
     for seed in [1, 2] {
         assert_eq!(send(seed).await, 0);
     }
