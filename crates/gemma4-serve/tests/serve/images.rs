@@ -288,6 +288,33 @@ fn batch_file_with_image_has_an_error_in_its_line() {
     );
 }
 
+/// The memory holds one resized image, and the lines with images are answered at the same time.
+#[test]
+fn batch_file_with_more_images_than_memory_answers_all_lines() {
+    let file = png(100, 100, 1, None);
+    let lines = (0..12).map(|_| {
+        let content = json!([image_url(&file), text("a")]);
+        let line = json!({"messages": [{"role": "user", "content": content}], "max_tokens": 2});
+        format!("{line}\n")
+    });
+    let (input, mut output) = (lines.collect::<String>(), Vec::new());
+    let media = MediaOptions {
+        memory: 700 << 10,
+        ..MediaOptions::default()
+    };
+    let counts = run_batch_file(
+        model("vision-ple"),
+        EngineOptions::default(),
+        media,
+        input.as_bytes(),
+        &mut output,
+        &Map::new(),
+        || false,
+    );
+    let counts = counts.expect("the engine works");
+    assert_eq!((counts.answered, counts.failed), (12, 0));
+}
+
 #[test]
 fn text_prompt_with_placeholder_is_refused() {
     let model = TextModel::new(&model("vision-unified"));
