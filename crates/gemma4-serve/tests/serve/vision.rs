@@ -205,6 +205,37 @@ async fn detail_sets_the_number_of_soft_tokens() {
     );
 }
 
+/// The checkpoint's number of soft tokens fits, and that of the detail `high` exceeds the 96 columns of the model.
+#[tokio::test]
+async fn detail_that_does_not_fit_is_named() {
+    let harness = harness("vision-unified", EngineOptions::default());
+    let url = data_url(&png(1000, 10, 1, None));
+    let chat = json!({"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
+    ]}]});
+    let responses = json!({"input": [{"role": "user", "content": [
+        {"type": "input_image", "image_url": url, "detail": "high"},
+    ]}]});
+    for (path, body, field) in [
+        (
+            "/v1/chat/completions",
+            chat,
+            "messages[0].content[0].image_url.detail",
+        ),
+        ("/v1/responses", responses, "input[0].content[0].detail"),
+    ] {
+        let answer = harness.post(path, &with_model(body)).await;
+        assert_eq!(answer.status, 400, "{}", answer.text);
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], field, "{error}");
+        let message = error["message"].as_str().expect("a message");
+        assert!(
+            message.starts_with(&format!("{field}: becomes 334 x 3")),
+            "{message}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn images_of_tool_results_reach_the_model() {
     let template = "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n\

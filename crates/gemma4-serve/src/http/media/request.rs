@@ -68,12 +68,12 @@ impl<'a> RequestMedia<'a> {
         [self.images, self.clips]
     }
 
-    /// Adds a medium without reading its file. `field` is the field of the request with the medium. Returns the index of
-    /// the medium.
+    /// Adds a medium without reading its file. `field` is the field of the request with the medium. Returns the index
+    /// of the medium.
     ///
     /// # Errors
-    /// Returns an error that names the field if the model does not read such media, if the request has too many of them,
-    /// or if the source is malformed or not supported.
+    /// Returns an error that names the field if the model does not read such media, if the request has too many of
+    /// them, or if the source is malformed or not supported.
     pub fn add(
         &mut self,
         field: &str,
@@ -153,8 +153,13 @@ impl<'a> RequestMedia<'a> {
                     );
                     return Err(RequestError::field(field, reason));
                 }
-                let size = self.text.image_size(&field, &header, soft_tokens)?;
-                (header.decoding_bytes, size)
+                let size = |soft_tokens| self.text.image_size(&field, &header, soft_tokens);
+                let own = size(soft_tokens).map_err(|error| match size(None) {
+                    // The image would fit without the option `detail`, which is beside the URL.
+                    Ok(_) => of_detail(&field, error),
+                    Err(_) => error,
+                });
+                (header.decoding_bytes, own?)
             }
             Kind::Audio => {
                 let header = Audio::header(&file.bytes).map_err(of_header)?;
@@ -230,4 +235,12 @@ impl<'a> RequestMedia<'a> {
         }
         Ok(prepared)
     }
+}
+
+/// Moves an error about the URL of an image to the option `detail` beside it.
+fn of_detail(field: &str, error: RequestError) -> RequestError {
+    let parent = field.rsplit_once('.').map_or(field, |(parent, _)| parent);
+    let reason = error.message.strip_prefix(&format!("{field}: "));
+    let reason = reason.unwrap_or(&error.message);
+    RequestError::field(format!("{parent}.detail"), reason)
 }
