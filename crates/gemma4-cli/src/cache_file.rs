@@ -168,9 +168,9 @@ impl CacheFile {
     }
 }
 
-/// Waits up to `longest` for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system
-/// cannot lock folders, such as Windows and some network file systems. Returns `None` with a note if another program
-/// keeps the lock. Two writes at the same time may then lose one of them.
+/// Waits up to `longest` for the lock on a folder, which lasts until the result is dropped. Returns `None` if the
+/// system cannot lock folders, such as Windows and some network file systems. Returns `None` with a note if another
+/// program keeps the lock. Two writes at the same time may then lose one of them.
 fn locked(folder: &Path, longest: Duration) -> Option<File> {
     let file = File::open(folder).ok()?;
     let start = Instant::now();

@@ -53,8 +53,8 @@ pub enum BatchError {
 }
 
 /// Answers all requests of `input`, and writes one line for each request to `output`. A request that lacks a field of
-/// `defaults` gets this field from `defaults`. `media` are the limits of images and audio in requests. The function stops
-/// reading requests when `is_cancelled` returns true.
+/// `defaults` gets this field from `defaults`. `media` are the limits of images and audio in requests. The function
+/// stops reading requests when `is_cancelled` returns true.
 ///
 /// # Errors
 /// Returns an error if the engine fails, or if reading or writing fails. A malformed request is not an error: its output

@@ -76,8 +76,8 @@ impl Audio {
             .map_err(refused)
     }
 
-    /// Reads the header of a WAV, FLAC, MP3 or Ogg Vorbis file, without decoding the samples. A program can check limits
-    /// before [`from_bytes`](Self::from_bytes) allocates memory.
+    /// Reads the header of a WAV, FLAC, MP3 or Ogg Vorbis file, without decoding the samples. A program can check
+    /// limits before [`from_bytes`](Self::from_bytes) allocates memory.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns

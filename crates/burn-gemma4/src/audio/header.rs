@@ -37,8 +37,8 @@ const PACKET_BYTES: u64 = 2 * 4 * 8 * 65_535;
 pub struct AudioHeader {
     /// The number of samples of each channel in a second, if the header has it.
     pub sample_rate: Option<u32>,
-    /// A lower bound of the number of samples of each channel, if the header has a length. Only in an MP3 file it is not
-    /// the number itself, because some encoders count one frame too many.
+    /// A lower bound of the number of samples of each channel, if the header has a length. Only in an MP3 file it is
+    /// not the number itself, because some encoders count one frame too many.
     pub samples: Option<u64>,
     /// An upper bound of the memory that [`Audio::from_bytes`](crate::Audio::from_bytes) needs for this clip, in bytes.
     /// The file itself does not count.
@@ -93,7 +93,8 @@ pub(super) fn opened<T>(
     if format == FileFormat::Ogg && !has_last_page(bytes) {
         return Err(failed("the file is truncated"));
     }
-    // A broken header makes `symphonia` 0.6.1 panic, by its assertions and by overflow checks. The file is dropped then.
+    // A broken header makes `symphonia` 0.6.1 panic, by its assertions and by overflow checks. The file is dropped
+    // then.
     let outcome = catch_unwind(AssertUnwindSafe(|| work(Opened::new(bytes, format)?)));
     outcome.unwrap_or_else(|_| Err(failed("the header is broken")))
 }
@@ -149,7 +150,7 @@ impl<'a> Opened<'a> {
         let longest = (MOST_SECONDS as u64 + 1) * rate;
         let samples = self
             .frames
-            .map_or(longest, |frames| longest.min(frames + rate));
+            .map_or(longest, |frames| longest.min(frames.saturating_add(rate)));
         // The samples grow by doubling, so that both buffers may exist: three times four bytes. The conversion of the
         // rate has two copies of the samples. The result has 16,000 samples in a second, and is copied twice.
         let of_clip = 3 * 4 * u64::from(SAMPLE_RATE) * samples.div_ceil(rate.max(1));
@@ -194,8 +195,8 @@ impl FileFormat {
     }
 }
 
-/// Returns a file without the ID3v2 tags at its beginning. The reader of `symphonia` 0.6.1 reads nested tags by recursion
-/// without a limit.
+/// Returns a file without the ID3v2 tags at its beginning. The reader of `symphonia` 0.6.1 reads nested tags by
+/// recursion without a limit.
 fn without_tags(mut bytes: &[u8]) -> &[u8] {
     while let Some([b'I', b'D', b'3', _, _, flags, size @ ..]) = bytes.first_chunk::<10>() {
         // The size has seven bits in each byte. A footer repeats the header.

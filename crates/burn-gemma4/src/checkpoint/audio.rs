@@ -37,7 +37,8 @@ impl AudioFormat {
         audio.prepared(&self.extractor).map_err(refused)
     }
 
-    /// Returns the size of a clip from the header of its file. `tokens` is a lower bound, and the bytes are upper bounds.
+    /// Returns the size of a clip from the header of its file. `tokens` is a lower bound, and the bytes are upper
+    /// bounds.
     pub fn size(&self, header: &AudioHeader) -> MediumSize {
         let longest = MOST_SECONDS * SAMPLE_RATE as usize;
         let samples = header.converted_samples();

@@ -80,7 +80,8 @@ impl Placeholders {
         Self::refuse(others.filter(|one| !media.contains(&one.medium)), tokens)
     }
 
-    /// Checks that tokens contain placeholders only in `media`, the places of images and audio clips in ascending order.
+    /// Checks that tokens contain placeholders only in `media`, the places of images and audio clips in ascending
+    /// order.
     pub(crate) fn check_outside(
         &self,
         tokens: &[u32],

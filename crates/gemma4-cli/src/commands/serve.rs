@@ -59,8 +59,8 @@ pub struct Serve {
     /// Largest body of a request in bytes.
     #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = ServerOptions::default().max_body, value_parser = positive)]
     max_body: usize,
-    /// Memory for the bodies of requests that are being read and prepared, in MiB. A body of at least 256 KiB takes twice
-    /// its length, and waits for memory.
+    /// Memory for the bodies of requests that are being read and prepared, in MiB. A body of at least 256 KiB takes
+    /// twice its length, and waits for memory.
     #[arg(long, help_heading = "Server", value_name = "MIB", default_value_t = ServerOptions::default().body_memory >> 20, value_parser = positive)]
     body_memory: usize,
     /// Largest number of open connections. Further connections wait.

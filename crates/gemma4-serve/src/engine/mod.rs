@@ -11,8 +11,8 @@
 //!
 //! An [`EnginePool`] has one engine for each device, and chooses the engine of each request.
 //!
-//! A prompt may have images and audio. Their towers run in steps that take about as long as a chunk of a prompt, so they
-//! do not delay other answers for longer.
+//! A prompt may have images and audio. Their towers run in steps that take about as long as a chunk of a prompt, so
+//! they do not delay other answers for longer.
 //!
 //! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 

@@ -55,8 +55,8 @@ impl BodyPool {
         }
     }
 
-    /// Waits for the memory of a body of `bytes` bytes and of its parsed form. A body that exceeds the pool waits for the
-    /// whole pool.
+    /// Waits for the memory of a body of `bytes` bytes and of its parsed form. A body that exceeds the pool waits for
+    /// the whole pool.
     async fn reserve(&self, bytes: usize) -> BodyMemory {
         let count = permits(bytes.saturating_mul(2)).min(self.count);
         let permit = self.permits.clone().acquire_many_owned(count).await;

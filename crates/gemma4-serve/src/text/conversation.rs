@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-/// The content of a message of the user or of a tool: texts, images and audio, in the order in which the model reads them.
+/// The content of a message of the user or of a tool: texts, images and audio, in the order in which the model reads
+/// them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Content(Vec<Part>);
 

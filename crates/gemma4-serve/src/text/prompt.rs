@@ -178,12 +178,12 @@ impl TextModel {
     }
 
     /// Encodes a conversation by the chat template. Each image and each audio clip is one placeholder, which
-    /// [`encode`](Self::encode) replaces. The names of special tokens in messages and tools are encoded as plain text, so
-    /// that a message cannot end its own turn.
+    /// [`encode`](Self::encode) replaces. The names of special tokens in messages and tools are encoded as plain text,
+    /// so that a message cannot end its own turn.
     ///
     /// # Errors
-    /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation has
-    /// too many characters for the context.
+    /// Returns an error if the template rejects the conversation or does not support the tools, or if the conversation
+    /// has too many characters for the context.
     pub fn chat_tokens(
         &self,
         messages: &[ChatMessage],

@@ -1,5 +1,5 @@
-//! Tests the limits on the bodies of requests: a client sees the error for a body that is too large, and the bodies of all
-//! requests share a limited memory.
+//! Tests the limits on the bodies of requests: a client sees the error for a body that is too large, and the bodies of
+//! all requests share a limited memory.
 
 use crate::client;
 use crate::harness::{Harness, with_model};

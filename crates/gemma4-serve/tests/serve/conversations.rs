@@ -38,8 +38,8 @@ fn part(value: &Value, files: &[Vec<u8>]) -> (MessagePart, Value) {
     (words.into(), text(words))
 }
 
-/// Creates a case from messages of the user and the model in turn. A part `{"image": 1}` is the second file, and so is a
-/// part `{"audio": 1}`.
+/// Creates a case from messages of the user and the model in turn. A part `{"image": 1}` is the second file, and so is
+/// a part `{"audio": 1}`.
 pub fn case(gemma: &Gemma4, turns: &[Value], files: &[Vec<u8>]) -> Case {
     let (mut own, mut sent) = (Vec::new(), Vec::new());
     for (index, turn) in turns.iter().enumerate() {

@@ -66,7 +66,8 @@ impl MediaSource {
         }
     }
 
-    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of media.
+    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of
+    /// media.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check). Returns an error if the contents cannot be read, are too large, or

@@ -36,8 +36,8 @@ pub(crate) enum Content {
     Parts(Vec<ContentPart>),
 }
 
-/// A part of a message's content: a text, an image or audio. One struct has the fields of all part types, so that the error
-/// for an unsupported type can name the type.
+/// A part of a message's content: a text, an image or audio. One struct has the fields of all part types, so that the
+/// error for an unsupported type can name the type.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ContentPart {
     #[serde(rename = "type")]
