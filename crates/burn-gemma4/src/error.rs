@@ -163,7 +163,7 @@ pub enum TensorProblem {
     },
     /// The tensor has a type that this crate cannot read, such as an unsupported quantization format.
     #[error(
-        "{} is in {found}; supported are F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K",
+        "{} is in {found}, which is not supported; the nearest supported type is {nearest}",
         Escaped::line(name)
     )]
     Encoding {
@@ -171,6 +171,8 @@ pub enum TensorProblem {
         name: String,
         /// The tensor's type in the file.
         found: String,
+        /// The supported type that is nearest in size.
+        nearest: &'static str,
     },
 }
 

@@ -109,6 +109,7 @@ impl Matrix {
             bits,
             group,
             scales,
+            codebook: None,
             rounding,
         };
         let layout = Layout::new(format, columns).expect("the columns are whole groups");

@@ -143,6 +143,7 @@ impl Stored {
             bits,
             group: Some(group),
             scales,
+            codebook: None,
             rounding,
         };
         let layout = Layout::new(format, columns).expect("the columns are whole groups");

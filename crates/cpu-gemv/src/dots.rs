@@ -5,7 +5,7 @@
 //! The dot-product instruction treats subnormal numbers as zero.
 
 use crate::kernel::{AHEAD, Task, prefetch_scales};
-use crate::layout::{Layout, Rounding, Scales};
+use crate::layout::{Format, Layout, Rounding, Scales};
 use crate::scales::{Groups, Lanes};
 use crate::simd::{Avx512, MOST_LANES, SELECT, Simd};
 use half::bf16;
@@ -23,7 +23,8 @@ pub(crate) const CODE_STEPS: usize = 4;
 /// True if the kernels of this module support quantized rows of `layout`.
 pub(crate) fn serves(layout: Layout) -> bool {
     let format = layout.format;
-    // If the zero point is at most 256, the difference of a code and the zero point is exact in bf16.
+    // If the zero point is at most 256, the difference of a code and the zero point is exact in bf16. So are the
+    // numbers of the codebooks.
     matches!(format.bits, 4 | 6)
         && format.rounding == Rounding::None
         && format.scales != Scales::SingleAndZero
@@ -100,7 +101,7 @@ pub(crate) unsafe fn codes<const BITS: usize, const R: usize>(task: &Task, range
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
-        let tables = tables::<BITS>(layout.format.zero());
+        let tables = tables::<BITS>(layout.format);
         for output in range {
             let row = task.weights.add(output * task.row_bytes).cast::<u32>();
             prefetch_scales::<Avx512>(layout, row.cast());
@@ -160,17 +161,17 @@ pub(crate) unsafe fn codes<const BITS: usize, const R: usize>(task: &Task, range
     }
 }
 
-/// Returns the bf16 number `code - zero` for codes 0 to 31, and for codes 32 to 63.
+/// Returns the bf16 number that a code stands for before scaling, for codes 0 to 31, and for codes 32 to 63.
 ///
 /// A permutation of one table reads 5 bits of an index. Only the first 4 bits belong to a 4-bit code, and the fifth bit
 /// belongs to the next code. The table of 4-bit codes contains the 16 numbers twice, so the fifth bit has no effect.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn tables<const BITS: usize>(zero: u32) -> [__m512i; 2] {
+fn tables<const BITS: usize>(format: Format) -> [__m512i; 2] {
     let table = |first: usize| {
         let numbers: [bf16; HALVES] = std::array::from_fn(|index| {
             let code = (first + index) % (1 << BITS);
-            bf16::from_f32(code as f32 - zero as f32)
+            bf16::from_f32(format.unscaled(code as u32))
         });
         // SAFETY: the numbers fill a vector.
         unsafe { _mm512_loadu_si512(numbers.as_ptr().cast()) }

@@ -4,6 +4,7 @@
 //! which columns form a vector, so that few instructions convert the elements. For example, one shift moves an element
 //! of every 32-bit word into place. Neighboring elements of a word are therefore in different steps.
 
+use crate::layout::{Codebook, Format};
 use crate::simd::Simd;
 
 /// A format of floats.
@@ -81,11 +82,11 @@ pub(crate) trait Codes<S: Simd> {
     /// The argument of the conversion from codes to floats: a lookup table, or the zero point.
     type Table: Copy;
 
-    /// Returns the last argument with which [`codes`](Self::codes) returns the floats `code - zero`.
+    /// Returns the last argument with which [`codes`](Self::codes) returns the numbers of `format` before scaling.
     ///
     /// # Safety
     /// The CPU has the instruction set.
-    unsafe fn table(zero: f32) -> Self::Table;
+    unsafe fn table(format: Format) -> Self::Table;
 
     /// Returns the upper bits of a block's codes, shifted left by 4. The function is called only for formats with upper
     /// bits.
@@ -97,7 +98,7 @@ pub(crate) trait Codes<S: Simd> {
         unsafe { S::load_words(top) }
     }
 
-    /// Returns the vector `step` of a block, as the floats `code - zero`.
+    /// Returns the vector `step` of a block, as floats before scaling: `code - zero`, or the codebook's numbers.
     ///
     /// # Safety
     /// The CPU has the instruction set.
@@ -105,6 +106,8 @@ pub(crate) trait Codes<S: Simd> {
 }
 
 pub(crate) struct FourBits;
+/// Codes of 4 bits with a codebook.
+pub(crate) struct FourBitsOfBook;
 pub(crate) struct FiveBits;
 pub(crate) struct SixBits;
 pub(crate) struct EightBits;
@@ -115,13 +118,30 @@ impl<S: Simd> Codes<S> for FourBits {
     type Table = S::FourBits;
 
     #[inline(always)]
-    unsafe fn table(zero: f32) -> S::FourBits {
-        unsafe { S::four_bits(zero) }
+    unsafe fn table(format: Format) -> S::FourBits {
+        unsafe { S::four_bits(format.zero() as f32) }
     }
 
     #[inline(always)]
     unsafe fn codes(low: S::Words, _top: S::Words, step: usize, table: S::FourBits) -> S::Floats {
         unsafe { S::code_of_4(low, step, table) }
+    }
+}
+
+impl<S: Simd> Codes<S> for FourBitsOfBook {
+    const CODES: usize = 8;
+    const TOP_BITS: usize = 0;
+    type Table = S::Book;
+
+    #[inline(always)]
+    unsafe fn table(format: Format) -> S::Book {
+        let integers = format.codebook.map_or([0; 16], Codebook::integers);
+        unsafe { S::book(integers) }
+    }
+
+    #[inline(always)]
+    unsafe fn codes(low: S::Words, _top: S::Words, step: usize, book: S::Book) -> S::Floats {
+        unsafe { S::code_of_book(low, step, book) }
     }
 }
 
@@ -131,8 +151,8 @@ impl<S: Simd> Codes<S> for FiveBits {
     type Table = S::FiveBits;
 
     #[inline(always)]
-    unsafe fn table(zero: f32) -> S::FiveBits {
-        unsafe { S::five_bits(zero) }
+    unsafe fn table(format: Format) -> S::FiveBits {
+        unsafe { S::five_bits(format.zero() as f32) }
     }
 
     #[inline(always)]
@@ -152,8 +172,8 @@ impl<S: Simd> Codes<S> for SixBits {
     type Table = f32;
 
     #[inline(always)]
-    unsafe fn table(zero: f32) -> f32 {
-        zero
+    unsafe fn table(format: Format) -> f32 {
+        format.zero() as f32
     }
 
     #[inline(always)]
@@ -173,8 +193,8 @@ impl<S: Simd> Codes<S> for EightBits {
     type Table = f32;
 
     #[inline(always)]
-    unsafe fn table(zero: f32) -> f32 {
-        zero
+    unsafe fn table(format: Format) -> f32 {
+        format.zero() as f32
     }
 
     #[inline(always)]

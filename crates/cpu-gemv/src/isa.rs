@@ -4,7 +4,9 @@
 use crate::dots;
 #[cfg(target_arch = "aarch64")]
 use crate::fixed;
-use crate::formats::{Bf16, Codes, EightBits, F16, F32, FiveBits, Floats, FourBits, SixBits};
+use crate::formats::{
+    Bf16, Codes, EightBits, F16, F32, FiveBits, Floats, FourBits, FourBitsOfBook, SixBits,
+};
 use crate::input::{Order, Reads};
 use crate::kernel::{Format, Kernel, Task};
 #[cfg(target_arch = "aarch64")]
@@ -214,6 +216,9 @@ macro_rules! kernels {
                     Format::F16 => of_floats::<F16>(rows),
                     Format::Bf16 => of_floats::<Bf16>(rows),
                     Format::Words(layout) => match layout.format.bits {
+                        4 if layout.format.codebook.is_some() => {
+                            of_codes::<FourBitsOfBook>(rows)
+                        }
                         4 => of_codes::<FourBits>(rows),
                         5 => of_codes::<FiveBits>(rows),
                         6 => of_codes::<SixBits>(rows),

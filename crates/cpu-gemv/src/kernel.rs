@@ -186,7 +186,7 @@ pub(crate) unsafe fn quantized<S: Simd, C: Codes<S>, const R: usize>(
     let mut groups = Groups::new(layout, S::LANES, C::CODES);
     unsafe {
         let lanes = Lanes::<S>::new(layout.group() / C::CODES);
-        let table = C::table(layout.format.zero() as f32);
+        let table = C::table(layout.format);
         for output in range {
             let row = task.weights.add(output * task.row_bytes).cast::<u32>();
             prefetch_scales::<S>(layout, row.cast());

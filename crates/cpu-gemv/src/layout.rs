@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 /// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32. `zero` is the zero
 /// point, and `least` is the minimum of the group. A format without zero points has no `zero`, and a format without minimums
-/// has no `least`.
+/// has no `least`. In a format with a codebook, the codebook's number stands in place of `code - zero`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Format {
     /// The number of bits per code: 4, 5, 6 or 8.
@@ -20,8 +20,44 @@ pub struct Format {
     pub group: Option<usize>,
     /// The parameters of a group, and their storage.
     pub scales: Scales,
+    /// The numbers that the codes stand for, or `None` if a code stands for itself. Only formats of 4 bits without
+    /// minimums and zero points have a codebook.
+    pub codebook: Option<Codebook>,
     /// The rounding of each dequantized element.
     pub rounding: Rounding,
+}
+
+/// The numbers that the 16 codes of 4 bits stand for, where their distances are not equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Codebook {
+    /// The table of ggml's types IQ4_NL and IQ4_XS.
+    Iq4,
+    /// Twice the floats of one sign bit, two exponent bits and one mantissa bit, as in MXFP4 and NVFP4. Twice a float
+    /// is an integer. Code 8 stands for -0.
+    E2m1,
+}
+
+impl Codebook {
+    /// Returns the number of each code, as an integer.
+    pub const fn integers(self) -> [i8; 16] {
+        match self {
+            Self::Iq4 => [
+                -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+            ],
+            Self::E2m1 => [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
+        }
+    }
+
+    /// Returns the number of a code.
+    ///
+    /// # Panics
+    /// Panics if the code has more than 4 bits.
+    pub fn number(self, code: u32) -> f32 {
+        match (self, code) {
+            (Self::E2m1, 8) => -0.0,
+            _ => f32::from(self.integers()[code as usize]),
+        }
+    }
 }
 
 /// The parameters that all columns of a group share, and their storage. In some variants, all groups share one zero
@@ -52,6 +88,9 @@ pub enum Scales {
     /// bytes of group scales and 8 bytes of group minimums. The parameter `least` of a group is minus the product of
     /// the group's minimum byte and the multiplier of minimums.
     BytesAndLeast,
+    /// Each run of [`SUPER`] columns has five words: the multipliers as in [`BytesAndLeast`](Self::BytesAndLeast), and a
+    /// byte for each of 16 groups. The low 4 bits of the byte are the group's scale, the high 4 bits its minimum.
+    NibblesAndLeast,
 }
 
 /// The dtype to which an element is rounded (ties to even) before it is converted to the requested dtype.
@@ -105,16 +144,31 @@ impl Format {
     pub const fn zero(self) -> u32 {
         match self.scales {
             Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
-            Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0,
+            Scales::HalfAndLeast
+            | Scales::SingleAndZero
+            | Scales::BytesAndLeast
+            | Scales::NibblesAndLeast => 0,
         }
     }
 
     /// True if dequantization adds a minimum per group (`least`) to the scaled codes.
     pub const fn has_least(self) -> bool {
-        matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
+        matches!(
+            self.scales,
+            Scales::HalfAndLeast | Scales::BytesAndLeast | Scales::NibblesAndLeast
+        )
     }
 
-    /// True if each dequantized value is exactly `scale · (code − zero)`.
+    /// Returns the number that a code stands for before scaling: the codebook's number, or `code - zero`. A zero point
+    /// of a single group is not subtracted.
+    pub fn unscaled(self, code: u32) -> f32 {
+        match self.codebook {
+            Some(codebook) => codebook.number(code),
+            None => code as f32 - self.zero() as f32,
+        }
+    }
+
+    /// True if each dequantized value is exactly the scale times [`unscaled`](Self::unscaled).
     pub fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }
@@ -141,10 +195,16 @@ impl Layout {
     pub fn new(format: Format, columns: usize) -> Option<Self> {
         let layout = Self { format, columns };
         let is_rounded_sum = format.has_least() && format.rounding != Rounding::None;
-        if !matches!(format.bits, 4 | 5 | 6 | 8) || is_rounded_sum {
+        let has_only_scales = !format.has_least() && format.scales != Scales::SingleAndZero;
+        let may_have_codebook = format.bits == 4 && format.zero() == 0 && has_only_scales;
+        if !matches!(format.bits, 4 | 5 | 6 | 8)
+            || is_rounded_sum
+            || (format.codebook.is_some() && !may_have_codebook)
+        {
             return None;
         }
         let is_whole = match format.scales {
+            Scales::NibblesAndLeast => columns.is_multiple_of(SUPER) && format.group == Some(16),
             Scales::Bytes { .. } => columns.is_multiple_of(SUPER) && format.group == Some(16),
             Scales::BytesAndLeast => columns.is_multiple_of(SUPER) && format.group == Some(32),
             _ => {
@@ -179,7 +239,9 @@ impl Layout {
             Scales::Half { .. } => groups.div_ceil(2),
             Scales::HalfAndLeast | Scales::Single { .. } => groups,
             Scales::SingleAndZero => 2 * groups,
-            Scales::Bytes { .. } | Scales::BytesAndLeast => self.columns / SUPER * SUPER_WORDS,
+            Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast => {
+                self.columns / SUPER * SUPER_WORDS
+            }
         };
         (self.scales() + scales).next_multiple_of(VECTOR)
     }
@@ -191,19 +253,28 @@ impl Layout {
 
     /// Dequantizes a row.
     pub fn dequantize(self, words: &[u32], numbers: &mut [f32]) {
-        let write = match self.format.bits {
-            4 => Self::write::<4, 0>,
-            5 => Self::write::<4, 1>,
-            6 => Self::write::<4, 2>,
-            _ => Self::write::<8, 0>,
+        let write = match (self.format.bits, self.format.codebook) {
+            (4, None) => Self::write::<4, 0, false>,
+            (4, Some(_)) => Self::write::<4, 0, true>,
+            (5, _) => Self::write::<4, 1, false>,
+            (6, _) => Self::write::<4, 2, false>,
+            _ => Self::write::<8, 0, false>,
         };
         write(self, words, numbers);
     }
 
     /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. The numbers of bits are constants, so that the compiler
-    /// can unroll the loops.
-    fn write<const LOW: usize, const TOP: usize>(self, words: &[u32], numbers: &mut [f32]) {
+    /// can unroll the loops. `BOOK` is true if the format has a codebook.
+    fn write<const LOW: usize, const TOP: usize, const BOOK: bool>(
+        self,
+        words: &[u32],
+        numbers: &mut [f32],
+    ) {
         let codes = 32 / LOW;
+        let book: [f32; 16] = match self.format.codebook {
+            Some(codebook) if BOOK => std::array::from_fn(|code| codebook.number(code as u32)),
+            _ => [0.0; 16],
+        };
         let (of_top, of_groups) = (&words[self.top()..], &words[self.scales()..]);
         let mut low = words.iter();
         for (group, numbers) in numbers.chunks_exact_mut(self.group()).enumerate() {
@@ -218,7 +289,10 @@ impl Layout {
                 for (index, number) in numbers.iter_mut().enumerate() {
                     let code = low >> (index * LOW) & ((1 << LOW) - 1);
                     let above = top >> (index * TOP) & ((1 << TOP) - 1);
-                    *number = of_group.number(code | above << LOW);
+                    *number = match BOOK {
+                        true => book[code as usize] * of_group.scale,
+                        false => of_group.number(code | above << LOW),
+                    };
                 }
             }
             match self.format.rounding {
@@ -277,6 +351,15 @@ impl Group {
                     zero: 0.0,
                     scale: half(words[0]) * factor(1),
                     least: -(half(words[0] >> 16) * factor(3)),
+                }
+            }
+            Scales::NibblesAndLeast => {
+                let words = &words[group / 16 * SUPER_WORDS..];
+                let factors = byte(&words[1..], group % 16);
+                Self {
+                    zero: 0.0,
+                    scale: half(words[0]) * f32::from(factors & 15),
+                    least: -(half(words[0] >> 16) * f32::from(factors >> 4)),
                 }
             }
         }

@@ -118,6 +118,20 @@ impl Groups {
                         }
                     }
                 }
+                Scales::NibblesAndLeast => {
+                    let parts = self.scale.chunks_exact_mut(16);
+                    let parts = parts.zip(self.least.chunks_exact_mut(16));
+                    for (index, (scales, least)) in parts.take(layout.columns / SUPER).enumerate() {
+                        let words = words.add(index * SUPER_WORDS);
+                        let of_scales = S::half(*words as u16);
+                        let of_least = S::half((*words >> 16) as u16);
+                        let bytes = words.add(1).cast::<[u8; 16]>().read_unaligned();
+                        for ((scale, least), byte) in scales.iter_mut().zip(least).zip(bytes) {
+                            *scale = of_scales * f32::from(byte & 15);
+                            *least = -(of_least * f32::from(byte >> 4));
+                        }
+                    }
+                }
             }
         }
     }

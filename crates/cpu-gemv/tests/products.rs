@@ -1,6 +1,6 @@
 //! Compares the products of every format and instruction set with sums in f64.
 
-use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
+use cpu_gemv::layout::{Codebook, Format, Layout, Rounding, Scales};
 use cpu_gemv::{Isa, MAX_ROWS, Rows, Weights, multiply, multiply_by};
 use half::{bf16, f16};
 
@@ -53,10 +53,12 @@ fn words(layout: Layout, outputs: usize, random: &mut Random) -> Stored {
         for (at, word) in row[layout.scales()..].iter_mut().enumerate() {
             *word = match layout.format.scales {
                 Scales::Half { .. } | Scales::HalfAndLeast => *word & 0x8fff_8fff | 0x2000_2000,
-                Scales::Bytes { .. } | Scales::BytesAndLeast if at % 5 == 0 => {
+                Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast
+                    if at % 5 == 0 =>
+                {
                     *word & 0x8fff_8fff | 0x2000_2000
                 }
-                Scales::Bytes { .. } | Scales::BytesAndLeast => *word,
+                Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast => *word,
                 Scales::SingleAndZero if at % 2 == 1 => *word & 15,
                 Scales::Single { .. } | Scales::SingleAndZero => *word & 0x81ff_ffff | 0x3c00_0000,
             };
@@ -72,11 +74,44 @@ fn layouts() -> Vec<Layout> {
             bits,
             group,
             scales,
+            codebook: None,
+            rounding,
+        };
+        Layout::new(format, columns).expect("the columns are whole groups")
+    };
+    let of_book = |codebook, group, scales, rounding, columns| {
+        let format = Format {
+            bits: 4,
+            group: Some(group),
+            scales,
+            codebook: Some(codebook),
             rounding,
         };
         Layout::new(format, columns).expect("the columns are whole groups")
     };
     let mut layouts = Vec::new();
+    for columns in [32, 96, 608] {
+        for (codebook, scales) in [
+            (Codebook::Iq4, Scales::Half { zero: 0 }),
+            (Codebook::E2m1, Scales::Single { zero: 0 }),
+        ] {
+            layouts.push(of_book(codebook, 32, scales, Rounding::None, columns));
+        }
+        let scales = Scales::Single { zero: 0 };
+        for rounding in [Rounding::F16, Rounding::BF16] {
+            layouts.push(of_book(Codebook::E2m1, 16, scales, rounding, columns));
+        }
+    }
+    for columns in [256, 768] {
+        let scales = Scales::Bytes { zero: 0 };
+        layouts.push(of_book(Codebook::Iq4, 16, scales, Rounding::None, columns));
+        for (scales, rounding) in [
+            (Scales::Bytes { zero: 4 }, Rounding::None),
+            (Scales::NibblesAndLeast, Rounding::None),
+        ] {
+            layouts.push(of(4, Some(16), scales, rounding, columns));
+        }
+    }
     for columns in [32, 96, 256, 608, 1536] {
         for (bits, zero) in [(4, 8), (5, 16), (6, 32), (8, 128)] {
             let scales = Scales::Half { zero };
@@ -221,6 +256,7 @@ fn multiply_by_codes_that_equal_the_zero_point_gives_zero() {
             bits,
             group: Some(32),
             scales,
+            codebook: None,
             rounding: Rounding::None,
         };
         let layout = Layout::new(format, 288).expect("the columns are whole groups");
@@ -264,6 +300,7 @@ fn multiply_with_numbers_that_are_not_finite_changes_only_their_outputs() {
         bits: 4,
         group: Some(32),
         scales,
+        codebook: None,
         rounding: Rounding::None,
     };
     let layout = Layout::new(format, columns).expect("the columns are whole groups");

@@ -215,8 +215,14 @@ fn gguf_wrong_tensor_is_refused_by_name() {
     check("dense-ple.Q8_0", &[name, "[64, 96]", "[96, 64]"], |gguf| {
         gguf.tensors.get_mut(name).expect(name).dimensions.reverse();
     });
-    for (kind, type_name) in [(10, "Q2_K"), (23, "IQ4_XS"), (40, "NVFP4"), (99, "type 99")] {
-        check("dense-ple.Q8_0", &[name, type_name, "Q4_K"], |gguf| {
+    for (kind, type_name, nearest) in [
+        (16, "IQ2_XXS", "is Q2_K"),
+        (21, "IQ3_S", "is Q3_K"),
+        (40, "NVFP4", "is MXFP4"),
+        (15, "Q8_K", "is Q8_0"),
+        (99, "type 99", "is Q4_K"),
+    ] {
+        check("dense-ple.Q8_0", &[name, type_name, nearest], |gguf| {
             gguf.tensors.get_mut(name).expect(name).kind = kind;
         });
     }

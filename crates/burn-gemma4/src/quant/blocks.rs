@@ -1,6 +1,8 @@
-//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has an f16 scale, and in
-//! some formats also a minimum.
+//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has a scale, and in some
+//! formats also a minimum.
 
+use super::codebooks::{iq4_nl, iq4_xs, mxfp4};
+use super::small_super_blocks::{q2_k, q3_k};
 use super::super_blocks::{q4_k, q5_k, q6_k};
 use burn::tensor::f16;
 
@@ -12,9 +14,14 @@ pub(crate) enum BlockFormat {
     Q5_0,
     Q5_1,
     Q8_0,
+    Q2K,
+    Q3K,
     Q4K,
     Q5K,
     Q6K,
+    Iq4Nl,
+    Iq4Xs,
+    Mxfp4,
 }
 
 /// The sizes of a format's blocks, and the function that dequantizes a block.
@@ -38,6 +45,24 @@ impl Layout {
 }
 
 impl BlockFormat {
+    /// All formats, each with ggml's name.
+    #[cfg(test)]
+    pub const ALL: [(Self, &str); 13] = [
+        (Self::Q4_0, "Q4_0"),
+        (Self::Q4_1, "Q4_1"),
+        (Self::Q5_0, "Q5_0"),
+        (Self::Q5_1, "Q5_1"),
+        (Self::Q8_0, "Q8_0"),
+        (Self::Q2K, "Q2_K"),
+        (Self::Q3K, "Q3_K"),
+        (Self::Q4K, "Q4_K"),
+        (Self::Q5K, "Q5_K"),
+        (Self::Q6K, "Q6_K"),
+        (Self::Iq4Nl, "IQ4_NL"),
+        (Self::Iq4Xs, "IQ4_XS"),
+        (Self::Mxfp4, "MXFP4"),
+    ];
+
     const fn layout(self) -> Layout {
         match self {
             Self::Q4_0 => Layout::new(32, 2 + 16, q4_0),
@@ -45,9 +70,14 @@ impl BlockFormat {
             Self::Q5_0 => Layout::new(32, 2 + 4 + 16, q5_0),
             Self::Q5_1 => Layout::new(32, 4 + 4 + 16, q5_1),
             Self::Q8_0 => Layout::new(32, 2 + 32, q8_0),
+            Self::Q2K => Layout::new(256, 16 + 64 + 4, q2_k),
+            Self::Q3K => Layout::new(256, 32 + 64 + 12 + 2, q3_k),
             Self::Q4K => Layout::new(256, 4 + 12 + 128, q4_k),
             Self::Q5K => Layout::new(256, 4 + 12 + 32 + 128, q5_k),
             Self::Q6K => Layout::new(256, 128 + 64 + 16 + 2, q6_k),
+            Self::Iq4Nl => Layout::new(32, 2 + 16, iq4_nl),
+            Self::Iq4Xs => Layout::new(256, 2 + 2 + 4 + 128, iq4_xs),
+            Self::Mxfp4 => Layout::new(32, 1 + 16, mxfp4),
         }
     }
 
@@ -145,16 +175,7 @@ mod tests {
         let file =
             std::fs::read(format!("{folder}/blocks.safetensors")).expect("the fixture exists");
         let file = SafeTensors::deserialize(&file).expect("the fixture is valid safetensors");
-        for (format, name) in [
-            (BlockFormat::Q4_0, "Q4_0"),
-            (BlockFormat::Q4_1, "Q4_1"),
-            (BlockFormat::Q5_0, "Q5_0"),
-            (BlockFormat::Q5_1, "Q5_1"),
-            (BlockFormat::Q8_0, "Q8_0"),
-            (BlockFormat::Q4K, "Q4_K"),
-            (BlockFormat::Q5K, "Q5_K"),
-            (BlockFormat::Q6K, "Q6_K"),
-        ] {
+        for (format, name) in BlockFormat::ALL {
             let tensor = |what| file.tensor(&format!("{name}.{what}")).expect(name);
             let blocks = tensor("blocks");
             assert_eq!(blocks.shape()[1], format.bytes(), "{name}");

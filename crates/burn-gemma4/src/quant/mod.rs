@@ -2,10 +2,12 @@
 //! define the formats.
 
 pub(crate) mod blocks;
+mod codebooks;
 pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod quantize;
 pub(crate) mod rows;
+mod small_super_blocks;
 mod super_blocks;
 
 pub(crate) use cpu_gemv::layout;

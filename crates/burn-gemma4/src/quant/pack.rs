@@ -3,8 +3,10 @@
 
 use super::{
     blocks::{BlockFormat, five_bits, nibbles},
-    layout::{Format, Layout, Rounding, SUPER_WORDS, Scales},
+    codebooks::{iq4_xs_codes, iq4_xs_scales, mxfp4_codes, mxfp4_scale},
+    layout::{Codebook, Format, Layout, Rounding, SUPER_WORDS, Scales},
     packed::Packed,
+    small_super_blocks::{Q3_K_ZERO, q2_k_codes, q3_k_codes, q3_k_scales},
     super_blocks::{codes, scales_and_least, six_bits},
 };
 use burn::tensor::DType;
@@ -54,6 +56,13 @@ impl Row<'_> {
         let start = self.layout.scales() + at;
         self.words[start..][..words.len()].copy_from_slice(words);
     }
+
+    /// Writes the scales of a super-block: one word of multipliers, and a byte for each of 16 groups.
+    fn super_scales(&mut self, super_block: usize, multipliers: u32, factors: &[u8]) {
+        let of_four = |index: usize| word(&factors[4 * index..]);
+        let words = [multipliers, of_four(0), of_four(1), of_four(2), of_four(3)];
+        self.scales(super_block * SUPER_WORDS, &words);
+    }
 }
 
 impl BlockFormat {
@@ -65,14 +74,30 @@ impl BlockFormat {
             Self::Q5_0 => (5, Scales::Half { zero: 16 }, 32),
             Self::Q5_1 => (5, Scales::HalfAndLeast, 32),
             Self::Q8_0 => (8, Scales::Half { zero: 128 }, 32),
+            // The layout has no codes of 2 and 3 bits.
+            Self::Q2K => (4, Scales::NibblesAndLeast, 16),
+            Self::Q3K => {
+                let zero = u32::from(Q3_K_ZERO);
+                (4, Scales::Bytes { zero }, 16)
+            }
             Self::Q4K => (4, Scales::BytesAndLeast, 32),
             Self::Q5K => (5, Scales::BytesAndLeast, 32),
             Self::Q6K => (6, Scales::Bytes { zero: 32 }, 16),
+            Self::Iq4Nl => (4, Scales::Half { zero: 0 }, 32),
+            // The layout has a scale for each 16 columns, so both halves of a group have the group's scale.
+            Self::Iq4Xs => (4, Scales::Bytes { zero: 0 }, 16),
+            Self::Mxfp4 => (4, Scales::Single { zero: 0 }, 32),
+        };
+        let codebook = match self {
+            Self::Iq4Nl | Self::Iq4Xs => Some(Codebook::Iq4),
+            Self::Mxfp4 => Some(Codebook::E2m1),
+            _ => None,
         };
         let format = Format {
             bits,
             group: Some(group),
             scales,
+            codebook,
             rounding: Rounding::None,
         };
         Layout::new(format, columns)
@@ -89,7 +114,7 @@ impl BlockFormat {
             }
             row.codes(index * self.numbers(), codes);
             match self {
-                Self::Q4_0 | Self::Q5_0 | Self::Q8_0 => row.half(index, bits(block)),
+                Self::Q4_0 | Self::Q5_0 | Self::Q8_0 | Self::Iq4Nl => row.half(index, bits(block)),
                 Self::Q4_1 | Self::Q5_1 => row.scales(index, &[word(block)]),
                 Self::Q4K | Self::Q5K => {
                     let parts = scales_and_least(&block[4..16]);
@@ -104,18 +129,21 @@ impl BlockFormat {
                     ];
                     row.scales(index * SUPER_WORDS, &words);
                 }
+                Self::Q2K => row.super_scales(index, word(&block[80..]), &block[..16]),
+                Self::Q3K => {
+                    let factors = q3_k_scales(block).map(|factor| factor as u8);
+                    row.super_scales(index, u32::from(bits(&block[108..])), &factors);
+                }
                 Self::Q6K => {
                     let (factors, scale) = block[192..].split_at(16);
-                    let of_four = |index: usize| word(&factors[4 * index..]);
-                    let words = [
-                        u32::from(bits(scale)),
-                        of_four(0),
-                        of_four(1),
-                        of_four(2),
-                        of_four(3),
-                    ];
-                    row.scales(index * SUPER_WORDS, &words);
+                    row.super_scales(index, u32::from(bits(scale)), factors);
                 }
+                Self::Iq4Xs => {
+                    let factors = iq4_xs_scales(block);
+                    let factors: [u8; 16] = std::array::from_fn(|at| factors[at / 2] as u8);
+                    row.super_scales(index, u32::from(bits(block)), &factors);
+                }
+                Self::Mxfp4 => row.scales(index, &[mxfp4_scale(block).to_bits()]),
             }
         }
     }
@@ -129,9 +157,14 @@ impl BlockFormat {
             Self::Q5_1 => Box::new(five_bits(&block[4..8], &block[8..])),
             // Flip the top bit of each byte, which adds 128 to the signed code that the file stores.
             Self::Q8_0 => Box::new(block[2..].iter().map(|byte| byte ^ 128)),
+            Self::Q2K => Box::new(q2_k_codes(block)),
+            Self::Q3K => Box::new(q3_k_codes(block)),
             Self::Q4K => Box::new(codes(None, &block[16..])),
             Self::Q5K => Box::new(codes(Some(&block[16..48]), &block[48..])),
             Self::Q6K => Box::new((0..256).map(|index| six_bits(block, index))),
+            Self::Iq4Nl => Box::new(nibbles(&block[2..])),
+            Self::Iq4Xs => Box::new(iq4_xs_codes(block)),
+            Self::Mxfp4 => Box::new(mxfp4_codes(block)),
         }
     }
 }
@@ -158,6 +191,7 @@ impl Packed<'_> {
                     zero: 1 << (self.scheme.bits - 1),
                 },
             },
+            codebook: None,
             rounding: match self.dtype {
                 DType::F16 => Rounding::F16,
                 DType::BF16 => Rounding::BF16,
@@ -201,7 +235,7 @@ mod tests {
         let file =
             std::fs::read(format!("{folder}/blocks.safetensors")).expect("the fixture exists");
         let file = SafeTensors::deserialize(&file).expect("the fixture is valid safetensors");
-        for (format, name) in FORMATS {
+        for (format, name) in BlockFormat::ALL {
             let tensor = file.tensor(&format!("{name}.blocks")).expect(name);
             let blocks = tensor.data();
             let columns = blocks.len() / format.bytes() * format.numbers();
@@ -216,17 +250,6 @@ mod tests {
         }
     }
 
-    const FORMATS: [(BlockFormat, &str); 8] = [
-        (BlockFormat::Q4_0, "Q4_0"),
-        (BlockFormat::Q4_1, "Q4_1"),
-        (BlockFormat::Q5_0, "Q5_0"),
-        (BlockFormat::Q5_1, "Q5_1"),
-        (BlockFormat::Q8_0, "Q8_0"),
-        (BlockFormat::Q4K, "Q4_K"),
-        (BlockFormat::Q5K, "Q5_K"),
-        (BlockFormat::Q6K, "Q6_K"),
-    ];
-
     #[test]
     fn bits_of_number_for_every_format_are_as_documented() {
         for (format, bits) in [
@@ -235,9 +258,14 @@ mod tests {
             (BlockFormat::Q5_0, 5.5),
             (BlockFormat::Q5_1, 6.0),
             (BlockFormat::Q8_0, 8.5),
+            (BlockFormat::Q2K, 4.625),
+            (BlockFormat::Q3K, 4.625),
             (BlockFormat::Q4K, 4.625),
             (BlockFormat::Q5K, 5.625),
             (BlockFormat::Q6K, 6.625),
+            (BlockFormat::Iq4Nl, 4.5),
+            (BlockFormat::Iq4Xs, 4.625),
+            (BlockFormat::Mxfp4, 5.0),
         ] {
             let layout = format.words(4096).expect("the columns are whole blocks");
             assert_eq!(layout.bits_of_number(), bits, "{format:?}");

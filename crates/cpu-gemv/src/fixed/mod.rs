@@ -46,8 +46,8 @@ fn variant(layout: Layout) -> Option<u8> {
     let has_zero = format.zero() == 1 << (format.bits - 1);
     let is_whole = layout.group().is_multiple_of(BLOCK);
     match format.scales {
-        _ if format.rounding != Rounding::None => None,
-        Scales::HalfAndLeast | Scales::BytesAndLeast => {
+        _ if format.rounding != Rounding::None || format.codebook.is_some() => None,
+        Scales::HalfAndLeast | Scales::BytesAndLeast | Scales::NibblesAndLeast => {
             (is_whole && format.bits < 6).then_some(LEAST)
         }
         Scales::Half { .. } | Scales::Single { .. } => {

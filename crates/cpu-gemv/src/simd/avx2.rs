@@ -11,6 +11,8 @@ impl Simd for Avx2 {
     type Floats = __m256;
     type Words = __m256i;
     type FourBits = f32;
+    /// The numbers of codes 0 to 7, and of codes 8 to 15.
+    type Book = (__m256, __m256);
     type FiveBits = f32;
 
     #[inline(always)]
@@ -156,6 +158,27 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn code_of_4(words: __m256i, index: usize, zero: f32) -> __m256 {
         unsafe { Self::code(words, index, 4, zero) }
+    }
+
+    #[inline(always)]
+    unsafe fn book(integers: [i8; 16]) -> (__m256, __m256) {
+        let numbers = integers.map(f32::from);
+        unsafe {
+            (
+                Self::load(numbers.as_ptr()),
+                Self::load(numbers.as_ptr().add(8)),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_book(words: __m256i, index: usize, (low, high): (__m256, __m256)) -> __m256 {
+        unsafe {
+            // A permutation reads the lower 3 bits of a code. The blend reads the sign bit, so bit 3 moves there.
+            let codes = Self::shift_right(words, 4 * index as u32);
+            let [low, high] = [low, high].map(|part| _mm256_permutevar8x32_ps(part, codes));
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(Self::shift_left(codes, 28)))
+        }
     }
 
     #[inline(always)]

@@ -22,6 +22,7 @@ impl Simd for Avx512 {
     /// A lookup table: the float `code - zero` for each four-bit code. The permutation that looks up a code reads only
     /// the low 4 bits of an index, so the higher bits of a word need not be masked.
     type FourBits = __m512;
+    type Book = __m512;
     /// A lookup table: the float `code - zero` for every five-bit code. The first vector is for codes 0 to 15, and the
     /// second vector is for codes 16 to 31.
     type FiveBits = (__m512, __m512);
@@ -162,6 +163,17 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn code_of_4(words: __m512i, index: usize, table: __m512) -> __m512 {
         unsafe { _mm512_permutexvar_ps(Self::shift_right(words, 4 * index as u32), table) }
+    }
+
+    #[inline(always)]
+    unsafe fn book(integers: [i8; 16]) -> __m512 {
+        let numbers = integers.map(f32::from);
+        unsafe { Self::load(numbers.as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_book(words: __m512i, index: usize, book: __m512) -> __m512 {
+        unsafe { Self::code_of_4(words, index, book) }
     }
 
     #[inline(always)]

@@ -32,6 +32,8 @@ pub(crate) trait Simd: Copy {
     type Words: Copy;
     /// The argument of the conversion by [`code_of_4`](Self::code_of_4): a lookup table, or the zero point.
     type FourBits: Copy;
+    /// The lookup table of [`code_of_book`](Self::code_of_book).
+    type Book: Copy;
     /// The argument of the conversion by [`code_of_5`](Self::code_of_5): lookup tables, or the zero point.
     type FiveBits: Copy;
 
@@ -80,6 +82,10 @@ pub(crate) trait Simd: Copy {
     unsafe fn four_bits(zero: f32) -> Self::FourBits;
     /// Returns `code - zero` for the 4-bit code that begins at bit `4 · index` of each word.
     unsafe fn code_of_4(words: Self::Words, index: usize, table: Self::FourBits) -> Self::Floats;
+    /// Returns the lookup table of a codebook.
+    unsafe fn book(integers: [i8; 16]) -> Self::Book;
+    /// Returns the number of a codebook for the 4-bit code that begins at bit `4 · index` of each word.
+    unsafe fn code_of_book(words: Self::Words, index: usize, book: Self::Book) -> Self::Floats;
     unsafe fn five_bits(zero: f32) -> Self::FiveBits;
     /// Returns `code - zero` for a 5-bit code. The code's lower 4 bits begin at bit `4 · index` of `words`, and the
     /// code's bit 4 is at bit `index + 4` of `top`.

@@ -11,6 +11,7 @@ impl Simd for Neon {
     type Floats = float32x4_t;
     type Words = uint32x4_t;
     type FourBits = f32;
+    type Book = uint8x16_t;
     type FiveBits = f32;
 
     #[inline(always)]
@@ -152,6 +153,23 @@ impl Simd for Neon {
     #[inline(always)]
     unsafe fn code_of_4(words: uint32x4_t, index: usize, zero: f32) -> float32x4_t {
         unsafe { Self::code(words, index, 4, zero) }
+    }
+
+    #[inline(always)]
+    unsafe fn book(integers: [i8; 16]) -> uint8x16_t {
+        unsafe { vld1q_u8(integers.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_book(words: uint32x4_t, index: usize, book: uint8x16_t) -> float32x4_t {
+        unsafe {
+            // The lookup writes each number to the highest byte of its word, and zeros to the other bytes, whose
+            // indices are out of range. The shift then extends the sign.
+            let codes = Self::and(Self::shift_right(words, 4 * index as u32), 15);
+            let indices = vorrq_u32(vshlq_n_u32::<24>(codes), vdupq_n_u32(0x00ff_ffff));
+            let bytes = vqtbl1q_u8(book, vreinterpretq_u8_u32(indices));
+            vcvtq_f32_s32(vshrq_n_s32::<24>(vreinterpretq_s32_u8(bytes)))
+        }
     }
 
     #[inline(always)]

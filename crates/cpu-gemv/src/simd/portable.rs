@@ -14,6 +14,7 @@ impl Simd for Portable {
     type Floats = [f32; LANES];
     type Words = [u32; LANES];
     type FourBits = f32;
+    type Book = [f32; 16];
     type FiveBits = f32;
 
     #[inline(always)]
@@ -129,6 +130,16 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn code_of_4(words: [u32; LANES], index: usize, zero: f32) -> [f32; LANES] {
         unsafe { Self::code(words, index, 4, zero) }
+    }
+
+    #[inline(always)]
+    unsafe fn book(integers: [i8; 16]) -> [f32; 16] {
+        integers.map(f32::from)
+    }
+
+    #[inline(always)]
+    unsafe fn code_of_book(words: [u32; LANES], index: usize, book: [f32; 16]) -> [f32; LANES] {
+        words.map(|word| book[(word >> (4 * index) & 15) as usize])
     }
 
     #[inline(always)]

@@ -161,6 +161,7 @@ impl Gguf {
             None => Err(TensorProblem::Encoding {
                 name: name.into(),
                 found: tensor.kind.to_string(),
+                nearest: tensor.kind.nearest(),
             }),
         }
     }

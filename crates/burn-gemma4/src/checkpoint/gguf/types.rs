@@ -28,8 +28,8 @@ const TYPES: [(u32, &str, Option<Encoding>); 35] = {
         (7, "Q5_1", Some(Blocks(BlockFormat::Q5_1))),
         (8, "Q8_0", Some(Blocks(BlockFormat::Q8_0))),
         (9, "Q8_1", None),
-        (10, "Q2_K", None),
-        (11, "Q3_K", None),
+        (10, "Q2_K", Some(Blocks(BlockFormat::Q2K))),
+        (11, "Q3_K", Some(Blocks(BlockFormat::Q3K))),
         (12, "Q4_K", Some(Blocks(BlockFormat::Q4K))),
         (13, "Q5_K", Some(Blocks(BlockFormat::Q5K))),
         (14, "Q6_K", Some(Blocks(BlockFormat::Q6K))),
@@ -38,10 +38,10 @@ const TYPES: [(u32, &str, Option<Encoding>); 35] = {
         (17, "IQ2_XS", None),
         (18, "IQ3_XXS", None),
         (19, "IQ1_S", None),
-        (20, "IQ4_NL", None),
+        (20, "IQ4_NL", Some(Blocks(BlockFormat::Iq4Nl))),
         (21, "IQ3_S", None),
         (22, "IQ2_S", None),
-        (23, "IQ4_XS", None),
+        (23, "IQ4_XS", Some(Blocks(BlockFormat::Iq4Xs))),
         (24, "I8", None),
         (25, "I16", None),
         (26, "I32", None),
@@ -51,7 +51,7 @@ const TYPES: [(u32, &str, Option<Encoding>); 35] = {
         (30, "BF16", Some(Floats(DType::BF16))),
         (34, "TQ1_0", None),
         (35, "TQ2_0", None),
-        (39, "MXFP4", None),
+        (39, "MXFP4", Some(Blocks(BlockFormat::Mxfp4))),
         (40, "NVFP4", None),
         (41, "Q1_0", None),
         (42, "Q2_0", None),
@@ -63,6 +63,18 @@ impl Type {
     pub fn encoding(self) -> Option<Encoding> {
         let known = TYPES.iter().find(|(id, _, _)| *id == self.0);
         known.and_then(|(_, _, encoding)| *encoding)
+    }
+
+    /// Returns the name of the type that is nearest in size to this type and that this crate can read.
+    pub fn nearest(self) -> &'static str {
+        match TYPES.iter().find(|(id, _, _)| *id == self.0) {
+            Some((_, name, Some(_))) => name,
+            Some((_, "IQ3_XXS" | "IQ3_S", None)) => "Q3_K",
+            Some((_, "NVFP4", None)) => "MXFP4",
+            Some((_, "I8" | "I16" | "I32" | "I64" | "Q8_1" | "Q8_K", None)) => "Q8_0",
+            Some((_, _, None)) => "Q2_K",
+            None => "Q4_K",
+        }
     }
 }
 

@@ -1,12 +1,12 @@
 //! Dequantization: `round((code - zero) · scale + least)`, where each group of codes has a zero point, a scale and a
-//! minimum (`least`). The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
+//! minimum (`least`). A codebook's number may stand in place of `code - zero`. The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
 //!
 //! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
 //! word of codes and the parameters of the word's group, and writes adjacent values. Bound: memory bandwidth.
 //!
 //! GEMVs call the functions of this module to dequantize weights in registers.
 
-use crate::quant::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
+use crate::quant::layout::{Codebook, Format, Rounding, SUPER, SUPER_WORDS, Scales};
 use burn::tensor::f16;
 use cube_kit::rounding::{nearest_bfloat16, nearest_float16, rounded};
 use cubecl::{
@@ -106,7 +106,8 @@ pub(in crate::op) fn top_of_word(
     }
 }
 
-/// Returns a code of a word, minus the zero point that all codes of the format have in common.
+/// Returns a code of a word, minus the zero point that all codes of the format have in common. If the format has a
+/// codebook, returns the codebook's number.
 #[cube]
 pub(in crate::op) fn code(
     word: u32,
@@ -115,7 +116,11 @@ pub(in crate::op) fn code(
     #[comptime] format: Format,
 ) -> f32 {
     let place = comptime!(CodePosition::of(index, format));
-    if comptime!(format.top_bits() > 0) {
+    if comptime!(format.codebook == Some(Codebook::Iq4)) {
+        iq4((word >> comptime!((4 * index) as u32)) & 15u32)
+    } else if comptime!(format.codebook == Some(Codebook::E2m1)) {
+        e2m1((word >> comptime!((4 * index) as u32)) & 15u32)
+    } else if comptime!(format.top_bits() > 0) {
         let low = (word >> comptime!((4 * index) as u32)) & 15u32;
         let above = top >> comptime!((format.top_bits() * index) as u32);
         let above = above & comptime!((1u32 << format.top_bits()) - 1);
@@ -126,6 +131,45 @@ pub(in crate::op) fn code(
         let bits = (codes & comptime!(place.mask)) | comptime!(place.exponent());
         f32::reinterpret(bits) - comptime!(place.power() + format.zero() as f32)
     }
+}
+
+/// Returns the number of [`Codebook::Iq4`]. Four words hold the 16 numbers as bytes, each plus 128.
+#[cube]
+fn iq4(code: u32) -> f32 {
+    let low = select(
+        code < 4u32,
+        comptime!(iq4_word(0)).runtime(),
+        comptime!(iq4_word(1)).runtime(),
+    );
+    let high = select(
+        code < 12u32,
+        comptime!(iq4_word(2)).runtime(),
+        comptime!(iq4_word(3)).runtime(),
+    );
+    let byte = (select(code < 8u32, low, high) >> ((code & 3u32) * 8u32)) & 255u32;
+    let bits = byte | comptime!(CodePosition::FIRST.exponent());
+    f32::reinterpret(bits) - comptime!(CodePosition::FIRST.power() + 128.0)
+}
+
+/// Returns the numbers of codes `4 · index` to `4 · index + 3` of [`Codebook::Iq4`], each plus 128.
+fn iq4_word(index: usize) -> u32 {
+    let bytes = std::array::from_fn(|at| Codebook::Iq4.integers()[4 * index + at] as u8 ^ 128);
+    u32::from_le_bytes(bytes)
+}
+
+/// Returns the number of [`Codebook::E2m1`]. The 8 absolute values fit into the 4-bit fields of one word.
+#[cube]
+fn e2m1(code: u32) -> f32 {
+    let size = (comptime!(e2m1_sizes()).runtime() >> ((code & 7u32) * 4u32)) & 15u32;
+    let size = f32::reinterpret(size | comptime!(CodePosition::FIRST.exponent()))
+        - comptime!(CodePosition::FIRST.power());
+    f32::reinterpret(u32::reinterpret(size) | ((code & 8u32) << 28u32))
+}
+
+/// Returns the absolute values of [`Codebook::E2m1`], 4 bits each.
+fn e2m1_sizes() -> u32 {
+    let sizes = Codebook::E2m1.integers().into_iter().take(8).enumerate();
+    sizes.fold(0, |word, (index, size)| word | (size as u32) << (4 * index))
 }
 
 /// The position of a code within the mantissa of a float. To convert a code to a float, the kernel ORs the code into
@@ -209,6 +253,13 @@ pub(in crate::op) fn group_of_column(
         let byte = byte_of(words, at + 1, group % groups);
         // Interpret the byte as a signed integer, because scales of this format may be negative.
         found.scale = half(words[at], converts_f16) * (f32::cast_from(byte ^ 128u32) - 128.0f32);
+    } else if comptime!(format.scales == Scales::NibblesAndLeast) {
+        let groups = comptime!((SUPER / 16) as u32);
+        let at = scales + (group / groups) as usize * SUPER_WORDS;
+        let byte = byte_of(words, at + 1, group % groups);
+        found.scale = half(words[at], converts_f16) * f32::cast_from(byte & 15u32);
+        let least = f32::cast_from(byte >> 4u32);
+        found.least = -(half(words[at] >> 16u32, converts_f16) * least);
     } else {
         let groups = comptime!((SUPER / 32) as u32);
         let at = scales + (group / groups) as usize * SUPER_WORDS;

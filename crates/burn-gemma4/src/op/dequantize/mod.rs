@@ -49,7 +49,7 @@ fn metadata(words: &TensorSpec, layout: &Layout, dtype: &DType) -> TensorSpec {
 pub(super) mod tests {
     use super::*;
     use crate::quant::blocks::BlockFormat;
-    use crate::quant::layout::{Format, Rounding, Scales};
+    use crate::quant::layout::{Codebook, Format, Rounding, Scales};
     use crate::quant::rows::dequantized;
     use burn::tensor::{Device, TensorData};
 
@@ -66,7 +66,9 @@ pub(super) mod tests {
             for (at, word) in row[layout.scales()..].iter_mut().enumerate() {
                 match layout.format.scales {
                     Scales::Half { .. } | Scales::HalfAndLeast => *word &= 0xbfff_bfff,
-                    Scales::Bytes { .. } | Scales::BytesAndLeast if at % 5 == 0 => {
+                    Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast
+                        if at % 5 == 0 =>
+                    {
                         *word &= 0xbfff_bfff;
                     }
                     Scales::SingleAndZero if at % 2 == 1 => *word &= 255,
@@ -75,7 +77,7 @@ pub(super) mod tests {
                     Scales::Single { .. } | Scales::SingleAndZero => {
                         *word = *word & 0x8fff_ffff | 0x3000_0000;
                     }
-                    Scales::Bytes { .. } | Scales::BytesAndLeast => {}
+                    Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast => {}
                 }
             }
         }
@@ -91,14 +93,16 @@ pub(super) mod tests {
                     Scales::Half { .. } | Scales::HalfAndLeast => {
                         *word = *word & 0x8fff_8fff | 0x2000_2000;
                     }
-                    Scales::Bytes { .. } | Scales::BytesAndLeast if at % 5 == 0 => {
+                    Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast
+                        if at % 5 == 0 =>
+                    {
                         *word = *word & 0x8fff_8fff | 0x2000_2000;
                     }
                     Scales::SingleAndZero if at % 2 == 1 => {}
                     Scales::Single { .. } | Scales::SingleAndZero => {
                         *word = *word & 0x81ff_ffff | 0x3c00_0000;
                     }
-                    Scales::Bytes { .. } | Scales::BytesAndLeast => {}
+                    Scales::Bytes { .. } | Scales::BytesAndLeast | Scales::NibblesAndLeast => {}
                 }
             }
         }
@@ -107,11 +111,19 @@ pub(super) mod tests {
 
     /// Returns layouts of all formats that checkpoints contain.
     pub(crate) fn layouts() -> Vec<Layout> {
-        use BlockFormat::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        let blocks = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K];
-        let of_blocks =
-            blocks.map(|format| format.words(512).expect("the columns are whole blocks"));
+        let of_blocks = BlockFormat::ALL
+            .map(|(format, _)| format.words(512).expect("the columns are whole blocks"));
         let mut layouts = of_blocks.to_vec();
+        for rounding in [Rounding::F16, Rounding::BF16] {
+            let format = Format {
+                bits: 4,
+                group: Some(16),
+                scales: Scales::Single { zero: 0 },
+                codebook: Some(Codebook::E2m1),
+                rounding,
+            };
+            layouts.push(Layout::new(format, 288).expect("the columns are whole groups"));
+        }
         for bits in [4, 8] {
             let zero = 1 << (bits - 1);
             for scales in [Scales::Single { zero }, Scales::SingleAndZero] {
@@ -121,6 +133,7 @@ pub(super) mod tests {
                             bits,
                             group,
                             scales,
+                            codebook: None,
                             rounding,
                         };
                         layouts
