@@ -5,6 +5,7 @@ mod hostile;
 mod llama_cpp;
 mod refused;
 mod small_types;
+mod split;
 
 use crate::fixture::{self, assert_close, greedy, values};
 use attention_workspace::testing::devices::devices;

@@ -71,27 +71,17 @@ fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<us
     }
 }
 
-/// Refuses files of an unsupported architecture, and files that hold only one part of a split checkpoint.
+/// Refuses files of an unsupported architecture.
 pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
     match metadata.text("general.architecture")? {
-        Some(ARCHITECTURE) => (),
-        Some(DRAFTER) => {
-            return Err(format!(
-                "its architecture is {DRAFTER:?}, a drafter; it reads the KV cache of its target model and cannot run alone"
-            ));
-        }
-        Some(other) => {
-            return Err(format!(
-                "is GGUF of the architecture {other:?}; only {ARCHITECTURE:?} is loaded"
-            ));
-        }
-        None => return Err("is not a model in GGUF: general.architecture is missing".into()),
-    }
-    match metadata.size("split.count")? {
-        None | Some(0 | 1) => Ok(()),
-        Some(parts) => Err(format!(
-            "is one of {parts} parts; `llama-gguf-split --merge` makes one file of them"
+        Some(ARCHITECTURE) => Ok(()),
+        Some(DRAFTER) => Err(format!(
+            "its architecture is {DRAFTER:?}, a drafter; it reads the KV cache of its target model and cannot run alone"
         )),
+        Some(other) => Err(format!(
+            "is GGUF of the architecture {other:?}; only {ARCHITECTURE:?} is loaded"
+        )),
+        None => Err("is not a model in GGUF: general.architecture is missing".into()),
     }
 }
 
@@ -131,8 +121,8 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
     };
     Ok(Gemma4Config {
         vocab_size: gguf.rows("token_embd.weight")?,
-        vocab_size_per_layer_input: match gguf.tensors().get("per_layer_token_embd.weight") {
-            Some(table) => table.shape[0],
+        vocab_size_per_layer_input: match gguf.find("per_layer_token_embd.weight") {
+            Some((table, _)) => table.shape[0],
             None => gguf.rows("token_embd.weight")?,
         },
         hidden_size: keys.size("embedding_length")?,
@@ -162,7 +152,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
             Some(0.0) => None,
             softcap => softcap.or(Some(SOFTCAP)),
         },
-        tie_word_embeddings: !gguf.tensors().contains_key("output.weight"),
+        tie_word_embeddings: !gguf.has("output.weight"),
         max_position_embeddings: keys.size("context_length")?,
         initializer_range: 0.02,
         bos_token: token("bos", 2)?,
@@ -262,7 +252,7 @@ fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
     let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
     full.is_some_and(|layer| {
         let values = format!("blk.{layer}.attn_v.weight");
-        !gguf.tensors().contains_key(&values)
+        !gguf.has(&values)
     })
 }
 

@@ -1,46 +1,45 @@
-//! GGUF files of Gemma 4. GGUF is llama.cpp's format, which stores a whole checkpoint in one file.
+//! GGUF files of Gemma 4. GGUF is llama.cpp's format, which stores a whole checkpoint in one file or in several parts.
 
 mod config;
 mod container;
 mod metadata;
 pub(super) mod names;
+mod parts;
 pub(super) mod tokenizer;
 pub(super) mod types;
 pub(super) mod writer;
 
-use super::{
-    files::map,
-    source::{Source, WeightSource},
-};
+use super::source::{Source, WeightSource};
 use crate::config::Gemma4Config;
 use crate::config::generation::GenerationDefaults;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::text::chat::ChatTemplate;
 use crate::text::tokenizer::Tokenizer;
 use burn::tensor::{DType, TensorData};
-use container::{Container, MAGIC, Tensor};
-use memmap2::Mmap;
+use container::{MAGIC, Tensor};
 use metadata::Metadata;
+use parts::{Parts, malformed};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fs::File,
     io::Read,
     path::{Path, PathBuf},
 };
 use types::Encoding;
 
-/// A GGUF file of Gemma 4. Opening a file reads only its header. The bytes of a tensor are read when the tensor is used.
+/// A GGUF checkpoint of Gemma 4, in one file or in several parts. Opening a checkpoint reads only the headers. The bytes
+/// of a tensor are read when the tensor is used.
 pub(crate) struct Gguf {
     path: PathBuf,
-    file: Mmap,
-    container: Container,
+    parts: Parts,
 }
 
 impl Gguf {
-    /// Opens the file at `path`. Returns `None` if the file is not GGUF.
+    /// Opens the file at `path`, which may be any part of a split checkpoint. Returns `None` if the file is not GGUF.
     ///
     /// # Errors
-    /// Returns an error if the file is incomplete, or if it is not a Gemma 4 model.
+    /// Returns an error if a file is incomplete, if parts are missing or do not belong together, or if the checkpoint is
+    /// not a Gemma 4 model.
     pub fn at(path: &Path) -> Result<Option<Self>, Gemma4Error> {
         match begins_with_magic(path) {
             true => Self::open(path).map(Some),
@@ -49,12 +48,9 @@ impl Gguf {
     }
 
     fn open(path: &Path) -> Result<Self, Gemma4Error> {
-        let file = map(path)?;
-        let container = Container::read(&file).map_err(|reason| malformed(path, reason))?;
         let gguf = Self {
             path: path.into(),
-            file,
-            container,
+            parts: Parts::open(path)?,
         };
         config::refuse_others(gguf.metadata()).map_err(|reason| Gemma4Error::Unsupported {
             path: path.into(),
@@ -63,7 +59,7 @@ impl Gguf {
         Ok(gguf)
     }
 
-    /// Returns the file's path.
+    /// Returns the path of the file, or of the part by which the checkpoint was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -117,20 +113,23 @@ impl Gguf {
     }
 
     fn metadata(&self) -> Metadata<'_> {
-        Metadata {
-            file: &self.file,
-            values: &self.container.values,
-        }
+        self.parts.files[0].metadata()
     }
 
-    fn tensors(&self) -> &BTreeMap<String, Tensor> {
-        &self.container.tensors
+    fn has(&self, name: &str) -> bool {
+        self.parts.tensors.contains_key(name)
+    }
+
+    /// Returns a tensor and the bytes of the file that has it.
+    fn find(&self, name: &str) -> Option<(&Tensor, &[u8])> {
+        let (part, tensor) = self.parts.tensors.get(name)?;
+        Some((tensor, &self.parts.files[*part].file))
     }
 
     /// Returns the size of a tensor's first dimension: the number of rows of a matrix.
     fn rows(&self, name: &str) -> Result<usize, String> {
-        match self.tensors().get(name) {
-            Some(tensor) => Ok(tensor.shape[0]),
+        match self.find(name) {
+            Some((tensor, _)) => Ok(tensor.shape[0]),
             None => Err(format!("the tensor {name} is missing")),
         }
     }
@@ -150,11 +149,11 @@ impl Gguf {
     }
 
     fn tensor(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
-        let Some(tensor) = self.tensors().get(name) else {
+        let Some((tensor, file)) = self.find(name) else {
             return Err(TensorProblem::Missing { name: name.into() });
         };
         let shape = tensor.shape.clone();
-        let bytes = &self.file[tensor.place.clone()];
+        let bytes = &file[tensor.place.clone()];
         match tensor.kind.encoding() {
             Some(Encoding::Floats(dtype)) => Ok(Source::floats(shape, dtype, bytes)),
             Some(Encoding::Blocks(format)) => Ok(Source::blocks(shape, format, bytes)),
@@ -173,7 +172,7 @@ impl Gguf {
 
 impl WeightSource for Gguf {
     fn names(&self, path: &str) -> Vec<String> {
-        names::in_file(path, |name| self.tensors().contains_key(name))
+        names::in_file(path, |name| self.has(name))
     }
 
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
@@ -191,18 +190,11 @@ impl WeightSource for Gguf {
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())
         };
-        let names = self.tensors().keys();
+        let names = self.parts.tensors.keys();
         names
             .filter(|name| !known.contains(*name) && !is_ignored(name))
             .cloned()
             .collect()
-    }
-}
-
-fn malformed(path: &Path, reason: String) -> Gemma4Error {
-    Gemma4Error::Malformed {
-        path: path.into(),
-        reason,
     }
 }
 
