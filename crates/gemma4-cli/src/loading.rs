@@ -1,10 +1,11 @@
 //! The loading of a model to its devices.
 
 use crate::device::{Chosen, DeviceName};
+use crate::host_memory::host_memory;
 use crate::model::{ModelArguments, progress_bar, tell_dtype};
 use crate::terminal::{is_wrong_argument, note};
 use crate::{Dtype, Error, hub};
-use burn_gemma4::{DeviceUse, Gemma4, LoadOptions, LoadProgress};
+use burn_gemma4::{DeviceMemory, DeviceUse, Gemma4, LoadOptions, LoadProgress};
 use indicatif::ProgressBar;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -56,8 +57,25 @@ impl ModelArguments {
         devices: impl FnOnce() -> Result<Vec<Chosen>, Error>,
         adapter: Option<&Path>,
     ) -> Result<Vec<Loaded>, Error> {
-        let path = self.model.as_deref().map(hub::resolve).transpose()?;
-        let devices = devices()?;
+        // The memory of the devices is asked only if one of several GGUF files must be chosen. The devices are opened
+        // once, after a wrong path was refused.
+        let mut opened = None;
+        let mut devices = Some(devices);
+        let mut memory = || {
+            if let Some(devices) = devices.take() {
+                opened = Some(devices()?);
+            }
+            Ok(opened.iter().flatten().filter_map(memory_of).min())
+        };
+        let path = self.model.as_deref();
+        let path = path
+            .map(|path| hub::resolve(path, &mut memory))
+            .transpose()?;
+        let devices = match (opened, devices) {
+            (Some(opened), _) => opened,
+            (None, Some(devices)) => devices()?,
+            (None, None) => unreachable!("the devices are opened once"),
+        };
         devices.iter().for_each(note);
         if path.is_none() {
             note(
@@ -144,6 +162,16 @@ impl ModelArguments {
             None => Ok(gemma),
         }
     }
+}
+
+/// Returns the memory of a device in bytes, or `None` if the device does not report its memory. A CPU has the memory of
+/// the host.
+fn memory_of(chosen: &Chosen) -> Option<u64> {
+    let total = match chosen.name {
+        DeviceName::Flex => host_memory().map(|[total, _]| total),
+        _ => DeviceMemory::of(&chosen.device).total,
+    };
+    total.map(|total| total as u64)
 }
 
 /// Adds the name of the device to an error. A wrong argument does not depend on the device, and keeps the type that

@@ -362,7 +362,8 @@ fn program_model_name_of_the_hub_error_says_how_to_download() {
     ]);
     let ended = run(command
         .current_dir(folder.path())
-        .env("HF_HUB_CACHE", folder.path()));
+        .env("HF_HUB_CACHE", folder.path())
+        .env("HF_HUB_OFFLINE", "1"));
     refused::check(
         "no model",
         &ended,

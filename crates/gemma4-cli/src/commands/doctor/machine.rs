@@ -2,6 +2,7 @@
 
 use super::{gibibytes, table};
 use crate::device::{DeviceName, has_nvidia_driver, is_built};
+use crate::host_memory::host_memory;
 use std::{env, fs, thread};
 
 /// A part of the report, and advice for the end of the report.
@@ -20,6 +21,7 @@ const FEATURES: &[(&str, bool)] = &[
     ("flex", cfg!(feature = "flex")),
     ("serve", cfg!(feature = "serve")),
     ("training", cfg!(feature = "training")),
+    ("download", cfg!(feature = "download")),
     ("mpi", cfg!(feature = "mpi")),
     ("autotune", cfg!(feature = "autotune")),
     ("persistence", cfg!(feature = "persistence")),
@@ -60,7 +62,7 @@ pub(super) fn report() -> MachineReport {
             format!("{threads} threads; {}", vector_instructions()),
         ),
     ];
-    if let Some([total, free]) = memory() {
+    if let Some([total, free]) = host_memory() {
         let text = format!("{}, {} available", gibibytes(total), gibibytes(free));
         rows.push(("memory", text));
     }
@@ -118,21 +120,6 @@ fn vector_instructions() -> String {
     }
 }
 
-/// Returns the total and the available memory in bytes, on Linux.
-fn memory() -> Option<[usize; 2]> {
-    memory_of(&fs::read_to_string("/proc/meminfo").ok()?)
-}
-
-/// Reads the total and the available memory in bytes from the contents of `/proc/meminfo`.
-fn memory_of(text: &str) -> Option<[usize; 2]> {
-    let field = |name: &str| -> Option<usize> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        let kibibytes = line.trim().strip_suffix("kB")?.trim();
-        Some(kibibytes.parse::<usize>().ok()? << 10)
-    };
-    Some([field("MemTotal:")?, field("MemAvailable:")?])
-}
-
 /// Returns the version of the running NVIDIA driver, on Linux.
 fn nvidia_driver() -> Option<String> {
     driver_of(&fs::read_to_string("/proc/driver/nvidia/version").ok()?)
@@ -160,14 +147,6 @@ fn variables() -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn memory_of_meminfo_is_in_bytes() {
-        let text =
-            "MemTotal:       24617156 kB\nMemFree:         1 kB\nMemAvailable:   20000000 kB\n";
-        assert_eq!(memory_of(text), Some([24_617_156 << 10, 20_000_000 << 10]));
-        assert_eq!(memory_of("MemTotal: 1 kB"), None);
-    }
 
     #[test]
     fn driver_of_both_kernel_modules_is_found() {
