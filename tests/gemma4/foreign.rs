@@ -49,6 +49,7 @@ fn quantized_checkpoint_is_refused_by_its_method() {
         "bitsandbytes",
         "compressed-tensors",
         "fp8",
+        "gemma",
         "modelopt",
         "torchao",
     ] {

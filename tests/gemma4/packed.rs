@@ -18,8 +18,8 @@ use std::{
 use tempfile::TempDir;
 
 /// The folders of packed checkpoints. The checkpoints have 4-bit and 8-bit weights, scales per group of columns or per row,
-/// zero points or none, and experts in separate tensors.
-const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
+/// zero points or none, and experts in separate tensors. The last two have weights in FP8, and in NVFP4 and MXFP4.
+const FOLDERS: [&str; 5] = ["w4a16-grouped", "mixed", "experts", "float8", "float4"];
 
 /// The expected results of a checkpoint folder.
 #[derive(Deserialize)]
@@ -102,6 +102,8 @@ fn packed_written_dtype_is_the_checkpoints() {
     };
     assert_eq!(dtype("w4a16-grouped"), Some(DType::BF16));
     assert_eq!(dtype("mixed"), Some(DType::F16));
+    assert_eq!(dtype("float8"), Some(DType::BF16));
+    assert_eq!(dtype("float4"), Some(DType::BF16));
 }
 
 /// `save_like` with a packed folder saves an unpacked model, which has neither packed tensors nor a quantization configuration.
@@ -199,12 +201,12 @@ type Case = (&'static [&'static str], &'static str, Value);
 fn packed_config_with_unsupported_field_is_refused_by_name() {
     let cases: [Case; 17] = [
         (
-            &["compressed-tensors", "\"nvfp4-pack-quantized\""],
+            &["compressed-tensors", "\"marlin-24\"", "\"float-quantized\""],
             "/format",
-            json!("nvfp4-pack-quantized"),
+            json!("marlin-24"),
         ),
         (
-            &["\"float-quantized\""],
+            &["num_bits is 4", "only 8"],
             "/config_groups/group_0/format",
             json!("float-quantized"),
         ),
@@ -272,24 +274,181 @@ fn packed_config_with_unsupported_field_is_refused_by_name() {
         ),
         (&["no weights"], "/config_groups", json!({})),
     ];
-    for (words, place, value) in cases {
-        let folder = copy("w4a16-grouped");
-        let mut config: Value =
-            serde_json::from_slice(&folder.read("config.json")).expect("the text is JSON");
-        let (parent, field) = place.rsplit_once('/').expect("the path has a parent");
-        let quantization = &mut config["quantization_config"];
-        *quantization
-            .pointer_mut(parent)
-            .expect("the parent exists")
-            .get_mut(field)
-            .unwrap_or(&mut Value::Null) = Value::Null;
-        quantization.pointer_mut(parent).expect("the parent exists")[field] = value;
-        folder.write("config.json", config.to_string());
+    for case in cases {
+        check_config("w4a16-grouped", case);
+    }
+}
+
+/// Changes a value of a folder's `quantization_config`, and checks that loading is refused.
+#[track_caller]
+fn check_config(name: &str, (words, place, value): Case) {
+    let folder = copy(name);
+    let mut config: Value =
+        serde_json::from_slice(&folder.read("config.json")).expect("the text is JSON");
+    let (parent, field) = place.rsplit_once('/').expect("the path has a parent");
+    let quantization = &mut config["quantization_config"];
+    *quantization
+        .pointer_mut(parent)
+        .expect("the parent exists")
+        .get_mut(field)
+        .unwrap_or(&mut Value::Null) = Value::Null;
+    quantization.pointer_mut(parent).expect("the parent exists")[field] = value;
+    folder.write("config.json", config.to_string());
+    check(
+        &folder,
+        &[&["config.json", "quantization_config"], words].concat(),
+    );
+}
+
+/// The groups of `float8` have scales by tensor, by channel and by block. Group 0 of `float4` is MXFP4, group 1 is NVFP4.
+#[test]
+fn float_config_with_unsupported_field_is_refused_by_name() {
+    let cases: [(&str, Case); 10] = [
+        (
+            "float8",
+            (
+                &["input_activations", "static scales"],
+                "/config_groups/group_0/input_activations/dynamic",
+                json!(false),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["output_activations"],
+                "/config_groups/group_0/output_activations",
+                json!({"num_bits": 8, "dynamic": true}),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["kv_cache_scheme"],
+                "/kv_cache_scheme",
+                json!({"num_bits": 8}),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["type is \"int\"", "only \"float\""],
+                "/config_groups/group_1/weights/type",
+                json!("int"),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["symmetric is false"],
+                "/config_groups/group_1/weights/symmetric",
+                json!(false),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["strategy is \"group\"", "\"block\""],
+                "/config_groups/group_1/weights/strategy",
+                json!("group"),
+            ),
+        ),
+        (
+            "float8",
+            (
+                &["block_structure is None"],
+                "/config_groups/group_2/weights/block_structure",
+                Value::Null,
+            ),
+        ),
+        (
+            "float4",
+            (
+                &["num_bits is 8", "only 4"],
+                "/config_groups/group_0/weights/num_bits",
+                json!(8),
+            ),
+        ),
+        (
+            "float4",
+            (
+                &["group_size is Some(32)", "only 16"],
+                "/config_groups/group_1/weights/group_size",
+                json!(32),
+            ),
+        ),
+        (
+            "float4",
+            (
+                &["\"mxfp6-pack-quantized\"", "supported are"],
+                "/config_groups/group_0/format",
+                json!("mxfp6-pack-quantized"),
+            ),
+        ),
+    ];
+    for (name, case) in cases {
+        check_config(name, case);
+    }
+}
+
+#[test]
+fn float_wrong_tensors_are_named() {
+    type Tensors = BTreeMap<String, crate::programs::folder::Stored>;
+    let check = |name: &str, words: &[&str], change: &dyn Fn(&mut Tensors)| {
+        let folder = copy(name);
+        folder.edit(|tensors| change(tensors));
+        check(&folder, words);
+    };
+    let of_layer = |part: &str| format!("model.layers.0.{part}");
+    for (name, part) in [
+        ("float8", "self_attn.q_proj.weight_scale"),
+        ("float4", "self_attn.q_proj.weight_scale"),
+        ("float4", "self_attn.q_proj.weight_global_scale"),
+        ("float4", "mlp.up_proj.weight_scale"),
+    ] {
+        check(name, &[&of_layer(part), "is missing"], &|tensors| {
+            drop(tensors.remove(&of_layer(part)));
+        });
+    }
+    for (name, part, dtype, words) in [
+        ("float8", "self_attn.q_proj.weight_scale", Dtype::I16, "I16"),
+        (
+            "float4",
+            "self_attn.q_proj.weight_scale",
+            Dtype::U8,
+            "no scheme",
+        ),
+        ("float4", "mlp.up_proj.weight_scale", Dtype::I8, "no scheme"),
+        (
+            "float4",
+            "self_attn.q_proj.weight_global_scale",
+            Dtype::I32,
+            "I32",
+        ),
+    ] {
         check(
-            &folder,
-            &[&["config.json", "quantization_config"], words].concat(),
+            name,
+            &["self_attn.q_proj", words][usize::from(part.starts_with("mlp"))..],
+            &|tensors| {
+                let tensor = tensors.get_mut(&of_layer(part));
+                tensor.expect("the tensor exists").dtype = dtype;
+            },
         );
     }
+    // The scales have one dimension, and the scheme needs two.
+    let (gate, q) = (of_layer("mlp.gate_proj"), of_layer("self_attn.q_proj"));
+    check("float8", &[&gate, "no FP8 scheme"], &|tensors| {
+        let scale = tensors.get_mut(&format!("{gate}.weight_scale"));
+        scale.expect("the tensor exists").shape = vec![4];
+    });
+    // A tensor that no matrix has is refused.
+    check(
+        "float8",
+        &[&q, "weight_global_scale", "not part"],
+        &|tensors| {
+            let scale = tensors[&format!("{q}.weight_scale")].clone();
+            tensors.insert(format!("{q}.weight_global_scale"), scale);
+        },
+    );
 }
 
 /// A configuration with a sparsity format of `dense` is accepted. Older versions of compressed-tensors wrote such

@@ -20,13 +20,15 @@ use tempfile::TempDir;
 
 /// The test cases: checkpoints that are already quantized, and checkpoints that the loader quantizes. The cases cover
 /// every format, tied output heads, per-layer embeddings, experts, and heads as wide as in real models.
-const CASES: [(&str, Quantization); 12] = [
+const CASES: [(&str, Quantization); 14] = [
     ("gguf/dense-ple.Q8_0.gguf", Quantization::Stored),
     ("gguf/moe.Q4_0.gguf", Quantization::Stored),
     ("gguf/wide.Q4_K_M.gguf", Quantization::Stored),
     ("compressed/w4a16-grouped", Quantization::Stored),
     ("compressed/mixed", Quantization::Stored),
     ("compressed/experts", Quantization::Stored),
+    ("compressed/float4", Quantization::Stored),
+    ("compressed/float8", Quantization::Q8),
     ("dense-ple", Quantization::Q8),
     ("dense-ple", Quantization::Q4),
     ("dense-keqv", Quantization::Q4),

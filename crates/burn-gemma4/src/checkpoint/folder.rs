@@ -2,24 +2,25 @@
 
 use super::{
     files::TensorFiles,
+    floats8,
     names::{MLX, Names},
     packed,
     source::{Source, WeightSource, burn_dtype},
 };
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem};
-use crate::quant::packed::Scheme;
+use crate::quant::scheme::WeightScheme;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 /// The tensors in a folder's files, and the quantization schemes of the packed matrices.
 pub(super) struct Folder {
     files: Arc<TensorFiles>,
     names: Names,
-    schemes: Vec<Scheme>,
+    schemes: Vec<WeightScheme>,
 }
 
 impl Folder {
-    pub fn of(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
+    pub fn of(files: Arc<TensorFiles>, schemes: Vec<WeightScheme>) -> Self {
         let names = Names::of(&files);
         Self {
             files,
@@ -30,7 +31,7 @@ impl Folder {
 
     /// Creates a source of weights from `files`. In these files, the name of each tensor must be the path of its
     /// parameter.
-    pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
+    pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<WeightScheme>) -> Self {
         Self {
             files,
             names: Names::of_paths(),
@@ -100,6 +101,7 @@ impl Folder {
     /// is empty.
     fn tensors(&self, name: &str) -> Vec<String> {
         match self.files.get(name) {
+            Some(entry) if floats8::is_fp8(entry) => floats8::fp8_names(&self.files, name),
             Some(_) => vec![name.to_owned()],
             None => packed::names(&self.files, name),
         }
@@ -114,6 +116,7 @@ impl Folder {
             };
         };
         match burn_dtype(entry.dtype) {
+            _ if floats8::is_fp8(entry) => floats8::fp8(&self.files, &self.schemes, name),
             Some(dtype) => {
                 let bytes = self.files.bytes(entry);
                 Ok(Source::floats(entry.shape.clone(), dtype, bytes))

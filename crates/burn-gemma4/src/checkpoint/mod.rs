@@ -5,6 +5,7 @@ mod audio;
 mod drafter;
 mod export;
 mod files;
+mod floats8;
 mod folder;
 pub(crate) mod gguf;
 mod host_table;

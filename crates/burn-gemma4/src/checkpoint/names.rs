@@ -1,6 +1,6 @@
 //! The names of the model's parameters in a folder's files.
 
-use super::{files::TensorFiles, packed};
+use super::{files::TensorFiles, floats8, packed};
 use crate::config::Gemma4Config;
 
 /// The naming scheme of a checkpoint's tensors. A tensor's name is a prefix, which may be empty, followed by the path
@@ -104,7 +104,7 @@ impl Names {
             Some((layer.parse::<usize>().ok()?, part))
         };
         shared().is_some_and(|(layer, part)| {
-            (part == "weight" || packed::PARTS.contains(&part))
+            (part == "weight" || packed::PARTS.contains(&part) || floats8::PARTS.contains(&part))
                 && config.is_shared(layer)
                 && layer < config.num_layers()
         })

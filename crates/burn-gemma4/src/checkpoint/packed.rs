@@ -2,15 +2,18 @@
 
 use super::{
     files::{Entry, TensorFiles},
+    floats8,
     source::{Source, burn_dtype},
 };
 use crate::error::TensorProblem;
 use crate::quant::packed::{Packed, Scheme};
+use crate::quant::scheme::WeightScheme;
+use burn::tensor::DType;
 use safetensors::Dtype;
 
 /// The last part of the name of a tensor that stores a matrix in unpacked form. A packed matrix is stored as several
 /// tensors. The last parts of these tensors' names are in [`PARTS`].
-const WHOLE: &str = "weight";
+pub(super) const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
 pub(super) const SHAPE: &str = "weight_shape";
@@ -24,8 +27,9 @@ pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
     };
     match files.get(&format!("{module}{WORDS}")) {
         Some(_) => PARTS
-            .map(|part| format!("{module}{part}"))
             .into_iter()
+            .chain(floats8::PARTS)
+            .map(|part| format!("{module}{part}"))
             .filter(|name| files.get(name).is_some())
             .collect(),
         None => Vec::new(),
@@ -36,34 +40,43 @@ pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
 /// configuration.
 pub(super) fn get<'a>(
     files: &'a TensorFiles,
-    schemes: &[Scheme],
+    schemes: &[WeightScheme],
     name: &str,
 ) -> Result<Source<'a>, TensorProblem> {
-    let module = Module {
-        files,
-        name: name.strip_suffix(WHOLE).unwrap_or(name),
-    };
-    let packed = module.packed(schemes)?;
+    let module = Module::of(files, name);
+    // Words of 32 bits have integer codes, and bytes have 4-bit floats.
+    if module.entry(WORDS)?.dtype == Dtype::U8 {
+        return floats8::fp4(files, schemes, name);
+    }
+    let schemes: Vec<Scheme> = schemes
+        .iter()
+        .filter_map(|scheme| match scheme {
+            WeightScheme::Packed(scheme) => Some(*scheme),
+            _ => None,
+        })
+        .collect();
+    let packed = module.packed(&schemes)?;
     Ok(Source::packed(packed))
 }
 
 /// A module in the files. The module's tensors store one packed matrix.
-struct Module<'a, 'name> {
+pub(super) struct Module<'a, 'name> {
     files: &'a TensorFiles,
     name: &'name str,
 }
 
-impl<'a> Module<'a, '_> {
+impl<'a, 'name> Module<'a, 'name> {
+    /// Returns the module whose matrix is called `name`.
+    pub fn of(files: &'a TensorFiles, name: &'name str) -> Self {
+        let name = name.strip_suffix(WHOLE).unwrap_or(name);
+        Self { files, name }
+    }
+
     fn packed(&self, schemes: &[Scheme]) -> Result<Packed<'a>, TensorProblem> {
         let [rows, columns] = self.shape()?;
         let words = self.integers(WORDS, Dtype::I32)?;
         let scales = self.entry(SCALES)?;
-        let dtype = match burn_dtype(scales.dtype) {
-            Some(dtype) if dtype != burn::tensor::DType::F64 => dtype,
-            _ => {
-                return Err(self.problem(format!("{SCALES} is in {:?}", scales.dtype)));
-            }
-        };
+        let dtype = self.dtype_of_scales(scales, WORDS)?;
         let zero_points = match self.files.get(&self.tensor(ZERO_POINTS)) {
             Some(_) => Some(self.integers(ZERO_POINTS, Dtype::I32)?),
             None => None,
@@ -82,7 +95,7 @@ impl<'a> Module<'a, '_> {
             })
         };
         let scheme = schemes.iter().find(fits).ok_or_else(|| {
-            self.problem(format!(
+            self.problem(WORDS, format!(
                 "its shape is {:?}, {WORDS} is {:?}, {SCALES} {:?} and {ZERO_POINTS} {:?}, which fits no scheme of quantization_config",
                 [rows, columns],
                 words.shape,
@@ -113,7 +126,15 @@ impl<'a> Module<'a, '_> {
             .collect();
         match sizes[..] {
             [rows, columns] => Ok([rows, columns]),
-            _ => Err(self.problem(format!("{SHAPE} does not have two valid sizes"))),
+            _ => Err(self.problem(WORDS, format!("{SHAPE} does not have two valid sizes"))),
+        }
+    }
+
+    /// Returns the dtype of a matrix's scales. `part` is the tensor that an error names.
+    pub fn dtype_of_scales(&self, scales: &Entry, part: &str) -> Result<DType, TensorProblem> {
+        match burn_dtype(scales.dtype) {
+            Some(dtype) if dtype != DType::F64 => Ok(dtype),
+            _ => Err(self.problem(part, format!("{SCALES} is in {:?}", scales.dtype))),
         }
     }
 
@@ -121,11 +142,14 @@ impl<'a> Module<'a, '_> {
         let entry = self.entry(part)?;
         match entry.dtype == dtype {
             true => Ok(entry),
-            false => Err(self.problem(format!("{part} is in {:?}, not in {dtype:?}", entry.dtype))),
+            false => Err(self.problem(
+                WORDS,
+                format!("{part} is in {:?}, not in {dtype:?}", entry.dtype),
+            )),
         }
     }
 
-    fn entry(&self, part: &str) -> Result<&'a Entry, TensorProblem> {
+    pub fn entry(&self, part: &str) -> Result<&'a Entry, TensorProblem> {
         let name = self.tensor(part);
         self.files.get(&name).ok_or(TensorProblem::Missing { name })
     }
@@ -134,9 +158,10 @@ impl<'a> Module<'a, '_> {
         format!("{}{part}", self.name)
     }
 
-    fn problem(&self, reason: String) -> TensorProblem {
+    /// Returns the problem of the module's tensor `part`.
+    pub fn problem(&self, part: &str, reason: String) -> TensorProblem {
         TensorProblem::Packing {
-            name: self.tensor(WORDS),
+            name: self.tensor(part),
             reason,
         }
     }

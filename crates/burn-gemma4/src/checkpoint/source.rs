@@ -4,6 +4,8 @@
 use crate::config::Gemma4Config;
 use crate::error::TensorProblem;
 use crate::quant::blocks::BlockFormat;
+use crate::quant::fp4::{self, Fp4};
+use crate::quant::fp8::Fp8;
 use crate::quant::layout::Layout;
 use crate::quant::packed::Packed;
 use crate::quant::quantize::QuantTarget;
@@ -41,6 +43,8 @@ enum Numbers<'a> {
         bytes: &'a [u8],
     },
     Packed(Packed<'a>),
+    Fp8(Fp8<'a>),
+    Fp4(Fp4<'a>),
     /// Several matrices of the same shape, which form a stacked tensor. Each matrix is one slice: the part of the
     /// stacked tensor at one index of its first dimension.
     Joined(Vec<Source<'a>>),
@@ -67,6 +71,22 @@ impl<'a> Source<'a> {
         Self {
             shape: vec![packed.rows, packed.columns],
             numbers: Numbers::Packed(packed),
+        }
+    }
+
+    /// Creates a parameter from a matrix of 8-bit floats.
+    pub fn fp8(matrix: Fp8<'a>) -> Self {
+        Self {
+            shape: vec![matrix.rows, matrix.columns],
+            numbers: Numbers::Fp8(matrix),
+        }
+    }
+
+    /// Creates a parameter from a matrix of 4-bit floats.
+    pub fn fp4(matrix: Fp4<'a>) -> Self {
+        Self {
+            shape: vec![matrix.rows, matrix.columns],
+            numbers: Numbers::Fp4(matrix),
         }
     }
 
@@ -104,17 +124,22 @@ impl<'a> Source<'a> {
                 let zero_points = packed.zero_points.map_or(0, <[u8]>::len);
                 packed.words.len() + packed.scales.len() + zero_points
             }
+            Numbers::Fp8(matrix) => matrix.bytes.len() + matrix.scales.len(),
+            Numbers::Fp4(matrix) => matrix.codes.len() + matrix.scales.len(),
             Numbers::Joined(parts) => parts.iter().map(Self::len).sum(),
             Numbers::Stacked(parts) => parts.iter().map(Self::len).sum(),
         }
     }
 
     /// Returns the dtype of the elements, or `None` for quantized blocks. For a packed matrix, the function returns the
-    /// dtype that the matrix had before packing.
+    /// dtype that the matrix had before packing. Matrices of 8-bit and 4-bit floats have the dtype of their dequantized
+    /// elements.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
             Numbers::Packed(packed) => Some(packed.dtype),
+            Numbers::Fp8(matrix) => Some(matrix.dtype),
+            Numbers::Fp4(_) => Some(fp4::DTYPE),
             Numbers::Joined(parts) => parts.first()?.dtype(),
             Numbers::Stacked(parts) => parts[0].dtype(),
             Numbers::Blocks { .. } => None,
@@ -165,9 +190,10 @@ impl<'a> Source<'a> {
             rank => self.shape[rank - 1],
         };
         match &self.numbers {
-            Numbers::Floats { .. } => target?.layout(columns),
+            Numbers::Floats { .. } | Numbers::Fp8(_) => target?.layout(columns),
             Numbers::Blocks { format, .. } => format.words(columns),
             Numbers::Packed(packed) => packed.layout(),
+            Numbers::Fp4(matrix) => matrix.layout(),
             Numbers::Joined(parts) => layout_of_all(parts, target),
             Numbers::Stacked(parts) => layout_of_all(&parts[..], target),
         }
@@ -202,6 +228,16 @@ impl<'a> Source<'a> {
             }
             Numbers::Packed(matrix) => packed(rows, layout.words(), |row, words| {
                 matrix.pack(layout, row, words);
+            }),
+            Numbers::Fp4(matrix) => packed(rows, layout.words(), |row, words| {
+                matrix.pack(layout, row, words);
+            }),
+            Numbers::Fp8(matrix) => packed(rows, layout.words(), |row, words| {
+                if let Some(target) = target {
+                    let mut numbers = vec![0.0; layout.columns];
+                    matrix.dequantize(row, &mut numbers);
+                    target.pack(layout, &numbers, words);
+                }
             }),
             Numbers::Joined(parts) => {
                 let whole = |part: &Self| part.words(0..part.shape[0], target, layout);
@@ -254,6 +290,8 @@ impl<'a> Source<'a> {
                         format.dequantize(row(all, index), space)
                     }
                     Numbers::Packed(packed) => packed.dequantize(rows[index] as usize, space),
+                    Numbers::Fp8(matrix) => matrix.dequantize(rows[index] as usize, space),
+                    Numbers::Fp4(matrix) => matrix.dequantize(rows[index] as usize, space),
                     Numbers::Joined(_) | Numbers::Stacked(_) => {
                         let row = rows[index] as usize;
                         let found = self.slices(row..row + 1, DType::F32);
@@ -285,6 +323,12 @@ impl<'a> Source<'a> {
             }
             Numbers::Packed(packed) => self.dequantized(range, shape, dtype, |row, numbers| {
                 packed.dequantize(row, numbers);
+            }),
+            Numbers::Fp8(matrix) => self.dequantized(range, shape, dtype, |row, numbers| {
+                matrix.dequantize(row, numbers);
+            }),
+            Numbers::Fp4(matrix) => self.dequantized(range, shape, dtype, |row, numbers| {
+                matrix.dequantize(row, numbers);
             }),
             Numbers::Joined(parts) => {
                 let whole = |part: &Self| part.slices(0..part.shape[0], dtype);

@@ -1,17 +1,24 @@
-//! Reads the `quantization_config` in a `config.json`. The object lists packing schemes, but does not say which matrix
-//! has which scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
+//! Reads the `quantization_config` in a `config.json`. The object lists schemes, but does not say which matrix has which
+//! scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;
 use crate::json;
 use crate::quant::packed::Scheme;
+use crate::quant::scheme::{Fp4Scheme, Fp8Scheme, WeightScheme};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The only supported quantization method (`METHOD`), and the only supported format of that method (`FORMAT`).
+/// The only supported quantization method.
 const METHOD: &str = "compressed-tensors";
-const FORMAT: &str = "pack-quantized";
+/// The supported formats of that method.
+const PACKED: &str = "pack-quantized";
+const FP8: [&str; 2] = ["float-quantized", "naive-quantized"];
+const NVFP4: &str = "nvfp4-pack-quantized";
+const MXFP4: &str = "mxfp4-pack-quantized";
+/// The format of a checkpoint whose groups have formats of their own.
+const MIXED: &str = "mixed-precision";
 
 /// The fields of a `quantization_config`.
 #[derive(Deserialize)]
@@ -46,6 +53,7 @@ struct QuantizedWeights {
     symmetric: bool,
     strategy: Option<String>,
     group_size: Option<i64>,
+    block_structure: Option<[usize; 2]>,
     #[serde(default)]
     actorder: Value,
 }
@@ -54,16 +62,16 @@ fn yes() -> bool {
     true
 }
 
-/// Returns the packing schemes in the text of a `config.json`: see [`schemes`].
-pub(crate) fn schemes_of(json: &str) -> Result<Vec<Scheme>, Gemma4Error> {
+/// Returns the schemes in the text of a `config.json`: see [`schemes`].
+pub(crate) fn schemes_of(json: &str) -> Result<Vec<WeightScheme>, Gemma4Error> {
     schemes(&json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?)
 }
 
-/// Returns the packing schemes of the weights. The list is empty if the weights are not packed.
+/// Returns the schemes of the weights. The list is empty if the weights are not quantized.
 ///
 /// # Errors
 /// Returns [`Gemma4Error::Config`], which names the method or the feature that is not supported.
-fn schemes(config: &Value) -> Result<Vec<Scheme>, Gemma4Error> {
+fn schemes(config: &Value) -> Result<Vec<WeightScheme>, Gemma4Error> {
     let mut schemes = Vec::new();
     // A multimodal model has `quantization_config` at the top level or in `text_config`. Read both.
     for part in [Some(config), config.get("text_config")]
@@ -85,7 +93,7 @@ fn schemes(config: &Value) -> Result<Vec<Scheme>, Gemma4Error> {
     Ok(schemes)
 }
 
-fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
+fn of_method(quantization: &Value) -> Result<Vec<WeightScheme>, String> {
     let Quantization {
         format,
         config_groups,
@@ -93,7 +101,9 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
         sparsity_config,
         transform_config,
     } = json::from_value(quantization)?;
-    refuse_format(format.as_deref())?;
+    if format.as_deref() != Some(MIXED) {
+        refuse_format(format.as_deref())?;
+    }
     // Ignore a `sparsity_config` with the format `dense`. This format means that no weights are pruned.
     let is_dense = sparsity_config.get("format").and_then(Value::as_str) == Some("dense");
     let sparsity_config = if is_dense {
@@ -112,7 +122,8 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
     }
     let mut schemes = Vec::new();
     for (name, group) in config_groups {
-        let scheme = scheme(group).map_err(|reason| format!("{name}: {reason}"))?;
+        let scheme =
+            scheme(group, format.as_deref()).map_err(|reason| format!("{name}: {reason}"))?;
         schemes.extend(scheme);
     }
     match schemes.is_empty() {
@@ -121,36 +132,98 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
     }
 }
 
-fn refuse_format(format: Option<&str>) -> Result<(), String> {
+/// Returns a supported format, or an error that names the format.
+fn refuse_format(format: Option<&str>) -> Result<&str, String> {
+    let supported = [PACKED, FP8[0], FP8[1], NVFP4, MXFP4];
     match format {
-        Some(FORMAT) => Ok(()),
-        Some(other) => Err(format!("format is {other:?}; only {FORMAT:?} is supported")),
-        None => Err(format!("format is missing; only {FORMAT:?} is supported")),
+        Some(format) if supported.contains(&format) => Ok(format),
+        Some(other) => Err(format!("format is {other:?}; supported are {supported:?}")),
+        None => Err(format!("format is missing; supported are {supported:?}")),
     }
 }
 
-fn scheme(group: Value) -> Result<Option<Scheme>, String> {
+/// Returns the scheme of a group, or `None` if the group has no quantized weights. `format` is the checkpoint's format.
+fn scheme(group: Value, of_all: Option<&str>) -> Result<Option<WeightScheme>, String> {
     let Group {
         weights,
         input_activations,
         output_activations,
         format,
     } = json::from_value(&group)?;
-    if format.is_some() {
-        refuse_format(format.as_deref())?;
-    }
-    for (name, value) in [
-        ("input_activations", input_activations),
-        ("output_activations", output_activations),
+    let format = refuse_format(format.as_deref().or(of_all))?;
+    // The method rounds such activations to 8 or 4 bits by scales of the activations themselves. The program leaves the
+    // activations as they are, which is more exact. Other scales clip activations, so that results would differ.
+    let is_dynamic = |value: &Value| {
+        let dynamic = value.get("dynamic");
+        dynamic == Some(&Value::Bool(true)) || dynamic.and_then(Value::as_str) == Some("local")
+    };
+    for (name, value, may_be_dynamic) in [
+        ("input_activations", input_activations, format != PACKED),
+        ("output_activations", output_activations, false),
     ] {
-        if says_something(&value) {
-            return Err(format!("{name} are quantized, which is not supported"));
+        if says_something(&value) && !(may_be_dynamic && is_dynamic(&value)) {
+            let reason = match may_be_dynamic {
+                true => {
+                    "are quantized by static scales, which is not supported; use a checkpoint with dynamic ones"
+                }
+                false => "are quantized, which is not supported",
+            };
+            return Err(format!("{name} {reason}"));
         }
     }
-    weights.map(|weights| weights.scheme()).transpose()
+    let scheme = |weights: QuantizedWeights| match format {
+        PACKED => weights.scheme().map(WeightScheme::Packed),
+        NVFP4 => weights.fp4(Fp4Scheme::Nv).map(WeightScheme::Fp4),
+        MXFP4 => weights.fp4(Fp4Scheme::Mx).map(WeightScheme::Fp4),
+        _ => weights.fp8().map(WeightScheme::Fp8),
+    };
+    weights.map(scheme).transpose()
 }
 
 impl QuantizedWeights {
+    /// Refuses weights that are not symmetric floats of `bits` bits.
+    fn refuse_others(&self, bits: usize) -> Result<(), String> {
+        if self.num_bits != bits {
+            return Err(format!(
+                "num_bits is {}; only {bits} is supported",
+                self.num_bits
+            ));
+        }
+        match (self.r#type.as_deref(), self.symmetric) {
+            (Some("float"), true) => Ok(()),
+            (Some("float"), false) => Err("symmetric is false; only true is supported".into()),
+            (other, _) => {
+                let other = other.unwrap_or("int");
+                Err(format!("type is {other:?}; only \"float\" is supported"))
+            }
+        }
+    }
+
+    fn fp8(&self) -> Result<Fp8Scheme, String> {
+        self.refuse_others(8)?;
+        match (self.strategy.as_deref(), self.block_structure) {
+            (None | Some("tensor"), _) => Ok(Fp8Scheme::Tensor),
+            (Some("channel"), _) => Ok(Fp8Scheme::Channel),
+            (Some("block"), Some(block)) if !block.contains(&0) => Ok(Fp8Scheme::Block(block)),
+            (Some("block"), block) => Err(format!("block_structure is {block:?}")),
+            (Some(other), _) => Err(format!(
+                "strategy is {other:?}; only \"tensor\", \"channel\" and \"block\" are supported"
+            )),
+        }
+    }
+
+    fn fp4(&self, scheme: Fp4Scheme) -> Result<Fp4Scheme, String> {
+        self.refuse_others(4)?;
+        match self.group_size == Some(scheme.group() as i64) {
+            true => Ok(scheme),
+            false => Err(format!(
+                "group_size is {:?}; only {} is supported",
+                self.group_size,
+                scheme.group()
+            )),
+        }
+    }
+
     fn scheme(&self) -> Result<Scheme, String> {
         if ![4, 8].contains(&self.num_bits) {
             return Err(format!(

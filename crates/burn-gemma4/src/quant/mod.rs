@@ -3,10 +3,13 @@
 
 pub(crate) mod blocks;
 mod codebooks;
+pub(crate) mod fp4;
+pub(crate) mod fp8;
 pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod quantize;
 pub(crate) mod rows;
+pub(crate) mod scheme;
 mod small_super_blocks;
 mod super_blocks;
 

@@ -78,7 +78,7 @@ impl Scheme {
 }
 
 /// Rounds an element to `dtype`.
-fn rounded(number: f32, dtype: DType) -> f32 {
+pub(super) fn rounded(number: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F16 => f16::from_f32(number).to_f32(),
         DType::BF16 => bf16::from_f32(number).to_f32(),
@@ -166,12 +166,17 @@ impl Packed<'_> {
     }
 
     pub(super) fn scale(&self, index: usize) -> f32 {
-        let bytes = &self.scales[index * self.dtype.size()..];
-        match self.dtype {
-            DType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-            DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-            _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-        }
+        read_float(self.scales, index, self.dtype)
+    }
+}
+
+/// Reads the element `index` of a tensor in `dtype`, which is f32, f16 or bf16.
+pub(crate) fn read_float(bytes: &[u8], index: usize, dtype: DType) -> f32 {
+    let bytes = &bytes[index * dtype.size()..];
+    match dtype {
+        DType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
     }
 }
 
