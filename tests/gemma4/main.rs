@@ -40,6 +40,7 @@ mod marking;
 mod media;
 mod not_numbers;
 mod packed;
+mod packed_prefixes;
 mod packed_prompts;
 mod packing;
 mod per_layer_table;

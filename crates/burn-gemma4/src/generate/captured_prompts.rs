@@ -8,6 +8,7 @@ use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
 use crate::model::cache::history::History;
 use crate::model::cache::kind::CacheKind;
+use crate::model::cache::prefix::Prefix;
 use crate::model::prompt_pass::PromptPass;
 use crate::op::graph_capture::CapturedGraph;
 use crate::op::stream::stream_of;
@@ -75,10 +76,16 @@ impl Size {
             let serves = cache.has_one_plain_sequence();
             return serves.then_some(Self { length, capacity });
         }
-        let end = cache.len() + length;
+        let size = Self::after(model, length, cache.len());
+        size.filter(|_| cache.fills_history())
+    }
+
+    /// Returns the size of the graph for tokens that are padded to `length` and follow `past` tokens. Returns `None` if
+    /// there are too many tokens for a graph.
+    fn after(model: &Gemma4Model, length: usize, past: usize) -> Option<Self> {
+        let end = past + length;
         let capacity = end.next_power_of_two().max(LEAST_CAPACITY);
-        let serves = cache.fills_history()
-            && end <= model.config().max_position_embeddings
+        let serves = end <= model.config().max_position_embeddings
             && History::bytes(model, capacity) <= MOST_HISTORY_BYTES;
         let capacity = Some(capacity);
         serves.then_some(Self { length, capacity })
@@ -130,6 +137,13 @@ impl CapturedPrompts {
     /// the storage format of the cache.
     pub fn serve_whole(&self, model: &Gemma4Model, count: usize, kind: CacheKind) -> bool {
         kind.is_plain() && self.state(model, count).is_some()
+    }
+
+    /// True if a graph may run over `count` tokens that follow `prefix`.
+    pub fn serve_after(&self, model: &Gemma4Model, count: usize, prefix: &Prefix) -> bool {
+        let length = self.state(model, count).map(|(length, _)| length);
+        let size = length.and_then(|length| Size::after(model, length, prefix.len()));
+        size.is_some() && prefix.fills_history()
     }
 
     /// Returns the number of tokens of the longest whole prompt over which a graph may run, or 0 if no graph may run.

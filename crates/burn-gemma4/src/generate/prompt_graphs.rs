@@ -90,6 +90,7 @@ mod without_graphs {
     use crate::model::Gemma4Model;
     use crate::model::cache::Cache;
     use crate::model::cache::kind::CacheKind;
+    use crate::model::cache::prefix::Prefix;
     use burn::tensor::Tensor;
 
     #[derive(Clone, Debug, Default)]
@@ -101,6 +102,10 @@ mod without_graphs {
 
     impl CapturedPrompts {
         pub fn serve_whole(&self, _model: &Gemma4Model, _count: usize, _kind: CacheKind) -> bool {
+            false
+        }
+
+        pub fn serve_after(&self, _model: &Gemma4Model, _count: usize, _prefix: &Prefix) -> bool {
             false
         }
 

@@ -5,7 +5,7 @@ use super::adapters::PassAdapters;
 #[cfg(feature = "cube")]
 use super::cache::history::Continuation;
 use super::cache::key_values::{KeyValues, Visible};
-use super::cache::packed::PackedDestination;
+use super::cache::packed::destination::PackedDestination;
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
 use super::layer::experts::Mixture;

@@ -309,32 +309,63 @@ async fn nan_in_one_of_the_waiting_prompts_fails_only_that_prompt() {
     assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
 }
 
-/// Prompts with the same beginning wait for each other, so that the later ones reuse the keys and values of the first.
+/// Prompts with the same beginning wait until one of them is read. The others then continue from its keys and values in
+/// one pass. The beginning is longer than the window, so that the first prompt must take a checkpoint for the others.
 #[tokio::test]
-async fn waiting_prompts_with_a_shared_prefix_reuse_it() {
+async fn waiting_prompts_with_a_shared_prefix_reuse_it_in_one_pass() {
+    const SHARED: usize = 300;
+    let alone = gemma();
+    assert!(alone.config().sliding_window < SHARED);
     let (engine, outcome) =
         Engine::start(gemma(), EngineOptions::default()).expect("the engine starts");
-    let options = answer_options(&gemma(), 2);
-    let request = |last: u32| gemma4_serve::engine::Request {
-        prompt: (20..110).chain([last]).collect::<Vec<u32>>().into(),
-        choices: 1,
-        options: options.clone(),
-        constraint: None,
-        adapter: None,
-        media_memory: None,
+    let options = answer_options(&alone, 4);
+    let request = |prompt: &[u32]| {
+        let request = gemma4_serve::engine::Request {
+            prompt: prompt.to_vec().into(),
+            choices: 1,
+            options: options.clone(),
+            constraint: None,
+            adapter: None,
+            media_memory: None,
+        };
+        engine.submit(request).expect("the queue is not full")
     };
-    let events: Vec<_> = (200..204)
-        .map(|last| engine.submit(request(last)))
-        .collect();
-    for events in events {
-        let mut events = events.expect("the queue is not full");
-        while !matches!(events.recv().await, Some(Event::End { .. })) {}
+    let mut rng = StdRng::seed_from_u64(8);
+    let mut draw =
+        |count: usize| -> Vec<u32> { (0..count).map(|_| rng.random_range(20..1999)).collect() };
+    let (before, prefix) = (draw(2000), draw(SHARED));
+    let rests = (0..6).map(|last| [vec![30 + last], draw(4 + last as usize)].concat());
+    let mut prompts: Vec<Vec<u32>> = rests.map(|rest| [&prefix[..], &rest].concat()).collect();
+    // The engine reads another prompt until all requests wait.
+    prompts.insert(0, before);
+    let events: Vec<_> = prompts.iter().map(|prompt| request(prompt)).collect();
+    for (prompt, mut events) in prompts.iter().zip(events) {
+        let mut found = String::new();
+        loop {
+            match events.recv().await.expect("the engine runs") {
+                Event::Text { text, .. } => found += &text,
+                Event::End { .. } => break,
+                Event::ToolCall { .. } => (),
+                Event::Failed(error) => panic!("{} tokens: {error}", prompt.len()),
+            }
+        }
+        let options = GenerateOptions {
+            max_tokens: 4,
+            sampling: Sampling::greedy(),
+            ..alone.options()
+        };
+        let whole = alone.generate(prompt.clone(), &options, |_| ControlFlow::Continue(()));
+        let whole = whole.expect("the generation succeeds");
+        assert_eq!(found, whole.text, "{} tokens", prompt.len());
     }
     let metrics = engine.metrics();
-    assert_eq!(metrics.cached_prompt_tokens.get(), 3 * 90);
-    assert_eq!(metrics.packed_prompts.get(), 0);
+    assert_eq!(metrics.cached_prompt_tokens.get(), 5 * SHARED as u64);
+    assert_eq!(metrics.packed_prompts.get(), 5);
+    let all: usize = prompts.iter().map(Vec::len).sum();
+    assert_eq!(metrics.prompt_tokens.get(), (all - 5 * SHARED) as u64);
     engine.drain();
     assert_eq!(outcome.await.expect("the engine reports its end"), Ok(()));
+    assert_eq!(engine.metrics().reserved_tokens.get(), 0);
 }
 
 #[tokio::test]

@@ -6,7 +6,9 @@ use super::row_logits::RowLogits;
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
 use crate::model::cache::Cache;
-use crate::model::cache::packed::PackedKeyValues;
+use crate::model::cache::packed::copies::PackedKeyValues;
+use crate::model::cache::prefix::Prefix;
+use crate::model::packed_prompts::PackedTokens;
 use crate::op::is_hopper;
 use std::sync::Arc;
 
@@ -15,6 +17,10 @@ use std::sync::Arc;
 /// A pass over packed prompts launches its kernels one by one. In E2B on an H200 (2026-11-28), these launches took
 /// 11 ms, and the graph of a prompt of 128 tokens took 3 ms: see docs/prefill.md.
 const LEAST_PACKED: usize = 4;
+
+/// The largest size of the prefixes in the keys and values of one layer of a pass, in bytes. A pass over 64 prompts
+/// after one prefix of 8,000 tokens has 16 MiB of E2B's, and 64 MiB of 31B's.
+const MOST_PREFIX_BYTES: usize = 512 << 20;
 
 /// The largest size of the keys and values of one pass over packed prompts, in bytes. E4B's keys and values of 8,192
 /// tokens have 448 MiB in bf16. In larger models, fewer tokens already take a device longer than their launches take
@@ -37,15 +43,13 @@ impl PackedPrompt {
 }
 
 impl Prefill {
-    /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prefill must not
-    /// have begun, continue from another prompt, have images, audio or an adapter, or stop within the prompt to store a
-    /// state. It must not [run alone](Self::run_alone), and the KV cache must store keys and values as the model
+    /// True if [`read_packed`](Self::read_packed) can run this prompt in one pass with others. The prompt may
+    /// continue from a [prefix](crate::PrefixCache::resume). The model must not have run over a part of the prompt.
+    /// The rest must have no images or audio, and the prefill no adapter. The prefill must not stop within the prompt
+    /// to store a state, and not [run alone](Self::run_alone). The KV cache must store keys and values as the model
     /// computes them.
     pub fn can_pack(&self) -> bool {
-        self.is_new()
-            && self.adapter().is_none()
-            && !self.has_media()
-            && self.cache().kind().is_plain()
+        self.is_one_call() && self.adapter().is_none() && self.cache().kind().is_plain()
     }
 
     /// True if one pass over all prompts is expected to take less time than a pass for each prompt. One prompt is faster
@@ -53,7 +57,26 @@ impl Prefill {
     pub fn is_faster_packed(prefills: &[&Self]) -> bool {
         prefills.len() > 1
             && (prefills.len() >= LEAST_PACKED
-                || prefills.iter().any(|prefill| !prefill.can_replay_whole()))
+                || prefills.iter().any(|prefill| !prefill.can_replay()))
+    }
+
+    /// Returns the number of the first prefills that one pass over at most `most_tokens` tokens can run. The tokens of
+    /// prefixes do not count, because the model does not run over them. Each distinct prefix is copied once per layer,
+    /// and these copies are limited to 512 MiB.
+    pub fn count_packable(prefills: &[&Self], most_tokens: usize) -> usize {
+        let (mut tokens, mut bytes) = (0, 0);
+        let mut prefixes: Vec<&Prefix> = Vec::new();
+        let packable = prefills.iter().take_while(|prefill| {
+            tokens += prefill.remaining();
+            if let Some(prefix) = prefill.prefix()
+                && !prefixes.iter().any(|other| other.is_same(prefix))
+            {
+                prefixes.push(prefix);
+                bytes += prefix.len() * prefill.model().most_bytes_of_layer_token();
+            }
+            prefill.can_pack() && tokens <= most_tokens && bytes <= MOST_PREFIX_BYTES
+        });
+        packable.count()
     }
 
     /// Returns the largest number of tokens that one pass over packed prompts should have. The keys and values of the
@@ -70,8 +93,10 @@ impl Prefill {
         }
     }
 
-    /// Runs the model over the whole prompts of several prefills in one forward pass. Returns the logits after the last
+    /// Runs the model over the prompts of several prefills in one forward pass. Returns the logits after the last
     /// token of each prompt, one row for each prefill. The logits are those of the prompt alone, up to rounding.
+    /// Prompts that continue from a prefix run over their other tokens only. Prompts with the same prefix read one
+    /// copy of its keys.
     ///
     /// If a prompt's keys or values are NaN or infinite, the logits of the other prompts may be NaN, too. If a row of
     /// the result [has no token](crate::RowResult::has_token), call [`run_alone`](Self::run_alone) for all prefills,
@@ -128,7 +153,11 @@ impl Prefill {
                 ));
             }
         }
-        let prompts: Vec<&[u32]> = prefills.iter().map(|prefill| prefill.tokens()).collect();
+        let prompts = prefills.iter().map(|prefill| PackedTokens {
+            prefix: prefill.prefix(),
+            new: &prefill.tokens()[prefill.reused()..],
+        });
+        let prompts: Vec<_> = prompts.collect();
         let (hidden, key_values) = model.hidden_of_packed(&prompts);
         let key_values = Arc::new(key_values);
         for (index, prefill) in prefills.iter_mut().enumerate() {

@@ -12,6 +12,7 @@ use crate::model::adapters::{AdapterId, LoadedAdapter, PassAdapters};
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
 use crate::model::cache::kind::CacheKind;
+use crate::model::cache::prefix::Prefix;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 use burn::module::{ParamId, list_param_ids};
@@ -52,6 +53,8 @@ pub struct Prefill {
     /// The ids of the model's parameters, by which prefills of one model are found.
     parameters: Vec<ParamId>,
     cache: Cache,
+    /// The earlier prompt from which the prefill continues, as long as the cache has no copy of its keys and values.
+    prefix: Option<Prefix>,
     /// The keys and values of a prompt that was read in one pass with others, or `None`. The cache is then empty.
     packed: Option<PackedPrompt>,
     /// True if the prompt must not run in one pass with others.
@@ -82,7 +85,7 @@ pub(super) struct Prefilled {
     pub media: Vec<PlacedMedium>,
     /// The adapter with which the keys and values were computed, or `None` if no adapter was used.
     pub adapter: Option<AdapterId>,
-    pub cache: Cache,
+    pub cache: Arc<Cache>,
     pub checkpoints: Vec<Arc<Checkpoint>>,
 }
 
@@ -117,6 +120,7 @@ impl Prefill {
             model: model.clone(),
             parameters: list_param_ids(model),
             cache: model.cache_of(kind, vec![0])?,
+            prefix: None,
             packed: None,
             is_alone: false,
             tokens,
@@ -188,12 +192,12 @@ impl Prefill {
         }
     }
 
-    /// Continues from `cache`, which holds the first tokens of this prompt. `checkpoints` holds copies of the ring
-    /// buffers of `cache` at earlier tokens. The prefill must not have begun yet.
-    pub(super) fn continue_from(&mut self, cache: Cache, checkpoints: Vec<Arc<Checkpoint>>) {
-        debug_assert!(!self.has_begun() && cache.len() < self.tokens.len());
-        self.reused = cache.len();
-        self.cache = cache;
+    /// Continues from the first tokens of this prompt. `checkpoints` holds copies of the ring buffers at these tokens
+    /// and at earlier ones. The prefill must not have begun yet.
+    pub(super) fn continue_from(&mut self, prefix: Prefix, checkpoints: Vec<Arc<Checkpoint>>) {
+        debug_assert!(!self.has_begun() && prefix.len() < self.tokens.len());
+        self.reused = prefix.len();
+        self.prefix = Some(prefix);
         self.checkpoints = checkpoints;
     }
 
@@ -201,6 +205,11 @@ impl Prefill {
     /// holds `boundary` tokens.
     pub(super) fn take_checkpoint_at(&mut self, boundary: usize) {
         self.boundary = Some(boundary);
+    }
+
+    /// The earlier prompt from which the prefill continues, as long as the cache has no copy of its keys and values.
+    pub(super) fn prefix(&self) -> Option<&Prefix> {
+        self.prefix.as_ref()
     }
 
     /// The tokens of the prompt.
@@ -231,20 +240,23 @@ impl Prefill {
         self.adapter.as_ref()
     }
 
-    /// True if keys and values of the prompt exist, in a KV cache or in those of a pass over several prompts, or if soft
-    /// tokens of its media do.
+    /// True if the prefill continues from an earlier prompt, if it has keys and values of its own, or if soft tokens of
+    /// its media exist.
     pub(super) fn has_begun(&self) -> bool {
+        self.prefix.is_some() || self.has_run()
+    }
+
+    /// True if keys and values of the prompt's own tokens exist, in a KV cache or in those of a pass over several
+    /// prompts, or if soft tokens of its media do.
+    fn has_run(&self) -> bool {
         !self.cache.is_empty() || self.packed.is_some() || self.media.has_begun()
     }
 
-    /// True if the prefill has not begun, does not continue from another prompt, takes no checkpoint, and need not run
-    /// alone.
-    pub(super) fn is_new(&self) -> bool {
-        !self.has_begun() && self.boundary.is_none() && !self.is_alone
-    }
-
-    pub(super) fn has_media(&self) -> bool {
-        !self.media.is_empty()
+    /// True if the model has not run over a part of the prompt, and one call can run over the rest. The prefill then
+    /// takes no checkpoint, need not run alone, and has no images or audio after the tokens of the earlier prompt.
+    pub(super) fn is_one_call(&self) -> bool {
+        let rest = self.reused..self.tokens.len();
+        !self.has_run() && self.boundary.is_none() && !self.is_alone && !self.media.any_in(&rest)
     }
 
     /// The keys and values of a prompt that was read in one pass with others.
@@ -292,7 +304,7 @@ impl Prefill {
             adapter: self.adapter.map(|adapter| adapter.id()),
             tokens: self.tokens,
             media: self.media.into_placed(),
-            cache: self.cache,
+            cache: Arc::new(self.cache),
             checkpoints: self.checkpoints,
         }
     }
@@ -305,10 +317,21 @@ impl Prefill {
 
     /// The number of prompt tokens that the model has not processed yet.
     pub fn remaining(&self) -> usize {
-        match self.packed {
-            Some(_) => 0,
-            None => self.tokens.len() - self.cache.len(),
+        match (&self.packed, &self.prefix) {
+            (Some(_), _) => 0,
+            (None, Some(prefix)) => self.tokens.len() - prefix.len(),
+            (None, None) => self.tokens.len() - self.cache.len(),
         }
+    }
+
+    /// True if a CUDA graph may run all tokens that the model has not processed yet.
+    pub(super) fn can_replay(&self) -> bool {
+        let Some(prefix) = &self.prefix else {
+            return self.can_replay_whole();
+        };
+        let rest = self.reused..self.tokens.len();
+        let graphs = self.graphs.as_ref().filter(|_| !self.media.any_in(&rest));
+        graphs.is_some_and(|graphs| graphs.serve_after(&self.model, rest.len(), prefix))
     }
 
     /// True if a CUDA graph may run the whole prompt.
@@ -346,6 +369,9 @@ impl Prefill {
                 reason: "are none; expected that the model has not processed the whole prompt"
                     .into(),
             });
+        }
+        if let Some(prefix) = self.prefix.take() {
+            self.cache = prefix.fork(self.tokens.len());
         }
         let start = self.cache.len();
         let boundary = self.boundary.filter(|boundary| start < *boundary);

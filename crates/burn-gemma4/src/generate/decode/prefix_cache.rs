@@ -1,10 +1,12 @@
 //! Reuse of the keys and values of earlier prompts that begin with the same tokens (prefix caching).
 
 use super::prefill::{Prefill, Prefilled};
-use crate::generate::encoded::{before_media, common_prefix};
+use crate::generate::encoded::{PlacedMedium, before_media, common_prefix};
 use crate::model::Gemma4Model;
 use crate::model::adapters::AdapterId;
 use crate::model::cache::checkpoint::Checkpoint;
+use crate::model::cache::kind::CacheKind;
+use crate::model::cache::prefix::Prefix;
 use burn::module::{ParamId, list_param_ids};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,8 +21,9 @@ const LEAST: usize = 16;
 /// between the reused prefix and the checkpoint. For fewer tokens, this saving would not be worth the cost.
 const LEAST_TO_CHECKPOINT: usize = 64;
 
-/// A prompt waits for a shared prefix if at least one in this number of its tokens is in the prefix. A pass over
-/// several prompts takes about half the time of a pass for each (H200, 2026-11-30). A short prefix saves less.
+/// A prompt waits for a shared prefix if at least one in this number of its tokens that are not yet reusable is in
+/// the prefix. A pass over several prompts takes about half the time of a pass for each (H200, 2026-11-30). A short
+/// prefix saves less.
 const SHARE_TO_WAIT: usize = 4;
 
 /// The largest number of checkpoints of a prompt.
@@ -84,6 +87,41 @@ struct State {
     column: usize,
 }
 
+/// A prompt for which an earlier prompt is looked up.
+struct Prompt<'a> {
+    tokens: &'a [u32],
+    media: &'a [PlacedMedium],
+    adapter: Option<AdapterId>,
+    kind: CacheKind,
+}
+
+impl<'a> Prompt<'a> {
+    fn of(prefill: &'a Prefill) -> Self {
+        Self {
+            media: prefill.media(),
+            adapter: prefill.adapter().map(|adapter| adapter.id()),
+            ..Self::of_tokens(prefill.tokens(), prefill.cache().kind())
+        }
+    }
+
+    /// Returns a prompt without images, audio and adapter.
+    fn of_tokens(tokens: &'a [u32], kind: CacheKind) -> Self {
+        Self {
+            tokens,
+            media: &[],
+            adapter: None,
+            kind,
+        }
+    }
+}
+
+/// Returns the number of tokens that a prompt must share with a prompt that is being prefilled, so that it waits for
+/// that prompt. `reusable` is the number of its tokens that earlier prompts have.
+fn least_shared(tokens: &[u32], reusable: usize) -> usize {
+    let others = tokens.len().saturating_sub(reusable);
+    reusable + LEAST_TO_CHECKPOINT.max(others.div_ceil(SHARE_TO_WAIT))
+}
+
 impl PrefixCache {
     /// Creates an empty cache for prompts of one model. The cache keeps at most `most_bytes` bytes of keys and values
     /// on the device, and keeps nothing if `most_bytes` is 0. `chunk` is the largest number of tokens that the caller
@@ -99,10 +137,11 @@ impl PrefixCache {
         }
     }
 
-    /// Lets a prefill that has not begun continue from a copy of an earlier prompt's keys and values. Ignores prefills
-    /// that have begun, also by [`Prefill::read_packed`]. An earlier prompt's usable prefix ends at the last shared
-    /// token from which its cache or one of its checkpoints can continue. Selects the earlier prompt with the longest
-    /// usable prefix, and copies nothing if this prefix has fewer than 16 tokens.
+    /// Lets a prefill that has not begun continue from an earlier prompt's keys and values. Ignores prefills that
+    /// have begun, also by [`Prefill::read_packed`]. An earlier prompt's usable prefix ends at the last shared token
+    /// from which its cache or one of its checkpoints can continue. Selects the earlier prompt with the longest
+    /// usable prefix, and none if this prefix has fewer than 16 tokens. [`Prefill::advance`] then continues from a
+    /// copy of the prefix.
     ///
     /// The prompt may share a longer prefix with one of the earlier prompts. If the longest shared prefix is much
     /// longer than the usable prefix, the prefill will take a checkpoint at the end of the longest shared prefix.
@@ -110,9 +149,29 @@ impl PrefixCache {
         if prefill.has_begun() || !self.serves(prefill) {
             return;
         }
+        let (longest, best) = self.find(&Prompt::of(prefill));
+        let column = best.as_ref().map_or(0, |best| best.column);
+        let keeps_all = prefill.cache().keeps_all(prefill.tokens().len());
+        if !keeps_all && longest >= column + LEAST_TO_CHECKPOINT {
+            prefill.take_checkpoint_at(longest);
+        }
+        if let Some(State { prompt, column }) = best {
+            // Move the earlier prompt to the end of the list, because the list is in the order of last use.
+            let earlier = self.prompts.remove(prompt);
+            let checkpoint = earlier.checkpoint_at(column).cloned();
+            let prefix = Prefix::new(earlier.cache.clone(), column, checkpoint);
+            let checkpoints = earlier.checkpoints_until(column);
+            prefill.continue_from(prefix, checkpoints);
+            self.prompts.push(earlier);
+        }
+    }
+
+    /// Returns the length of the longest prefix that a prompt shares with an earlier prompt, and the longest usable
+    /// one.
+    fn find(&self, prompt: &Prompt<'_>) -> (usize, Option<State>) {
         let (mut longest, mut best) = (0, None::<State>);
         for (index, earlier) in self.prompts.iter().enumerate() {
-            let shared = earlier.shared_with(prefill);
+            let shared = earlier.shared_with(prompt);
             let column = earlier.last_state(shared);
             longest = longest.max(shared);
             if column >= LEAST && best.as_ref().is_none_or(|best| best.column <= column) {
@@ -122,32 +181,83 @@ impl PrefixCache {
                 });
             }
         }
-        let column = best.as_ref().map_or(0, |best| best.column);
-        let keeps_all = prefill.cache().keeps_all(prefill.tokens().len());
-        if !keeps_all && longest >= column + LEAST_TO_CHECKPOINT {
-            prefill.take_checkpoint_at(longest);
+        (longest, best)
+    }
+
+    /// Returns the number of tokens of a prompt that [`resume`](Self::resume) would reuse. The prompt has no images,
+    /// audio and adapter, and its KV cache has the storage format `kind`.
+    pub fn reusable(&self, tokens: &[u32], kind: CacheKind) -> usize {
+        let (_, best) = self.find(&Prompt::of_tokens(tokens, kind));
+        best.map_or(0, |best| best.column)
+    }
+
+    /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled. The cache
+    /// must have room for the earlier prompt. Both must begin with at least 64 equal tokens more than the `reusable`
+    /// ones, which are at least a quarter of the others. If the prompts were [read in one
+    /// pass](Prefill::read_packed), these tokens could not be reused. Both prompts run without an adapter.
+    pub fn would_share(&self, prefill: &Prefill, tokens: &[u32], reusable: usize) -> bool {
+        let least = least_shared(tokens, reusable);
+        // Most prompts that share the reusable tokens differ after them, so compare the later tokens first.
+        let (earlier, media) = (prefill.tokens(), prefill.media());
+        [reusable..least, 0..reusable].into_iter().all(|range| {
+            let both = (earlier.get(range.clone()), tokens.get(range));
+            matches!(both, (Some(one), Some(other)) if one == other)
+        }) && common_prefix((&earlier[..least], media), (&tokens[..least], &[])) == least
+            && prefill.cache_bytes() <= self.most_bytes
+            && self.serves(prefill)
+    }
+
+    /// Lets the prefill of a prompt take a checkpoint for the prompts that wait for its prefix. Chooses the end of the
+    /// prefix that saves the waiting prompts most tokens. Does nothing if the prompt can be continued there without a
+    /// checkpoint, or if the model has already read these tokens.
+    ///
+    /// The `waiting` prompts must have neither images nor audio nor an adapter.
+    pub fn take_checkpoint_for<'a>(
+        &self,
+        prefill: &mut Prefill,
+        waiting: impl IntoIterator<Item = &'a [u32]>,
+    ) {
+        let length = prefill.tokens().len();
+        let is_plain = prefill.adapter().is_none() && self.serves(prefill);
+        if !is_plain || prefill.remaining() == 0 || prefill.cache().keeps_all(length) {
+            return;
         }
-        if let Some(State { prompt, column }) = best {
-            // Move the earlier prompt to the end of the list, because the list is in the order of last use.
-            let earlier = self.prompts.remove(prompt);
-            let checkpoint = earlier.checkpoint_at(column);
-            let end = prefill.tokens().len();
-            let cache = earlier.cache.fork(column, checkpoint, end);
-            let checkpoints = earlier.checkpoints_until(column);
-            prefill.continue_from(cache, checkpoints);
-            self.prompts.push(earlier);
+        let read = length - prefill.remaining();
+        let (earlier, kind) = ((prefill.tokens(), prefill.media()), prefill.cache().kind());
+        let shared = waiting.into_iter().filter_map(|tokens| {
+            let others = &tokens[..tokens.len().saturating_sub(1)];
+            let shared = common_prefix(earlier, (others, &[]));
+            let waits = || shared >= least_shared(tokens, self.reusable(tokens, kind));
+            (shared > read && waits()).then_some(shared)
+        });
+        let mut shared: Vec<usize> = shared.collect();
+        shared.sort_unstable();
+        let saved = |index: &usize| shared[*index] * (shared.len() - index);
+        let best = (0..shared.len()).max_by_key(saved);
+        // The cache can be continued at its end, and before its last token.
+        if let Some(boundary) = best.map(|index| shared[index])
+            && boundary + 1 < length
+        {
+            prefill.take_checkpoint_at(boundary);
         }
     }
 
-    /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled. Both then
-    /// begin with at least 64 equal tokens, which are at least a quarter of `tokens`, and the cache has room for the
-    /// earlier prompt. If the prompts were [read in one pass](Prefill::read_packed), nothing could be reused. Both
-    /// prompts run without an adapter.
-    pub fn would_share(&self, prefill: &Prefill, tokens: &[u32]) -> bool {
-        let shared = common_prefix((prefill.tokens(), prefill.media()), (tokens, &[]));
-        shared >= LEAST_TO_CHECKPOINT.max(tokens.len().div_ceil(SHARE_TO_WAIT))
-            && prefill.cache_bytes() <= self.most_bytes
-            && self.serves(prefill)
+    /// Keeps the keys and values of several finished prefills, as [`keep`](Self::keep) does. Does not copy prompts that
+    /// the later ones would displace at once. Returns true for each prompt that was kept.
+    pub fn keep_all(&mut self, prefills: Vec<Prefill>) -> Vec<bool> {
+        let mut bytes = 0usize;
+        let displaced = prefills.iter().rev().map(|prefill| {
+            let later = bytes;
+            if self.is_useful(prefill) {
+                bytes = bytes.saturating_add(prefill.cache_bytes());
+            }
+            later > 0 && bytes > self.most_bytes
+        });
+        let mut displaced: Vec<bool> = displaced.collect();
+        displaced.reverse();
+        let prefills = prefills.into_iter().zip(displaced);
+        let kept = prefills.map(|(prefill, is_displaced)| !is_displaced && self.keep(prefill));
+        kept.collect()
     }
 
     /// Keeps the keys and values of a finished prefill for later prompts. If the memory is full, drops the least
@@ -155,8 +265,7 @@ impl PrefixCache {
     /// tokens and prompts of other models. Also ignores prompts that exceed the whole memory, and prompts that run
     /// faster as one CUDA graph than with a reused prefix. Returns true if the prompt was kept.
     pub fn keep(&mut self, prefill: Prefill) -> bool {
-        let is_useful = prefill.remaining() == 0 && prefill.tokens().len() >= LEAST;
-        if !is_useful || !self.serves(&prefill) {
+        if !self.is_useful(&prefill) {
             return false;
         }
         // Compute the size before `into_prefilled` copies the keys and values of a packed prompt.
@@ -205,6 +314,12 @@ impl PrefixCache {
         self.bytes = self.count_bytes();
     }
 
+    /// True if later prompts may continue from the prefill.
+    fn is_useful(&self, prefill: &Prefill) -> bool {
+        let is_long = prefill.tokens().len() >= LEAST;
+        is_long && prefill.remaining() == 0 && self.serves(prefill)
+    }
+
     /// True if the prefill can benefit from this cache. The prefill must belong to this cache's model, and the cache's
     /// memory limit must not be 0. Also, reusing a prefix must be faster than running the whole prompt as one CUDA
     /// graph.
@@ -230,14 +345,13 @@ impl PrefixCache {
 impl Prefilled {
     /// Returns the length of the longest common prefix of this prompt and a new prompt. The new prompt's last token
     /// does not count, because the model must run over this token to compute the logits after the prompt.
-    fn shared_with(&self, prefill: &Prefill) -> usize {
-        let adapter = prefill.adapter().map(|adapter| adapter.id());
-        if self.cache.kind() != prefill.cache().kind() || self.adapter != adapter {
+    fn shared_with(&self, prompt: &Prompt<'_>) -> usize {
+        if self.cache.kind() != prompt.kind || self.adapter != prompt.adapter {
             return 0;
         }
-        let (tokens, media) = (prefill.tokens(), prefill.media());
+        let (tokens, media) = (prompt.tokens, prompt.media);
         let common = common_prefix((&self.tokens, &self.media), (tokens, media));
-        before_media(media, common.min(tokens.len() - 1))
+        before_media(media, common.min(tokens.len().saturating_sub(1)))
     }
 
     /// Returns the largest number of tokens, up to `shared`, after which another prompt can continue. The other prompt
@@ -254,8 +368,8 @@ impl Prefilled {
             .unwrap_or(0)
     }
 
-    fn checkpoint_at(&self, column: usize) -> Option<&Checkpoint> {
-        let mut checkpoints = self.checkpoints.iter().map(Arc::as_ref);
+    fn checkpoint_at(&self, column: usize) -> Option<&Arc<Checkpoint>> {
+        let mut checkpoints = self.checkpoints.iter();
         checkpoints.find(|checkpoint| checkpoint.column == column)
     }
 

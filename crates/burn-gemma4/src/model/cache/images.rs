@@ -28,7 +28,7 @@ impl Cache {
             let bounds: Vec<i32> = bounds.into_iter().map(|bound| bound as i32).collect();
             Tensor::<2, Int>::from_data(TensorData::new(bounds, shape), (device, DType::I32))
         };
-        call.sliding.interval = Some([bound(starts.collect()), bound(ends.collect())]);
+        call.sliding.intervals = vec![[bound(starts.collect()), bound(ends.collect())]];
         call.sliding.causal = false;
         call.sliding.window = None;
     }

@@ -58,9 +58,10 @@ pub(crate) struct Visible {
     /// The index of the packed document of each position, `[batch, kv_len]`, or `None` if the sequences are not packed. A
     /// query sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
-    /// The first key that each query sees, and the first key after those that the query sees, each `[batch, queries]`.
-    /// The intervals replace the causal mask and the window in calls with image blocks, and over packed prompts.
-    pub interval: Option<[Tensor<2, Int>; 2]>,
+    /// Up to two intervals of keys that each query sees: the first key, and the first key after the interval, each
+    /// `[batch, queries]`. A query sees the keys of both. The intervals replace the causal mask and the window in calls
+    /// with image blocks, and over packed prompts.
+    pub intervals: Vec<[Tensor<2, Int>; 2]>,
 }
 
 impl Visible {
@@ -93,7 +94,7 @@ impl Visible {
         if let Some(segments) = &self.segments {
             options = options.segments(segments.clone(), segments.clone());
         }
-        if let Some(interval) = &self.interval {
+        for interval in &self.intervals {
             let [start, end] = interval.clone().map(|bound| {
                 let [_, all] = bound.dims();
                 bound.narrow(1, all - queries, queries)

@@ -29,6 +29,7 @@ pub(crate) mod key_values;
 pub(crate) mod kind;
 pub(crate) mod packed;
 pub(crate) mod precision;
+pub(crate) mod prefix;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;
 pub(crate) mod slots;

@@ -182,57 +182,59 @@ pub(super) fn copy_slots<N: Numeric, S: Size>(
     }
 }
 
-/// The sizes and strides of a copy of packed keys and values, in vectors.
+/// The sizes and strides of a copy of keys and values, in vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(super) struct PackedCopy {
+pub(super) struct RangesCopy {
     pub heads: u32,
-    pub tokens: u32,
     /// The number of vectors in a slot.
     pub width: u32,
+    /// The number of slots of a head in the sources.
+    pub source_slots: u32,
     /// The number of slots of a head in a row of the targets, which are contiguous.
     pub target_slots: u32,
     pub key_head_stride: u32,
-    pub key_token_stride: u32,
+    pub key_slot_stride: u32,
     pub value_head_stride: u32,
-    pub value_token_stride: u32,
+    pub value_slot_stride: u32,
 }
 
-/// Copies the key and value of each packed token to a slot of the targets, for each head. `slots` has the slot of each
-/// token, counted over all rows of the targets, or −1 for a token that the kernel does not copy.
+/// Copies ranges of slots of keys and values to rows of the targets, for each head. The second dimension of the grid
+/// selects the range. `ranges` has four numbers for each range: the first slot of the sources, the row of the targets,
+/// the first slot in this row, and the number of slots. A range continues at slot 0 after the last slot.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn copy_packed<N: Numeric, S: Size>(
+pub(super) fn copy_ranges<N: Numeric, S: Size>(
     keys: &Tensor<Vector<N, S>>,
     values: &Tensor<Vector<N, S>>,
-    slots: &Tensor<i32>,
+    ranges: &Tensor<i32>,
     target_keys: &mut Tensor<Vector<N, S>>,
     target_values: &mut Tensor<Vector<N, S>>,
-    copy: PackedCopy,
+    copy: RangesCopy,
     #[define(N)] _number: ElemType,
     #[define(S)] _vector: usize,
 ) {
+    let range = CUBE_POS_Y as usize * 4;
+    let first = ranges[range] as usize;
+    let row = ranges[range + 1] as usize;
+    let target_first = ranges[range + 2] as usize;
     let width = copy.width as usize;
+    let of_head = ranges[range + 3] as usize * width;
     let heads = copy.heads as usize;
     let target_slots = copy.target_slots as usize;
-    let of_head = copy.tokens as usize * width;
-    let stride = CUBE_COUNT * CUBE_DIM as usize;
-    let mut at = ABSOLUTE_POS;
+    let stride = CUBE_COUNT_X as usize * CUBE_DIM as usize;
+    let mut at = CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize;
     while at < heads * of_head {
         let head = at / of_head;
-        let token = (at % of_head) / width;
+        let offset = (at % of_head) / width;
         let vector = at % width;
-        let slot = slots[token];
-        if slot >= 0 {
-            let row = slot as usize / target_slots;
-            let slot = slot as usize % target_slots;
-            let to = ((row * heads + head) * target_slots + slot) * width + vector;
-            target_keys[to] = keys[head * copy.key_head_stride as usize
-                + token * copy.key_token_stride as usize
-                + vector];
-            target_values[to] = values[head * copy.value_head_stride as usize
-                + token * copy.value_token_stride as usize
-                + vector];
-        }
+        let slot = (first + offset) % copy.source_slots as usize;
+        let target_slot = (target_first + offset) % target_slots;
+        let to = ((row * heads + head) * target_slots + target_slot) * width + vector;
+        target_keys[to] = keys
+            [head * copy.key_head_stride as usize + slot * copy.key_slot_stride as usize + vector];
+        target_values[to] = values[head * copy.value_head_stride as usize
+            + slot * copy.value_slot_stride as usize
+            + vector];
         at += stride;
     }
 }

@@ -2,7 +2,7 @@
 //! are the inputs of a drafter run, and the inputs of the target model's verification pass over the draft tokens.
 
 mod kernel;
-pub(crate) mod packed;
+pub(crate) mod ranges;
 pub(crate) mod rows;
 pub(crate) mod slots;
 

@@ -5,7 +5,8 @@ use crate::engine::answer::Answer;
 use crate::engine::request::Event;
 use crate::engine::shared::Job;
 use crate::error::RequestError;
-use burn_gemma4::Prefill;
+use burn_gemma4::{Prefill, PrefixCache};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// If at least this number of requests waits on a GPU, more prompts are prefilled between two decode steps. Each decode
@@ -103,32 +104,28 @@ impl<'a> Scheduler<'a> {
 
     /// True if one pass can run the prompt of a request with the prompts that are being prefilled. A prompt that could
     /// reuse the keys and values of one of them waits for that prompt.
-    fn may_pack(&self, job: &Job, budget: usize) -> bool {
-        let (request, mut prefilling) = (&job.request, self.prefilling.iter());
-        let tokens: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
-        tokens + request.prompt.tokens().len() <= budget.min(self.most_packed)
-            && request.adapter.is_none()
-            && request.prompt.media().next().is_none()
+    pub(super) fn may_pack(&self, job: &Job, budget: usize) -> bool {
+        let (mut prefilling, tokens) = (self.prefilling.iter(), job.request.prompt.tokens());
+        let admitted: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
+        if !is_plain(job) || admitted >= budget.min(self.most_packed) {
+            return false;
+        }
+        let reusable = self.prefixes.reusable(tokens, self.options.cache);
+        admitted + tokens.len() - reusable <= budget.min(self.most_packed)
             && prefilling.all(|one| {
                 let prefill = &one.prefill;
-                prefill.can_pack() && !self.prefixes.would_share(prefill, request.prompt.tokens())
+                prefill.can_pack() && !self.prefixes.would_share(prefill, tokens, reusable)
             })
     }
 
     /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read
     /// in chunks.
     pub(super) fn prompts_of_pass(&self, budget: usize) -> usize {
-        let mut budget = budget.min(self.most_packed);
         let prefilling = self.prefilling.iter().map(|one| &one.prefill);
-        let pack: Vec<&Prefill> = prefilling
-            .take_while(|prefill| {
-                let rest = budget.checked_sub(prefill.remaining());
-                budget = rest.unwrap_or(0);
-                rest.is_some() && prefill.can_pack()
-            })
-            .collect();
-        match Prefill::is_faster_packed(&pack) {
-            true => pack.len(),
+        let prefilling: Vec<&Prefill> = prefilling.collect();
+        let count = Prefill::count_packable(&prefilling, budget.min(self.most_packed));
+        match Prefill::is_faster_packed(&prefilling[..count]) {
+            true => count,
             false => 1,
         }
     }
@@ -158,6 +155,24 @@ impl<'a> Scheduler<'a> {
             prefill = prefill.with_adapter(self.adapters.get(adapter)?)?;
         }
         self.prefixes.resume(&mut prefill);
+        take_checkpoint(&mut prefill, &self.prefixes, &self.queue);
         Ok((prefill, answers))
     }
+}
+
+/// Lets the prefill of a prompt take a checkpoint at the end of a prefix for which requests in the queue wait. They
+/// then reuse the whole prefix.
+pub(super) fn take_checkpoint(
+    prefill: &mut Prefill,
+    prefixes: &PrefixCache,
+    queue: &VecDeque<Job>,
+) {
+    let waiting = queue.iter().filter(|job| is_plain(job));
+    let prompts = waiting.map(|job| job.request.prompt.tokens());
+    prefixes.take_checkpoint_for(prefill, prompts);
+}
+
+/// True if a request has neither an adapter nor images.
+fn is_plain(job: &Job) -> bool {
+    job.request.adapter.is_none() && job.request.prompt.media().next().is_none()
 }

@@ -1,10 +1,12 @@
 //! The prompts that are being prefilled: one prompt in chunks, or several prompts in one forward pass.
 
+use super::admission::take_checkpoint;
 use super::{Running, Scheduler};
 use crate::engine::adapters::ServedAdapter;
 use crate::engine::affinity::Prefixes;
 use crate::engine::answer::Answer;
 use crate::engine::media_memory::MediaMemory;
+use crate::engine::shared::Job;
 use burn_gemma4::{Gemma4Error, Prefill, RowChoice, RowResult};
 use std::time::Instant;
 
@@ -43,6 +45,13 @@ impl<'a> Scheduler<'a> {
             if first.remaining().min(self.chunk) > budget && budget < most {
                 return Ok(());
             }
+            // Leave a pass that would exceed the rest of this round for the next round, too. Its launches take the host
+            // about as long as those of a pass over all waiting prompts.
+            let is_pack = self.prefilling.len() > 1;
+            let grows = |job: &Job| self.has_room(job) && self.may_pack(job, most);
+            if is_pack && budget < most && self.queue.front().is_some_and(grows) {
+                return Ok(());
+            }
             let count = match self.prompts_of_pass(budget) {
                 0 | 1 => self.read_chunk()?,
                 prompts => self.read_pack(prompts)?,
@@ -58,6 +67,8 @@ impl<'a> Scheduler<'a> {
         let Some(first) = self.prefilling.front_mut() else {
             return Ok(self.chunk);
         };
+        // Requests that have come since the prompt's last chunk may wait for one of its prefixes.
+        take_checkpoint(&mut first.prefill, &self.prefixes, &self.queue);
         let before = first.remaining();
         let result = match first.prefill.advance(self.chunk) {
             Ok(Some(logits)) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
@@ -158,11 +169,13 @@ impl<'a> Scheduler<'a> {
         self.batch.join_all(&prefills.collect::<Vec<_>>())?;
         let joining = joining.into_iter().map(|(_, running)| running);
         self.running.extend(joining);
-        for (prefill, prefixes, has_token) in finished {
-            if has_token
-                && self.prefixes.keep(prefill)
-                && let Some(prefixes) = prefixes
-            {
+        finished.retain(|(_, _, has_token)| *has_token);
+        let (prefills, prefixes): (Vec<_>, Vec<_>) = finished
+            .into_iter()
+            .map(|(prefill, prefixes, _)| (prefill, prefixes))
+            .unzip();
+        for (prefixes, is_kept) in prefixes.into_iter().zip(self.prefixes.keep_all(prefills)) {
+            if let Some(prefixes) = prefixes.filter(|_| is_kept) {
                 self.shared.recent_prefixes.record(&prefixes);
             }
         }
