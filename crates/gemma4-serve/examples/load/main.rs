@@ -13,6 +13,8 @@
 //! - the total number of requests
 //! - the number of tokens of each prompt
 //! - the number of tokens of each answer
+//! - the number of first tokens that all prompts share, of those of each prompt [default: 0]. Another number makes
+//!   other tokens, which the server's prefix cache does not have
 //!
 //! A soak sends random requests of all APIs for some minutes. Clients cancel, lose their connections, read slowly and
 //! send malformed requests. Every greedy answer must equal the answer to the same request alone. At the end, the queue,
@@ -44,7 +46,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use throughput::Load;
 
-const USAGE: &str = "usage: load ADDRESS MODEL CLIENTS REQUESTS PROMPT_TOKENS TOKENS\n       \
+const USAGE: &str = "usage: load ADDRESS MODEL CLIENTS REQUESTS PROMPT_TOKENS TOKENS [SHARED_TOKENS]\n       \
                      load --soak MINUTES ADDRESS MODEL CLIENTS [PROCESS]";
 
 fn main() -> ExitCode {
@@ -70,16 +72,26 @@ fn load_arguments(arguments: &[&str]) -> Result<Load, String> {
         return Err(USAGE.into());
     };
     let numbers: Result<Vec<usize>, _> = numbers.iter().map(|number| number.parse()).collect();
-    match numbers.as_deref() {
-        Ok([clients, requests, prompt, tokens]) if *tokens > 0 && *prompt > 0 => Ok(Load {
+    let numbers = numbers.map_err(|_| USAGE)?;
+    let [clients, requests, prompt, tokens, rest @ ..] = numbers.as_slice() else {
+        return Err(USAGE.into());
+    };
+    let shared = match rest {
+        [] => 0,
+        [shared] => *shared,
+        _ => return Err(USAGE.into()),
+    };
+    match *tokens > 0 && *prompt > shared {
+        true => Ok(Load {
             address: (*address).into(),
             model: (*model).into(),
             clients: *clients,
             requests: *requests,
             prompt: *prompt,
             tokens: *tokens,
+            shared,
         }),
-        _ => Err(USAGE.into()),
+        false => Err(USAGE.into()),
     }
 }
 

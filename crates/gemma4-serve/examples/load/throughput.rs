@@ -15,6 +15,8 @@ pub struct Load {
     pub requests: usize,
     pub prompt: usize,
     pub tokens: usize,
+    /// The number of first tokens that all prompts have in common.
+    pub shared: usize,
 }
 
 /// The time until the first token of a request's answer, and the time until the end of the answer.
@@ -80,8 +82,15 @@ pub fn run(load: &Load) -> Result<(), String> {
 /// Sends a request and reads its stream.
 fn request(load: &Load, number: usize) -> Result<Times, String> {
     let failed = |error: std::io::Error| error.to_string();
-    // Compute pseudorandom token ids by a multiplicative hash. The request's number makes each prompt different.
-    let token = |index: usize| 100 + (number * 7919 + index).wrapping_mul(2_654_435_761) % 1900;
+    // Compute pseudorandom token ids by a multiplicative hash. The request's number makes each prompt different. The
+    // number of shared tokens makes the shared tokens of another measurement different.
+    let token = |index: usize| {
+        let seed = match index < load.shared {
+            true => load.shared * 104_729,
+            false => number * 7919,
+        };
+        100 + (seed + index).wrapping_mul(2_654_435_761) % 1900
+    };
     let prompt: Vec<usize> = (0..load.prompt).map(token).collect();
     let body = json!({
         "model": load.model, "prompt": prompt, "max_tokens": load.tokens, "ignore_eos": true, "temperature": 0,
