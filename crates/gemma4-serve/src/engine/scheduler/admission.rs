@@ -104,7 +104,7 @@ impl<'a> Scheduler<'a> {
 
     /// True if one pass can run the prompt of a request with the prompts that are being prefilled. A prompt that could
     /// reuse the keys and values of one of them waits for that prompt.
-    pub(super) fn may_pack(&self, job: &Job, budget: usize) -> bool {
+    fn may_pack(&self, job: &Job, budget: usize) -> bool {
         let (mut prefilling, tokens) = (self.prefilling.iter(), job.request.prompt.tokens());
         let admitted: usize = self.prefilling.iter().map(Prefilling::remaining).sum();
         if !is_plain(job) || admitted >= budget.min(self.most_packed) {

@@ -6,7 +6,6 @@ use crate::engine::adapters::ServedAdapter;
 use crate::engine::affinity::Prefixes;
 use crate::engine::answer::Answer;
 use crate::engine::media_memory::MediaMemory;
-use crate::engine::shared::Job;
 use burn_gemma4::{Gemma4Error, Prefill, RowChoice, RowResult};
 use std::time::Instant;
 
@@ -36,7 +35,10 @@ impl<'a> Scheduler<'a> {
         let most = self.prompt_tokens_of_round();
         let mut budget = most;
         while budget > 0 {
-            self.admit(budget);
+            // If many requests wait, a pass over several prompts may exceed the rest of this round. Otherwise the prompts
+            // that do not fit would wait for a decode step of few answers.
+            let of_pass = if most > self.chunk { most } else { budget };
+            self.admit(of_pass);
             let Some(first) = self.prefilling.front() else {
                 return Ok(());
             };
@@ -45,14 +47,7 @@ impl<'a> Scheduler<'a> {
             if first.remaining().min(self.chunk) > budget && budget < most {
                 return Ok(());
             }
-            // Leave a pass that would exceed the rest of this round for the next round, too. Its launches take the host
-            // about as long as those of a pass over all waiting prompts.
-            let is_pack = self.prefilling.len() > 1;
-            let grows = |job: &Job| self.has_room(job) && self.may_pack(job, most);
-            if is_pack && budget < most && self.queue.front().is_some_and(grows) {
-                return Ok(());
-            }
-            let count = match self.prompts_of_pass(budget) {
+            let count = match self.prompts_of_pass(of_pass) {
                 0 | 1 => self.read_chunk()?,
                 prompts => self.read_pack(prompts)?,
             };
