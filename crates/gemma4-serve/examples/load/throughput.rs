@@ -82,12 +82,12 @@ pub fn run(load: &Load) -> Result<(), String> {
 /// Sends a request and reads its stream.
 fn request(load: &Load, number: usize) -> Result<Times, String> {
     let failed = |error: std::io::Error| error.to_string();
-    // Compute pseudorandom token ids by a multiplicative hash. The request's number makes each prompt different. The
-    // number of shared tokens makes the shared tokens of another measurement different.
+    // Compute pseudorandom token ids by a multiplicative hash. The request's number makes each prompt different.
+    // Prompts of another length differ from those of an earlier measurement, and so do shared tokens of another number.
     let token = |index: usize| {
         let seed = match index < load.shared {
             true => load.shared * 104_729,
-            false => number * 7919,
+            false => number * 7919 + load.prompt,
         };
         100 + (seed + index).wrapping_mul(2_654_435_761) % 1900
     };
