@@ -57,9 +57,11 @@ async fn cancelled_requests_free_the_memory_of_their_images() {
     let (engine, _outcome) = Engine::start(gemma, engine).expect("the engine starts");
     let pool = MediaPool::new(64 << 20);
     let all = pool.free();
+    // The image is prepared once, so that all requests wait before the first answer ends.
+    let prompt = prompt(&text, 1);
+    assert_eq!(prompt.media_bytes(), 529 * 48 * 48 * 3);
     let submit = |max_tokens| {
-        let prompt = prompt(&text, 1);
-        assert_eq!(prompt.media_bytes(), 529 * 48 * 48 * 3);
+        let prompt = prompt.clone();
         let memory = pool.try_reserve(prompt.media_bytes());
         let mut request = request(&text, prompt, max_tokens);
         request.media_memory = Some(memory.expect("the pool has room"));
