@@ -1,6 +1,9 @@
-//! Finds models by their names in this machine's cache of the Hugging Face Hub. With the feature `download`, a model that
-//! the cache lacks is downloaded. `hf download` fills the same cache.
+//! Finds models by their names in this machine's cache of the Hugging Face Hub. With the feature `download`, a model
+//! that the cache lacks is downloaded. `hf download` fills the same cache.
 
+mod cache;
+#[cfg(test)]
+mod cached;
 #[cfg(feature = "download")]
 mod download;
 mod gguf_files;
@@ -10,11 +13,11 @@ mod repository;
 mod tests;
 
 use crate::{Error, terminal::WrongArgument, terminal::note};
+use cache::{cache_folder, files_of, is_whole, snapshot};
 use gguf_files::{Candidate, candidates, choose, gigabytes, with_parts};
-use std::{
-    env, fs,
-    path::{Path, PathBuf},
-};
+#[cfg(feature = "download")]
+use std::env;
+use std::path::{Path, PathBuf};
 
 /// The memory of the device in bytes, or `None` if the device does not report its memory. The function is called only
 /// if one of several GGUF files must be chosen.
@@ -25,8 +28,8 @@ pub type MemoryOf<'a> = &'a mut dyn FnMut() -> Result<Option<u64>, Error>;
 /// several GGUF files, the largest that fits `memory` is taken. Any other path is returned unchanged.
 ///
 /// # Errors
-/// Returns [`WrongArgument`] if the path is a safetensors file, if the model cannot be found or downloaded, or if none of
-/// its GGUF files fits. The error says how to proceed.
+/// Returns [`WrongArgument`] if the path is a safetensors file, if the model cannot be found or downloaded, or if none
+/// of its GGUF files fits. The error says how to proceed.
 pub fn resolve(model: &Path, memory: MemoryOf<'_>) -> Result<PathBuf, Error> {
     Hub::from_env().resolve(model, &mut Wanted::Any(memory))
 }
@@ -101,24 +104,22 @@ impl Hub {
             )));
         };
         let folder = cache.join(format!("models--{}", name.model.replace('/', "--")));
-        let found =
-            match folder.join("snapshots").is_dir() {
-                true => in_snapshot(&snapshot(&folder).map_err(refuse)?, name, wanted).map_err(
-                    |error| match error.downcast::<Reason>() {
-                        Ok(reason) => refuse(reason.0),
-                        Err(other) => other,
-                    },
-                )?,
-                false => None,
-            };
+        let with_argument = |error: Error| match error.downcast::<Reason>() {
+            Ok(reason) => refuse(reason.0),
+            Err(other) => other,
+        };
+        let found = match folder.join("snapshots").is_dir() {
+            true => {
+                let snapshot = snapshot(&folder).map_err(refuse)?;
+                in_snapshot(&snapshot, name, wanted).map_err(with_argument)?
+            }
+            false => None,
+        };
         let found = match found {
             Some(found) => found,
-            None => self.download(name, &folder, wanted).map_err(|error| {
-                match error.downcast::<Reason>() {
-                    Ok(reason) => refuse(reason.0),
-                    Err(other) => other,
-                }
-            })?,
+            None => self
+                .download(name, &folder, wanted)
+                .map_err(with_argument)?,
         };
         note(format_args!(
             "note: {} is in the Hub's cache; loading {}",
@@ -215,8 +216,8 @@ impl std::fmt::Display for Reason {
 
 impl std::error::Error for Reason {}
 
-/// Returns the model in a snapshot of the cache: the snapshot's folder, or one of its GGUF files. Returns `None` if files
-/// are missing, as after an interrupted download.
+/// Returns the model in a snapshot of the cache: the snapshot's folder, or one of its GGUF files. Returns `None` if
+/// files are missing, as after an interrupted download.
 fn in_snapshot(
     snapshot: &Path,
     name: Name<'_>,
@@ -234,27 +235,6 @@ fn in_snapshot(
         true => Ok(None),
         false => Ok(Some(snapshot.join(gguf_of(&sizes, name, wanted)?.path()))),
     }
-}
-
-/// True if a snapshot has a configuration, and all files of weights that its index names.
-fn is_whole(snapshot: &Path) -> bool {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: std::collections::BTreeMap<String, String>,
-    }
-    let index = fs::read(snapshot.join("model.safetensors.index.json"));
-    let has_weights = match index {
-        Ok(index) => match serde_json::from_slice::<Index>(&index) {
-            Ok(index) => index
-                .weight_map
-                .values()
-                .all(|file| snapshot.join(file).exists()),
-            // The loader says what is wrong with the index.
-            Err(_) => true,
-        },
-        Err(_) => snapshot.join("model.safetensors").exists(),
-    };
-    has_weights && snapshot.join("config.json").exists()
 }
 
 /// Returns the GGUF checkpoint that a name means: the named file, or the largest that fits the device.
@@ -304,33 +284,6 @@ fn gguf_of(
     Ok(chosen.clone())
 }
 
-/// Returns the paths and sizes of the files in a snapshot and in its folders.
-fn files_of(snapshot: &Path) -> Vec<(String, u64)> {
-    let list = |folder: &Path| -> Vec<PathBuf> {
-        let entries = fs::read_dir(folder).into_iter().flatten();
-        entries
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .collect()
-    };
-    let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) =
-        list(snapshot).into_iter().partition(|path| path.is_dir());
-    let files = files
-        .into_iter()
-        .chain(folders.iter().flat_map(|folder| list(folder)));
-    let mut found: Vec<(String, u64)> = files
-        .filter_map(|path| {
-            let bytes = fs::metadata(&path)
-                .ok()
-                .filter(fs::Metadata::is_file)?
-                .len();
-            let path = path.strip_prefix(snapshot).ok()?.to_str()?;
-            Some((path.replace('\\', "/"), bytes))
-        })
-        .collect();
-    found.sort();
-    found
-}
-
 /// A model on the Hub, and one of its GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Name<'a> {
@@ -370,169 +323,4 @@ fn is_offline() -> bool {
         .unwrap_or_default()
         .to_uppercase();
     ["1", "ON", "YES", "TRUE"].contains(&value.as_str())
-}
-
-/// Returns the Hub's cache folder, in which `hf download` stores models. The rules are those of `huggingface_hub`.
-fn cache_folder() -> Option<PathBuf> {
-    let of = |name: &str| {
-        env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    let home = || of("HOME").or_else(|| of("USERPROFILE"));
-    of("HF_HUB_CACHE")
-        .or_else(|| of("HUGGINGFACE_HUB_CACHE"))
-        .or_else(|| Some(of("HF_HOME")?.join("hub")))
-        .or_else(|| Some(of("XDG_CACHE_HOME")?.join("huggingface/hub")))
-        .or_else(|| Some(home()?.join(".cache/huggingface/hub")))
-}
-
-/// Returns the snapshot in a model's cache folder: the snapshot that `refs/main` names, or the only snapshot.
-fn snapshot(folder: &Path) -> Result<PathBuf, String> {
-    let snapshots = folder.join("snapshots");
-    if let Ok(commit) = fs::read_to_string(folder.join("refs/main")) {
-        let commit = commit.trim();
-        // Accept only an alphanumeric name. The contents of `refs/main` are untrusted, and a path could lead out of the
-        // folder.
-        let is_name = !commit.is_empty() && commit.chars().all(|one| one.is_ascii_alphanumeric());
-        let path = snapshots.join(commit);
-        if is_name && path.is_dir() {
-            return Ok(path);
-        }
-    }
-    let entries = fs::read_dir(&snapshots).map_err(|error| error.to_string())?;
-    let mut found: Vec<PathBuf> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.is_dir())
-        .collect();
-    found.sort();
-    match &found[..] {
-        [only] => Ok(only.clone()),
-        [] => Err("has no snapshot in snapshots/; expected a downloaded model".into()),
-        several => Err(format!(
-            "has {} snapshots in snapshots/, and refs/main names none of them; expected the path of one",
-            several.len()
-        )),
-    }
-}
-
-#[cfg(test)]
-mod cached {
-    use super::*;
-    use tempfile::TempDir;
-
-    /// Creates a Hub cache with one model, which has these `snapshots`. `main` is the contents of `refs/main`. Returns the
-    /// cache and the model's folder.
-    fn cache(snapshots: &[&str], main: Option<&str>) -> (TempDir, PathBuf) {
-        let cache = TempDir::new().expect("a folder");
-        let folder = cache.path().join("models--google--gemma-4-E2B-it");
-        for snapshot in snapshots {
-            let snapshot = folder.join("snapshots").join(snapshot);
-            write(&snapshot, &["config.json", "model.safetensors"]);
-        }
-        if let Some(main) = main {
-            fs::create_dir(folder.join("refs")).expect("a folder");
-            fs::write(folder.join("refs/main"), main).expect("a file");
-        }
-        (cache, folder)
-    }
-
-    fn resolved(model: impl AsRef<Path>, cache: &TempDir) -> Result<PathBuf, String> {
-        let hub = Hub {
-            cache: Some(cache.path().to_owned()),
-            #[cfg(feature = "download")]
-            connection: Err("HF_HUB_OFFLINE forbids to download it"),
-        };
-        let mut memory = || Ok(Some(8_000_000_000));
-        hub.resolve(model.as_ref(), &mut Wanted::Any(&mut memory))
-            .map_err(|error| error.to_string())
-    }
-
-    fn write(folder: &Path, files: &[&str]) {
-        for file in files {
-            let path = folder.join(file);
-            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
-            fs::write(path, "{}").expect("a file");
-        }
-    }
-
-    #[test]
-    fn hub_name_in_cache_resolves_to_snapshot() {
-        let name = "google/gemma-4-E2B-it";
-        let (kept, folder) = cache(&["0123", "4567"], Some("4567\n"));
-        let expected = folder.join("snapshots/4567");
-        assert_eq!(resolved(name, &kept), Ok(expected.clone()));
-        assert_eq!(resolved(&folder, &kept), Ok(expected));
-        let (kept, folder) = cache(&["0123"], None);
-        assert_eq!(resolved(name, &kept), Ok(folder.join("snapshots/0123")));
-        for (snapshots, main) in [
-            (&["0123", "4567"], None),
-            (&["0123", "4567"], Some("../..")),
-        ] {
-            let (kept, _) = cache(snapshots, main);
-            let error = resolved(name, &kept).expect_err("two snapshots");
-            assert!(error.contains("snapshots"), "{error}");
-        }
-    }
-
-    #[test]
-    fn hub_name_not_in_cache_is_refused_with_download_command() {
-        let (kept, _) = cache(&["0123"], None);
-        let error = resolved("google/gemma-4-E4B-it", &kept).expect_err("another model");
-        let remedy = "hf download google/gemma-4-E4B-it";
-        assert!(error.contains(remedy), "{error}");
-        assert_eq!(error.contains("HF_HUB_OFFLINE"), cfg!(feature = "download"));
-    }
-
-    #[test]
-    fn hub_name_with_an_incomplete_snapshot_is_not_loaded() {
-        let (kept, folder) = cache(&["0123"], None);
-        fs::remove_file(folder.join("snapshots/0123/model.safetensors")).expect("the file exists");
-        let error = resolved("google/gemma-4-E2B-it", &kept).expect_err("no weights");
-        assert!(
-            error.contains("not in the Hugging Face Hub's cache"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn hub_name_of_gguf_files_takes_the_largest_that_fits() {
-        let (kept, folder) = cache(&[], None);
-        let snapshot = folder.join("snapshots/0123");
-        write(&snapshot, &["e2b-Q4_0.gguf", "mmproj-F16.gguf"]);
-        fs::write(snapshot.join("e2b-Q8_0.gguf"), "longer").expect("a file");
-        write(&snapshot, &["BF16/e2b-00001-of-00002.gguf"]);
-        let name = "google/gemma-4-E2B-it";
-        assert_eq!(resolved(name, &kept), Ok(snapshot.join("e2b-Q8_0.gguf")));
-        let named = format!("{name}:e2b-Q4_0.gguf");
-        assert_eq!(resolved(&named, &kept), Ok(snapshot.join("e2b-Q4_0.gguf")));
-        for file in ["e2b-Q5_0.gguf", "BF16/e2b-00001-of-00002.gguf"] {
-            let error = resolved(format!("{name}:{file}"), &kept).expect_err("the file is absent");
-            assert!(
-                error.contains("not in the Hugging Face Hub's cache"),
-                "{error}"
-            );
-        }
-        for file in ["../x.gguf", "e2b.bin", "", "a//b.gguf"] {
-            let error = resolved(format!("{name}:{file}"), &kept).expect_err("not a file");
-            assert!(error.contains("no such file or folder"), "{error}");
-        }
-    }
-
-    #[test]
-    fn path_that_exists_is_unchanged_and_others_are_refused() {
-        let (kept, folder) = cache(&["0123"], None);
-        let snapshot = folder.join("snapshots/0123");
-        assert_eq!(resolved(&snapshot, &kept), Ok(snapshot));
-        for path in [
-            "absent",
-            "/absent/folder",
-            "../absent",
-            "a/b/c",
-            "models/e2b.gguf",
-        ] {
-            let error = resolved(path, &kept).expect_err("the path does not exist");
-            assert!(error.contains("no such file or folder"), "{error}");
-        }
-    }
 }

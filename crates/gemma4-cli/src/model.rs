@@ -18,9 +18,9 @@ use std::path::PathBuf;
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArguments {
-    /// Checkpoint: a folder in Hugging Face's layout, a GGUF file, or the name of a model on the Hugging Face Hub, such as
-    /// google/gemma-4-E2B-it. The model is downloaded if the Hub's cache lacks it. NAME:FILE.gguf takes one of several GGUF
-    /// files [default: a tiny checkpoint that the program contains].
+    /// Checkpoint: a folder in Hugging Face's layout, a GGUF file, or the name of a model on the Hugging Face Hub, such
+    /// as google/gemma-4-E2B-it. The model is downloaded if the Hub's cache lacks it. NAME:FILE.gguf takes one of
+    /// several GGUF files [default: a tiny checkpoint that the program contains].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
     /// Device to run on. NAME:NUMBER takes one of several devices, such as cuda:1. `serve` also takes a list, such as

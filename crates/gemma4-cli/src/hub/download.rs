@@ -124,8 +124,8 @@ impl Hub {
         match status.as_u16() {
             200..300 => Ok(()),
             401 if self.token.is_none() => Err(format!(
-                "the Hub answers 401: the model does not exist, or needs a token. Accept its licence at {page}, and set \
-                 HF_TOKEN to a token of {}/settings/tokens",
+                "the Hub answers 401: the model does not exist, or needs a token. Accept its licence at {page}, and \
+                 set HF_TOKEN to a token of {}/settings/tokens",
                 self.endpoint
             )),
             401 | 403 => Err(format!(

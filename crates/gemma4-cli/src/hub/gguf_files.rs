@@ -6,6 +6,14 @@ const UNSUPPORTED: [&str; 7] = ["IQ1_", "IQ2_", "IQ3_", "TQ1_", "TQ2_", "Q1_0", 
 const OTHERS: [&str; 3] = ["mmproj", "assistant", "drafter"];
 /// The bytes that stay free for the KV cache and activations.
 const ACTIVATIONS: u64 = 1 << 30;
+/// The types whose weights take more bytes on the device than in the file, in percent of the file. Kernels read codes
+/// of 4 bits and more.
+const GROWTH: [(&str, u64); 4] = [
+    ("Q2_K", 177),
+    ("Q3_K", 135),
+    ("MXFP4", 118),
+    ("IQ4_XS", 109),
+];
 /// The type that is taken if the device does not report its memory.
 const USUAL: &str = "Q4_K_M";
 
@@ -29,9 +37,16 @@ impl Candidate {
             .contains(&part.to_uppercase())
     }
 
+    /// Returns the number of bytes of the weights on the device.
+    fn device_bytes(&self) -> u64 {
+        let growth = GROWTH.iter().find(|(part, _)| self.has(part));
+        self.bytes * growth.map_or(100, |(_, percent)| *percent) / 100
+    }
+
     /// True if a device with `memory` bytes has room for the weights, an eighth more, and activations.
     fn fits(&self, memory: u64) -> bool {
-        self.bytes + self.bytes / 8 + ACTIVATIONS <= memory
+        let bytes = self.device_bytes();
+        bytes + bytes / 8 + ACTIVATIONS <= memory
     }
 }
 
@@ -188,6 +203,10 @@ mod tests {
         }
         let error = choose(&all, Some(4_000_000_000)).expect_err("no file fits");
         assert!(error.contains("e2b-Q4_K_M.gguf, has 3.0 GB"), "{error}");
+        // A file of Q2_K takes 3.5 GB on the device, and would not leave an eighth of 4.8 GB.
+        let small = candidates(&files(&[("a-Q2_K.gguf", 2), ("b-Q4_0.gguf", 1)]));
+        let (found, _) = choose(&small, Some(4_800_000_000)).expect("a file fits");
+        assert_eq!(found, &small[1]);
         assert_eq!(choose(&all, None).expect("a file is usual").0, &all[0]);
         assert_eq!(
             choose(&all[1..], None).expect("a file is smallest").0,
