@@ -147,6 +147,7 @@ mod tests {
             TensorProblem::Encoding {
                 name: name(),
                 found: "IQ1".into(),
+                nearest: "Q4_K",
             },
         ] {
             let problems = vec![problem];

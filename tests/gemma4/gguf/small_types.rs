@@ -1,13 +1,14 @@
-//! Tests the types of GGUF with codebooks and with 2 or 3 bits. llama.cpp quantizes none of the fixtures to these types, so
-//! the tests put random blocks into a fixture.
+//! Tests the types of GGUF with codebooks and with 2 or 3 bits. llama.cpp quantizes none of the fixtures to these
+//! types, so the tests put random blocks into a fixture.
 
 use super::{changed, load, logits, path, reference};
 use crate::fixture::{self, assert_close};
+use attention_workspace::testing::devices::devices;
 use attention_workspace::testing::gguf::Gguf;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4, LoadOptions, Quantization};
 use safetensors::SafeTensors;
-use std::fs;
+use std::{fs, ops::ControlFlow};
 use tempfile::TempDir;
 
 /// A type: ggml's id, the name, the numbers and bytes of a block, and the offsets of the f16 scales in a block.
@@ -58,43 +59,50 @@ fn gguf_small_types_weights_equal_the_gguf_package() {
 #[test]
 fn gguf_small_types_packed_model_equals_the_dequantized_model() {
     let prompt = reference("wide.Q4_K_M").prompt;
-    let whole = load(&path("wide.Q4_K_M"), &Device::flex()).expect("the model is valid");
-    let without = logits(&whole, &prompt);
-    for (kind, name, numbers, bytes, scales) in CASES {
-        let mut state = kind;
-        let mut random = || {
-            state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
-            (state >> 16) as u8
-        };
-        let mut blocks: Vec<u8> = (0..NUMBERS / numbers * bytes).map(|_| random()).collect();
-        for block in blocks.chunks_exact_mut(bytes) {
-            // Scales between 2^-11 and 2^-9 give weights of moderate sizes.
-            for scale in scales {
-                block[scale + 1] = 0x10 | block[scale + 1] & 0x87;
-            }
-            if scales.is_empty() {
-                block[0] = 119 + block[0] % 4;
-            }
+    for device in devices() {
+        let whole = load(&path("wide.Q4_K_M"), &device.device).expect("the model is valid");
+        let without = logits(&whole, &prompt);
+        for case in CASES {
+            let what = format!("{} {}", case.1, device.name);
+            let copy = changed("wide.Q4_K_M", |gguf| put(gguf, case.0, random_blocks(case)));
+            let load = |quantization| {
+                let options = LoadOptions::new().dtype(DType::F32);
+                let options = options.quantization(quantization);
+                Gemma4::load(copy.path(), &device.device, options).expect(&what)
+            };
+            let packed = load(Quantization::Stored);
+            assert!(packed.model().is_quantized(), "{what}");
+            let whole = load(Quantization::Whole);
+            let [found, expected] = [&packed, &whole].map(|gemma| logits(gemma, &prompt));
+            assert_close(&found, &expected, &what);
+            assert_ne!(found, without, "{what}");
+            let tokens = |gemma: &Gemma4| {
+                let options = fixture::greedy(gemma, 8);
+                let generation =
+                    gemma.generate(prompt.clone(), &options, |_| ControlFlow::Continue(()));
+                generation.expect("the generation succeeds").tokens
+            };
+            assert_eq!(tokens(&packed), tokens(&whole), "{what}");
         }
-        let copy = changed("wide.Q4_K_M", |gguf| put(gguf, kind, blocks));
-        let load = |quantization| {
-            let options = LoadOptions::new().dtype(DType::F32);
-            let options = options.quantization(quantization);
-            Gemma4::load(copy.path(), &Device::flex(), options).expect(name)
-        };
-        let packed = load(Quantization::Stored);
-        assert!(packed.model().is_quantized(), "{name}");
-        let whole = load(Quantization::Whole);
-        let [found, expected] = [&packed, &whole].map(|gemma| logits(gemma, &prompt));
-        assert_close(&found, &expected, name);
-        assert_ne!(found, without, "{name}");
-        let step = |gemma: &Gemma4| {
-            let options = fixture::greedy(gemma, 8);
-            let generation = gemma.generate(prompt.clone(), &options, |_| {
-                std::ops::ControlFlow::Continue(())
-            });
-            generation.expect("the generation succeeds").tokens
-        };
-        assert_eq!(step(&packed), step(&whole), "{name}");
     }
+}
+
+/// Returns the blocks of a whole tensor, with random codes and scales that give weights of moderate sizes.
+fn random_blocks((kind, _, numbers, bytes, scales): Case) -> Vec<u8> {
+    let mut state = kind;
+    let mut random = || {
+        state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+        (state >> 16) as u8
+    };
+    let mut blocks: Vec<u8> = (0..NUMBERS / numbers * bytes).map(|_| random()).collect();
+    for block in blocks.chunks_exact_mut(bytes) {
+        // Scales of f16 lie between 2^-11 and 2^-9. The exponents of MXFP4 are those of 2^-9 to 2^-6.
+        for scale in scales {
+            block[scale + 1] = 0x10 | block[scale + 1] & 0x87;
+        }
+        if scales.is_empty() {
+            block[0] = 119 + block[0] % 4;
+        }
+    }
+    blocks
 }
