@@ -300,7 +300,8 @@ fn check_config(name: &str, (words, place, value): Case) {
     );
 }
 
-/// The groups of `float8` have scales by tensor, by channel and by block. Group 0 of `float4` is MXFP4, group 1 is NVFP4.
+/// The groups of `float8` have scales by tensor, by channel and by block. Group 0 of `float4` is MXFP4, group 1 is
+/// NVFP4.
 #[test]
 fn float_config_with_unsupported_field_is_refused_by_name() {
     let cases: [(&str, Case); 10] = [

@@ -88,8 +88,8 @@ pub enum Scales {
     /// bytes of group scales and 8 bytes of group minimums. The parameter `least` of a group is minus the product of
     /// the group's minimum byte and the multiplier of minimums.
     BytesAndLeast,
-    /// Each run of [`SUPER`] columns has five words: the multipliers as in [`BytesAndLeast`](Self::BytesAndLeast), and a
-    /// byte for each of 16 groups. The low 4 bits of the byte are the group's scale, the high 4 bits its minimum.
+    /// Each run of [`SUPER`] columns has five words: the multipliers as in [`BytesAndLeast`](Self::BytesAndLeast), and
+    /// a byte for each of 16 groups. The low 4 bits of the byte are the group's scale, the high 4 bits its minimum.
     NibblesAndLeast,
 }
 

@@ -33,7 +33,8 @@ pub(super) fn fp8_names(files: &TensorFiles, name: &str) -> Vec<String> {
     names.filter(|name| files.get(name).is_some()).collect()
 }
 
-/// Reads the FP8 matrix `name`, whose scales must have the shape of one of the schemes in the checkpoint's configuration.
+/// Reads the FP8 matrix `name`, whose scales must have the shape of one of the schemes in the checkpoint's
+/// configuration.
 pub(super) fn fp8<'a>(
     files: &'a TensorFiles,
     schemes: &[WeightScheme],
@@ -73,7 +74,8 @@ pub(super) fn fp8<'a>(
     }))
 }
 
-/// Reads the matrix `name` of 4-bit floats. The tensors must match one of the schemes in the checkpoint's configuration.
+/// Reads the matrix `name` of 4-bit floats. The tensors must match one of the schemes in the checkpoint's
+/// configuration.
 pub(super) fn fp4<'a>(
     files: &'a TensorFiles,
     schemes: &[WeightScheme],

@@ -1,5 +1,5 @@
-//! Reads the `quantization_config` in a `config.json`. The object lists schemes, but does not say which matrix has which
-//! scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
+//! Reads the `quantization_config` in a `config.json`. The object lists schemes, but does not say which matrix has
+//! which scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;

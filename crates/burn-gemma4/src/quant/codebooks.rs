@@ -58,8 +58,8 @@ pub(super) fn mxfp4_scale(block: &[u8]) -> f32 {
     })
 }
 
-/// Returns all codes of an MXFP4 block, in the order of the elements. ggml reads code 8, which is -0, as 0. The function
-/// therefore returns 0 in place of 8.
+/// Returns all codes of an MXFP4 block, in the order of the elements. ggml reads code 8, which is -0, as 0. The
+/// function therefore returns 0 in place of 8.
 pub(super) fn mxfp4_codes(block: &[u8]) -> impl Iterator<Item = u8> + '_ {
     nibbles(&block[1..]).map(|code| if code == 8 { 0 } else { code })
 }

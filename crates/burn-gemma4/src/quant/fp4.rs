@@ -1,5 +1,5 @@
-//! Matrices of 4-bit floats with 2 exponent bits and 1 mantissa bit (E2M1), as compressed-tensors stores them: NVFP4 and
-//! MXFP4.
+//! Matrices of 4-bit floats with 2 exponent bits and 1 mantissa bit (E2M1), as compressed-tensors stores them: NVFP4
+//! and MXFP4.
 
 use super::fp8::e4m3;
 use super::layout::{Codebook, Format, Layout, Rounding, Scales};
@@ -49,8 +49,8 @@ impl Fp4<'_> {
         }
     }
 
-    /// Dequantizes a row. As in compressed-tensors, the scale and its product with an element are computed in f32, and the
-    /// product is rounded to [`DTYPE`].
+    /// Dequantizes a row. As in compressed-tensors, the scale and its product with an element are computed in f32, and
+    /// the product is rounded to [`DTYPE`].
     pub fn dequantize(&self, row: usize, values: &mut [f32]) {
         let group = self.scheme.group();
         let parts = self.codes_of(row).chunks_exact(group / 2);

@@ -46,8 +46,8 @@ pub(super) fn q3_k_codes(block: &[u8]) -> impl Iterator<Item = u8> + '_ {
 }
 
 /// Returns the scale of each group of a Q3_K block, an integer of 6 bits from -32 to 31. The first 8 of 12 bytes hold
-/// the lower 4 bits: of groups 0 to 7 in their low halves, of groups 8 to 15 in their high halves. The last 4 bytes hold
-/// the upper 2 bits, of groups that are 4 groups apart.
+/// the lower 4 bits: of groups 0 to 7 in their low halves, of groups 8 to 15 in their high halves. The last 4 bytes
+/// hold the upper 2 bits, of groups that are 4 groups apart.
 pub(super) fn q3_k_scales(block: &[u8]) -> [i8; 16] {
     let packed = &block[96..108];
     std::array::from_fn(|group| {

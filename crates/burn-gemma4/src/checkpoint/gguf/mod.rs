@@ -27,8 +27,8 @@ use std::{
 };
 use types::Encoding;
 
-/// A GGUF checkpoint of Gemma 4, in one file or in several parts. Opening a checkpoint reads only the headers. The bytes
-/// of a tensor are read when the tensor is used.
+/// A GGUF checkpoint of Gemma 4, in one file or in several parts. Opening a checkpoint reads only the headers. The
+/// bytes of a tensor are read when the tensor is used.
 pub(crate) struct Gguf {
     path: PathBuf,
     parts: Parts,
@@ -38,8 +38,8 @@ impl Gguf {
     /// Opens the file at `path`, which may be any part of a split checkpoint. Returns `None` if the file is not GGUF.
     ///
     /// # Errors
-    /// Returns an error if a file is incomplete, if parts are missing or do not belong together, or if the checkpoint is
-    /// not a Gemma 4 model.
+    /// Returns an error if a file is incomplete, if parts are missing or do not belong together, or if the checkpoint
+    /// is not a Gemma 4 model.
     pub fn at(path: &Path) -> Result<Option<Self>, Gemma4Error> {
         match begins_with_magic(path) {
             true => Self::open(path).map(Some),

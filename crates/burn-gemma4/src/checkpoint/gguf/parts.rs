@@ -47,8 +47,8 @@ impl Part {
 }
 
 impl Parts {
-    /// Opens the file at `path`, and the other parts of the checkpoint if the file is a part of several. `path` may name
-    /// any part.
+    /// Opens the file at `path`, and the other parts of the checkpoint if the file is a part of several. `path` may
+    /// name any part.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Malformed`] if a file is incomplete, or if a part is missing, doubled or of another

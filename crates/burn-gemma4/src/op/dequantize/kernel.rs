@@ -1,5 +1,6 @@
 //! Dequantization: `round((code - zero) · scale + least)`, where each group of codes has a zero point, a scale and a
-//! minimum (`least`). A codebook's number may stand in place of `code - zero`. The results equal those of [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
+//! minimum (`least`). A codebook's number may stand in place of `code - zero`. The results equal those of
+//! [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
 //!
 //! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
 //! word of codes and the parameters of the word's group, and writes adjacent values. Bound: memory bandwidth.
