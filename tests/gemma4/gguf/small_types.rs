@@ -5,7 +5,7 @@ use super::{changed, load, logits, path, reference};
 use crate::fixture::{self, assert_close};
 use attention_workspace::testing::devices::devices;
 use attention_workspace::testing::gguf::Gguf;
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use burn_gemma4::{Gemma4, LoadOptions, Quantization};
 use safetensors::SafeTensors;
 use std::{fs, ops::ControlFlow};
