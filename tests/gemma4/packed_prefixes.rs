@@ -275,12 +275,13 @@ fn would_share_needs_tokens_that_are_not_reusable() {
 fn take_checkpoint_for_waiting_prompts_lets_all_reuse_the_prefix() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let prefix = prompts(&gemma, &[150], 28).remove(0);
-    let first = [&prefix[..], &[5; 30]].concat();
-    // Two prompts share 150 tokens with the first, and one prompt 160 tokens. Another prompt shares too few tokens.
+    let first = [&prefix[..], &[5; 100]].concat();
+    // Two prompts share 150 tokens with the first, one prompt 160 and one 230. Another prompt shares too few tokens.
     let waiting = [
         [&prefix[..], &[6; 8]].concat(),
         [&first[..160], &[7; 8]].concat(),
         [&prefix[..], &[8; 9]].concat(),
+        [&first[..230], &[10; 8]].concat(),
         [&prefix[..20], &[9; 9]].concat(),
     ];
     let mut prefixes = prefix_cache(&gemma);
@@ -289,21 +290,48 @@ fn take_checkpoint_for_waiting_prompts_lets_all_reuse_the_prefix() {
     prefixes.take_checkpoint_for(&mut alone, prompts());
     assert!(!alone.can_pack());
     assert!(alone.advance(CHUNK).expect("the device works").is_none());
-    assert_eq!(alone.remaining(), 30);
-    // One prompt shares more tokens than the model has read. The prompt takes another checkpoint for it.
+    assert_eq!(alone.remaining(), 100);
+    // Two prompts share more tokens than the model has read. The prompt takes another checkpoint for 80 tokens, but
+    // none for 10.
     prefixes.take_checkpoint_for(&mut alone, prompts());
+    assert!(alone.advance(CHUNK).expect("the device works").is_none());
+    assert_eq!(alone.remaining(), 20);
     assert_close(
         &run(&mut alone),
         &logits_alone(&gemma, &first),
         "the first prompt",
     );
     assert!(prefixes.keep(alone));
-    let mut pack = resumed(&gemma, &mut prefixes, &waiting[..3], &[150, 160, 150]);
-    check_logits(&gemma, &waiting[..3], &read(&mut pack), "waiting prompts");
+    let mut pack = resumed(&gemma, &mut prefixes, &waiting[..4], &[150, 150, 150, 230]);
+    check_logits(&gemma, &waiting[..4], &read(&mut pack), "waiting prompts");
 
     let mut single = prefill(&gemma, &first);
-    prefix_cache(&gemma).take_checkpoint_for(&mut single, prompts().skip(3));
+    prefix_cache(&gemma).take_checkpoint_for(&mut single, prompts().skip(4));
     assert!(single.can_pack());
+}
+
+/// Before each call, prompts arrive that share 1, 64, 65 and 66 tokens more with a prompt than it has read. The prompt
+/// takes four checkpoints at most, each after 64 tokens.
+#[test]
+fn take_checkpoint_for_arriving_prompts_takes_four_at_most() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let first = prompts(&gemma, &[500], 30).remove(0);
+    let prefixes = prefix_cache(&gemma);
+    let mut alone = prefill(&gemma, &first);
+    let mut ends = vec![0];
+    loop {
+        let read = first.len() - alone.remaining();
+        let waiting = [1, 64, 65, 66].map(|more| {
+            let shared = read + more;
+            [&first[..shared], &[1 - first[shared].min(1); 2]].concat()
+        });
+        prefixes.take_checkpoint_for(&mut alone, waiting.iter().map(Vec::as_slice));
+        if alone.advance(CHUNK).expect("the device works").is_some() {
+            break;
+        }
+        ends.push(first.len() - alone.remaining());
+    }
+    assert_eq!(ends, [0, 64, 128, 192, 256]);
 }
 
 /// The memory has space for two of three prompts. The first one is dropped, and is not copied before.

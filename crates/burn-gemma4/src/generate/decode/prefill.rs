@@ -207,6 +207,20 @@ impl Prefill {
         self.boundary = Some(boundary);
     }
 
+    /// The number of checkpoints that this prefill has taken itself. Those of the earlier prompt do not count.
+    pub(super) fn count_own_checkpoints(&self) -> usize {
+        let checkpoints = self.checkpoints.iter();
+        checkpoints
+            .filter(|checkpoint| checkpoint.column > self.reused)
+            .count()
+    }
+
+    /// The number of tokens at the last checkpoint, or that of the reused tokens if no checkpoint is later.
+    pub(super) fn last_state(&self) -> usize {
+        let checkpoints = self.checkpoints.iter().map(|checkpoint| checkpoint.column);
+        checkpoints.fold(self.reused, usize::max)
+    }
+
     /// The earlier prompt from which the prefill continues, as long as the cache has no copy of its keys and values.
     pub(super) fn prefix(&self) -> Option<&Prefix> {
         self.prefix.as_ref()

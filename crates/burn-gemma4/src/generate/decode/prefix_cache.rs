@@ -211,6 +211,10 @@ impl PrefixCache {
     /// prefix that saves the waiting prompts most tokens. Does nothing if the prompt can be continued there without a
     /// checkpoint, or if the model has already read these tokens.
     ///
+    /// A prefill takes at most 4 checkpoints, because this cache counts their memory only when it keeps the prompt. A
+    /// checkpoint is at least 64 tokens after the last one and after the reused tokens. Many waiting prompts with
+    /// prefixes of almost the same length therefore cost few passes.
+    ///
     /// The `waiting` prompts must have neither images nor audio nor an adapter.
     pub fn take_checkpoint_for<'a>(
         &self,
@@ -222,12 +226,16 @@ impl PrefixCache {
         if !is_plain || prefill.remaining() == 0 || prefill.cache().keeps_all(length) {
             return;
         }
-        let read = length - prefill.remaining();
+        if prefill.count_own_checkpoints() >= MOST_CHECKPOINTS {
+            return;
+        }
+        let (read, last) = (length - prefill.remaining(), prefill.last_state());
         let (earlier, kind) = ((prefill.tokens(), prefill.media()), prefill.cache().kind());
         let shared = waiting.into_iter().filter_map(|tokens| {
             let others = &tokens[..tokens.len().saturating_sub(1)];
             let shared = common_prefix(earlier, (others, &[]));
-            let waits = || shared >= least_shared(tokens, self.reusable(tokens, kind));
+            // The waiting prompt will be able to continue from the last checkpoint without another one.
+            let waits = || shared >= least_shared(tokens, self.reusable(tokens, kind).max(last));
             (shared > read && waits()).then_some(shared)
         });
         let mut shared: Vec<usize> = shared.collect();
