@@ -348,7 +348,7 @@ fn would_share_needs_a_quarter_of_the_prompt_and_room() {
     for name in ["dense-ple", "dense-keqv"] {
         let gemma = Fixture::open(name).load(&Device::flex(), DType::F32);
         let prompts = prompts(&gemma, &[80, 200], 9);
-        let mut prefills = prefills(&gemma, &prompts);
+        let prefills = prefills(&gemma, &prompts);
         let prompt = |shared: usize, length: usize| {
             let other = u32::from(prompts[0][shared] == 0);
             let rest = &prompts[1][..length - shared - 1];
@@ -364,20 +364,34 @@ fn would_share_needs_a_quarter_of_the_prompt_and_room() {
             let found = all.would_share(&prefills[0], &prompt(shared, length), 0);
             assert_eq!(found, expected, "{name}: {shared} of {length}");
         }
-        read(&mut prefills);
-        let first = prefills.remove(0);
-        let mut kept = PrefixCache::new(gemma.model(), 64 << 20, 512);
-        assert!(kept.keep(first));
-        let bytes = kept.bytes();
-        let first = gemma.prefill(prompts[0].clone(), CacheKind::default());
-        let first = first.expect("the prompt fits");
-        for (most, expected) in [(bytes, true), (bytes - 1, false)] {
-            let cache = PrefixCache::new(gemma.model(), most, 512);
-            assert_eq!(
-                cache.would_share(&first, &prompt(64, 65), 0),
-                expected,
-                "{name}"
-            );
+        // The cache also needs room for a checkpoint, because the earlier prompt is longer than the window.
+        let precisions = [KvPrecision::Model, KvPrecision::Q8];
+        let kinds = precisions.map(|precision| {
+            [false, true].map(|compact_keys| CacheKind {
+                compact_keys,
+                precision,
+            })
+        });
+        for kind in kinds.into_iter().flatten() {
+            let Ok(mut first) = gemma.prefill(prompts[0].clone(), kind) else {
+                continue;
+            };
+            let other = prompt(64, 65);
+            let mut kept = PrefixCache::new(gemma.model(), 64 << 20, 512);
+            kept.take_checkpoint_for(&mut first, [&other[..]]);
+            let calls = std::iter::from_fn(|| Some(first.advance(512).expect("it runs").is_some()));
+            assert_eq!(calls.take_while(|is_last| !is_last).count(), 1);
+            assert!(kept.keep(first));
+            let bytes = kept.bytes();
+            for (most, expected) in [(bytes, true), (bytes - 1, false)] {
+                let cache = PrefixCache::new(gemma.model(), most, 512);
+                let mut first = gemma.prefill(prompts[0].clone(), kind).expect("it fits");
+                let shares = cache.would_share(&first, &other, 0);
+                assert_eq!(shares, expected, "{name}: {kind:?}");
+                cache.take_checkpoint_for(&mut first, [&other[..]]);
+                let reads_all = first.advance(512).expect("it runs").is_some();
+                assert_eq!(reads_all, !expected, "{name}: {kind:?}");
+            }
         }
     }
 }

@@ -300,14 +300,16 @@ impl Prefill {
         self.is_alone = true;
     }
 
-    /// The size on the device in bytes that the prompt's KV cache will have when the whole prompt has been read. If
-    /// [`advance`](Self::advance) reads it, the size is known at the end.
+    /// The size on the device in bytes that the prompt's KV cache has when the whole prompt has been read.
     pub(super) fn cache_bytes(&self) -> usize {
-        let (model, cache, count) = (&self.model, &self.cache, self.tokens.len());
-        match cache.is_empty() && cache.kind().is_plain() {
-            true => cache.bytes_of_packed(model.config(), count, model.dtype()),
-            false => cache.bytes(),
-        }
+        let (model, count) = (&self.model, self.tokens.len());
+        self.cache.bytes_at(model.config(), count, model.dtype())
+    }
+
+    /// The largest size on the device in bytes of a checkpoint of the prompt's KV cache.
+    pub(super) fn checkpoint_bytes(&self) -> usize {
+        let model = &self.model;
+        self.cache.checkpoint_bytes(model.config(), model.dtype())
     }
 
     pub(super) fn into_prefilled(mut self) -> Prefilled {

@@ -192,7 +192,7 @@ impl PrefixCache {
     }
 
     /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled. The cache
-    /// must have room for the earlier prompt. Both must begin with at least 64 equal tokens more than the `reusable`
+    /// must have room for the earlier prompt and for a checkpoint of it, if one is needed. Both must begin with at least 64 equal tokens more than the `reusable`
     /// ones, which are at least a quarter of the others. If the prompts were [read in one
     /// pass](Prefill::read_packed), these tokens could not be reused. Both prompts run without an adapter.
     pub fn would_share(&self, prefill: &Prefill, tokens: &[u32], reusable: usize) -> bool {
@@ -203,13 +203,14 @@ impl PrefixCache {
             let both = (earlier.get(range.clone()), tokens.get(range));
             matches!(both, (Some(one), Some(other)) if one == other)
         }) && common_prefix((&earlier[..least], media), (&tokens[..least], &[])) == least
-            && prefill.cache_bytes() <= self.most_bytes
+            && self.has_room_to_share(prefill)
             && self.serves(prefill)
     }
 
     /// Lets the prefill of a prompt take a checkpoint for the prompts that wait for its prefix. Chooses the end of the
     /// prefix that saves the waiting prompts most tokens. Does nothing if the prompt can be continued there without a
-    /// checkpoint, or if the model has already read these tokens.
+    /// checkpoint, if the model has already read these tokens, or if this cache has no room for the prompt and a
+    /// checkpoint.
     ///
     /// A prefill takes at most 4 checkpoints, because this cache counts their memory only when it keeps the prompt. A
     /// checkpoint is at least 64 tokens after the last one and after the reused tokens. Many waiting prompts with
@@ -226,7 +227,7 @@ impl PrefixCache {
         if !is_plain || prefill.remaining() == 0 || prefill.cache().keeps_all(length) {
             return;
         }
-        if prefill.count_own_checkpoints() >= MOST_CHECKPOINTS {
+        if prefill.count_own_checkpoints() >= MOST_CHECKPOINTS || !self.has_room_to_share(prefill) {
             return;
         }
         let (read, last) = (length - prefill.remaining(), prefill.last_state());
@@ -276,7 +277,6 @@ impl PrefixCache {
         if !self.is_useful(&prefill) {
             return false;
         }
-        // Compute the size before `into_prefilled` copies the keys and values of a packed prompt.
         let bytes = prefill.cache_bytes();
         if bytes > self.most_bytes {
             if !self.has_warned {
@@ -334,6 +334,15 @@ impl PrefixCache {
     fn serves(&self, prefill: &Prefill) -> bool {
         let runs_whole = prefill.is_fastest_whole() && prefill.tokens().len() <= self.chunk;
         self.most_bytes > 0 && !runs_whole && prefill.parameters() == self.model
+    }
+
+    /// True if the memory has room for the prompt, and for a checkpoint if other prompts cannot continue without one.
+    fn has_room_to_share(&self, prefill: &Prefill) -> bool {
+        let checkpoint = match prefill.cache().keeps_all(prefill.tokens().len()) {
+            true => 0,
+            false => prefill.checkpoint_bytes(),
+        };
+        prefill.cache_bytes() + checkpoint <= self.most_bytes
     }
 
     fn count_bytes(&self) -> usize {

@@ -19,6 +19,7 @@ mod fork;
 mod images;
 mod ragged;
 mod rotated;
+mod size;
 
 pub(crate) mod checkpoint;
 pub(crate) mod columns;

@@ -3,17 +3,18 @@
 use super::layout::PackedLayout;
 #[cfg(feature = "cube")]
 use super::tables::ScatterTables;
-use crate::config::Gemma4Config;
 #[cfg(feature = "cube")]
 use crate::config::LayerType;
+#[cfg(feature = "cube")]
+use crate::model::cache::buffers::capacity;
 use crate::model::cache::{
     Cache, Store,
-    buffers::{Buffers, capacity, write_ring},
+    buffers::{Buffers, write_ring},
     slots::Slots,
 };
 #[cfg(feature = "cube")]
 use crate::op::{in_place::ranges::copy_ranges, serves};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
 /// The keys and values that one forward pass computed for several prompts.
 #[derive(Clone, Debug)]
@@ -125,28 +126,6 @@ impl Cache {
         }
     }
 
-    /// Returns the size on the device in bytes of this empty cache after
-    /// [`fill_from_packed`](Self::fill_from_packed) of a prompt of `count` tokens in `dtype`.
-    ///
-    /// # Panics
-    /// Panics if the cache does not store keys and values as the model computes them.
-    pub(crate) fn bytes_of_packed(
-        &self,
-        config: &Gemma4Config,
-        count: usize,
-        dtype: DType,
-    ) -> usize {
-        let elements = self.stores.iter().enumerate().map(|(layer, store)| {
-            let slots = match store {
-                Store::Ring(_) => self.ring_slots(),
-                Store::Growing(_) => capacity(count),
-                Store::Compact(..) => panic!("{SEPARATE}"),
-            };
-            2 * slots * config.key_value_heads(layer) * config.head_dim(layer)
-        });
-        elements.sum::<usize>() * dtype.size()
-    }
-
     /// Appends the keys and values of new tokens, with one element per layer that computes its own. Each tensor is
     /// `[1, kv_heads, count, head_dim]`. The cache must store keys and values as the model computes them.
     #[cfg(feature = "cube")]
@@ -182,6 +161,7 @@ fn whole(buffers: &Buffers) -> [Tensor<4>; 2] {
 #[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use super::*;
+    use crate::config::Gemma4Config;
     use crate::model::Gemma4Model;
     use crate::model::cache::kind::CacheKind;
     use crate::model::cache::prefix::Prefix;
