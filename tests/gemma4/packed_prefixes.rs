@@ -358,3 +358,29 @@ fn keep_all_keeps_the_last_prompts_that_fit() {
     let mut none = PrefixCache::new(gemma.model(), all.bytes() / 6, CHUNK);
     assert_eq!(none.keep_all(pack()), [false; 4]);
 }
+
+/// Some prompts of a pass take no space of their own: the second is too large, the third begins with the first one, and
+/// the last is equal to the fourth. The others fit.
+#[test]
+fn keep_all_counts_only_prompts_that_take_space() {
+    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the model loads");
+    let mut prompts = prompts(&gemma, &[200, 1500, 3, 202], 31);
+    prompts[2] = [&prompts[0][..], &prompts[2]].concat();
+    prompts.push(prompts[3].clone());
+    let mut pack: Vec<Prefill> = prompts.iter().map(|one| prefill(&gemma, one)).collect();
+    read(&mut pack);
+    let mut two = prefix_cache(&gemma);
+    for index in [2, 3] {
+        keep(&gemma, &mut two, &prompts[index]);
+    }
+    // The third prompt keeps a checkpoint at the end of the first one, which takes less than another prompt.
+    let most = two.bytes() * 4 / 3;
+    let mut prefixes = PrefixCache::new(gemma.model(), most, CHUNK);
+    assert_eq!(prefixes.keep_all(pack), [true, false, true, true, true]);
+    let longer = |index: usize| [&prompts[index][..], &[3]].concat();
+    assert_eq!(
+        [0, 2, 3].map(|index| prefixes.reusable(&longer(index), CacheKind::default())),
+        [200, 203, 202]
+    );
+    assert!((two.bytes()..=most).contains(&prefixes.bytes()));
+}

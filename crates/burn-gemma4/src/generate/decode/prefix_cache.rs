@@ -87,7 +87,7 @@ struct State {
     column: usize,
 }
 
-/// A prompt for which an earlier prompt is looked up.
+/// What must be equal so that one prompt can continue from the keys and values of another.
 struct Prompt<'a> {
     tokens: &'a [u32],
     media: &'a [PlacedMedium],
@@ -112,6 +112,14 @@ impl<'a> Prompt<'a> {
             adapter: None,
             kind,
         }
+    }
+
+    /// True if this prompt begins with all tokens of an earlier prompt with the same adapter.
+    fn continues(&self, earlier: &Self) -> bool {
+        self.kind == earlier.kind
+            && self.adapter == earlier.adapter
+            && self.tokens.starts_with(earlier.tokens)
+            && self.media.starts_with(earlier.media)
     }
 }
 
@@ -252,15 +260,25 @@ impl PrefixCache {
     }
 
     /// Keeps the keys and values of several finished prefills, as [`keep`](Self::keep) does. Does not copy prompts that
-    /// the later ones would displace at once. Returns true for each prompt that was kept.
+    /// the later ones would displace at once, because not all fit. Prompts that exceed the whole memory displace no
+    /// others, and a prompt that begins with an earlier one takes its place. Returns true for each prompt that was
+    /// kept.
     pub fn keep_all(&mut self, prefills: Vec<Prefill>) -> Vec<bool> {
         let mut bytes = 0usize;
+        let mut counted: Vec<&Prefill> = Vec::new();
         let displaced = prefills.iter().rev().map(|prefill| {
-            let later = bytes;
-            if self.is_useful(prefill) {
-                bytes = bytes.saturating_add(prefill.cache_bytes());
+            let size = prefill.cache_bytes();
+            if !self.is_useful(prefill) || size > self.most_bytes {
+                return false;
             }
-            later > 0 && bytes > self.most_bytes
+            if !counted
+                .iter()
+                .any(|later| Prompt::of(later).continues(&Prompt::of(prefill)))
+            {
+                bytes = bytes.saturating_add(size);
+                counted.push(prefill);
+            }
+            bytes > self.most_bytes
         });
         let mut displaced: Vec<bool> = displaced.collect();
         displaced.reverse();
@@ -295,7 +313,7 @@ impl PrefixCache {
         // keys and values.
         let (replaced, others) = std::mem::take(&mut self.prompts)
             .into_iter()
-            .partition::<Vec<_>, _>(|earlier| new.continues(earlier));
+            .partition::<Vec<_>, _>(|earlier| new.prompt().continues(&earlier.prompt()));
         self.prompts = others;
         for earlier in replaced {
             new.replace(earlier);
@@ -360,6 +378,15 @@ impl PrefixCache {
 }
 
 impl Prefilled {
+    fn prompt(&self) -> Prompt<'_> {
+        Prompt {
+            tokens: &self.tokens,
+            media: &self.media,
+            adapter: self.adapter,
+            kind: self.cache.kind(),
+        }
+    }
+
     /// Returns the length of the longest common prefix of this prompt and a new prompt. The new prompt's last token
     /// does not count, because the model must run over this token to compute the logits after the prompt.
     fn shared_with(&self, prompt: &Prompt<'_>) -> usize {
@@ -394,14 +421,6 @@ impl Prefilled {
         let checkpoints = self.checkpoints.iter();
         let earlier = checkpoints.filter(|checkpoint| checkpoint.column <= column);
         earlier.cloned().collect()
-    }
-
-    /// True if this prompt begins with all tokens of an earlier prompt with the same adapter.
-    fn continues(&self, earlier: &Self) -> bool {
-        self.cache.kind() == earlier.cache.kind()
-            && self.adapter == earlier.adapter
-            && self.tokens.starts_with(&earlier.tokens)
-            && self.media.starts_with(&earlier.media)
     }
 
     /// Takes over the checkpoints of `earlier`. This prompt begins with all tokens of `earlier`. If another prompt
