@@ -334,6 +334,39 @@ fn take_checkpoint_for_arriving_prompts_takes_four_at_most() {
     assert_eq!(ends, [0, 64, 128, 192, 256]);
 }
 
+/// The tokens that waiting prompts can reuse already do not count for the choice of a checkpoint. The first prompt
+/// continues from 140 tokens, after which one prompt shares 64 tokens with it, and two prompts 99.
+#[test]
+fn take_checkpoint_for_counts_tokens_that_are_not_reusable() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let first = prompts(&gemma, &[260], 32).remove(0);
+    let mut prefixes = prefix_cache(&gemma);
+    keep(&gemma, &mut prefixes, &first[..140]);
+    let waiting = [204, 239, 239].map(|shared| continued(&gemma, &[&first[..shared]], &[(0, 2)]));
+    let mut alone = resumed(&gemma, &mut prefixes, &[first], &[140]).remove(0);
+    prefixes.take_checkpoint_for(&mut alone, waiting.iter().flatten().map(Vec::as_slice));
+    assert!(alone.advance(CHUNK).expect("the device works").is_none());
+    assert_eq!(alone.remaining(), 260 - 239);
+}
+
+/// A prompt shares 200 tokens with an earlier one. The checkpoint at their end is not given up for one waiting prompt
+/// that shares fewer tokens, but for two.
+#[test]
+fn take_checkpoint_for_counts_the_checkpoint_of_resume() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let prefix = prompts(&gemma, &[200], 33).remove(0);
+    let mut prefixes = prefix_cache(&gemma);
+    keep(&gemma, &mut prefixes, &[&prefix[..], &[1; 20]].concat());
+    for (count, boundary) in [(1, 200), (2, 90)] {
+        let mut alone = prefill(&gemma, &[&prefix[..], &[2; 20]].concat());
+        prefixes.resume(&mut alone);
+        let waiting = continued(&gemma, &[&prefix[..90]], &vec![(0, 5); count]);
+        prefixes.take_checkpoint_for(&mut alone, waiting.iter().map(Vec::as_slice));
+        assert!(alone.advance(CHUNK).expect("the device works").is_none());
+        assert_eq!(alone.remaining(), 220 - boundary, "{count} waiting");
+    }
+}
+
 /// The memory has space for two of three prompts. The first one is dropped, and is not copied before.
 #[test]
 fn keep_all_keeps_the_last_prompts_that_fit() {

@@ -207,6 +207,11 @@ impl Prefill {
         self.boundary = Some(boundary);
     }
 
+    /// The number of prompt tokens after which the prefill takes a checkpoint, or has taken the last one.
+    pub(super) fn boundary(&self) -> Option<usize> {
+        self.boundary
+    }
+
     /// The number of checkpoints that this prefill has taken itself. Those of the earlier prompt do not count.
     pub(super) fn count_own_checkpoints(&self) -> usize {
         let checkpoints = self.checkpoints.iter();

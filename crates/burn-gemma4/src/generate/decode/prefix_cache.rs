@@ -216,7 +216,8 @@ impl PrefixCache {
     }
 
     /// Lets the prefill of a prompt take a checkpoint for the prompts that wait for its prefix. Chooses the end of the
-    /// prefix that saves the waiting prompts most tokens. Does nothing if the prompt can be continued there without a
+    /// prefix that saves the waiting prompts most of the tokens that they cannot reuse yet. A checkpoint that
+    /// [`resume`](Self::resume) has planned counts as one waiting prompt. Does nothing if the prompt can be continued there without a
     /// checkpoint, if the model has already read these tokens, or if this cache has no room for the prompt and a
     /// checkpoint.
     ///
@@ -243,19 +244,27 @@ impl PrefixCache {
         let shared = waiting.into_iter().filter_map(|tokens| {
             let others = &tokens[..tokens.len().saturating_sub(1)];
             let shared = common_prefix(earlier, (others, &[]));
+            // The cache can be continued at its end, and before its last token.
+            if shared <= read || shared + 1 >= length {
+                return None;
+            }
             // The waiting prompt will be able to continue from the last checkpoint without another one.
-            let waits = || shared >= least_shared(tokens, self.reusable(tokens, kind).max(last));
-            (shared > read && waits()).then_some(shared)
+            let reusable = self.reusable(tokens, kind).max(last);
+            (shared >= least_shared(tokens, reusable)).then_some((shared, reusable))
         });
-        let mut shared: Vec<usize> = shared.collect();
+        // A checkpoint that `resume` has planned serves a later prompt.
+        let planned = prefill.boundary().filter(|boundary| *boundary > read);
+        let planned = planned.map(|boundary| (boundary, last));
+        let mut shared: Vec<(usize, usize)> = shared.chain(planned).collect();
         shared.sort_unstable();
-        let saved = |index: &usize| shared[*index] * (shared.len() - index);
-        let best = (0..shared.len()).max_by_key(saved);
-        // The cache can be continued at its end, and before its last token.
-        if let Some(boundary) = best.map(|index| shared[index])
-            && boundary + 1 < length
-        {
-            prefill.take_checkpoint_at(boundary);
+        let saved = |index: &usize| -> usize {
+            let (boundary, _) = shared[*index];
+            let prompts = shared[*index..].iter();
+            let saved = prompts.map(|(_, reusable)| boundary.saturating_sub(*reusable));
+            saved.sum()
+        };
+        if let Some(best) = (0..shared.len()).max_by_key(saved) {
+            prefill.take_checkpoint_at(shared[best].0);
         }
     }
 
