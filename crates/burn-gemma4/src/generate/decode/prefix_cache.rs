@@ -193,16 +193,20 @@ impl PrefixCache {
     }
 
     /// Returns the number of tokens of a prompt that [`resume`](Self::resume) would reuse. The prompt has no images,
-    /// audio and adapter, and its KV cache has the storage format `kind`.
+    /// audio and adapter, and its KV cache has the storage format `kind`. `resume` reuses nothing for a prompt that a graph
+    /// may run [as a whole](crate::Gemma4::longest_whole_prompt), so the caller must not ask for one.
     pub fn reusable(&self, tokens: &[u32], kind: CacheKind) -> usize {
         let (_, best) = self.find(&Prompt::of_tokens(tokens, kind));
         best.map_or(0, |best| best.column)
     }
 
     /// True if a prompt of `tokens` should wait until the cache has kept a prompt that is being prefilled. The cache
-    /// must have room for the earlier prompt and for a checkpoint of it, if one is needed. Both must begin with at least 64 equal tokens more than the `reusable`
-    /// ones, which are at least a quarter of the others. If the prompts were [read in one
-    /// pass](Prefill::read_packed), these tokens could not be reused. Both prompts run without an adapter.
+    /// must have room for the earlier prompt, and for a checkpoint if other prompts need one to continue. Both must
+    /// begin with at least 64 equal tokens more than the `reusable` ones, which are at least a quarter of the others.
+    /// If the prompts were [read in one pass](Prefill::read_packed), these tokens could not be reused.
+    ///
+    /// Both prompts must run without an adapter, and no graph may run `tokens` [as a
+    /// whole](crate::Gemma4::longest_whole_prompt).
     pub fn would_share(&self, prefill: &Prefill, tokens: &[u32], reusable: usize) -> bool {
         let least = least_shared(tokens, reusable);
         // Most prompts that share the reusable tokens differ after them, so compare the later tokens first.
@@ -225,7 +229,8 @@ impl PrefixCache {
     /// checkpoint is at least 64 tokens after the last one and after the reused tokens. Many waiting prompts with
     /// prefixes of almost the same length therefore cost few passes.
     ///
-    /// The `waiting` prompts must have neither images nor audio nor an adapter.
+    /// The `waiting` prompts must have neither images nor audio nor an adapter, and no graph may run one of them [as a
+    /// whole](crate::Gemma4::longest_whole_prompt).
     pub fn take_checkpoint_for<'a>(
         &self,
         prefill: &mut Prefill,

@@ -102,6 +102,15 @@ impl<'a> Scheduler<'a> {
         }
     }
 
+    /// The number of tokens of the longest prompt that a graph may run as a whole. Such a prompt reuses no prefix.
+    pub(super) fn longest_whole(&self) -> usize {
+        let longest = self.gemma.longest_whole_prompt(self.options.cache);
+        match self.options.graph_capture {
+            true => longest.min(self.chunk),
+            false => 0,
+        }
+    }
+
     /// True if one pass can run the prompt of a request with the prompts that are being prefilled. A prompt that could
     /// reuse the keys and values of one of them waits for that prompt.
     fn may_pack(&self, job: &Job, budget: usize) -> bool {
@@ -110,12 +119,14 @@ impl<'a> Scheduler<'a> {
         if !is_plain(job) || admitted >= budget.min(self.most_packed) {
             return false;
         }
-        let reusable = self.prefixes.reusable(tokens, self.options.cache);
+        let runs_whole = tokens.len() <= self.longest_whole();
+        let reusable = match runs_whole {
+            true => 0,
+            false => self.prefixes.reusable(tokens, self.options.cache),
+        };
+        let waits = |prefill| !runs_whole && self.prefixes.would_share(prefill, tokens, reusable);
         admitted + tokens.len() - reusable <= budget.min(self.most_packed)
-            && prefilling.all(|one| {
-                let prefill = &one.prefill;
-                prefill.can_pack() && !self.prefixes.would_share(prefill, tokens, reusable)
-            })
+            && prefilling.all(|one| one.prefill.can_pack() && !waits(&one.prefill))
     }
 
     /// The number of the first prompts that the next pass runs, with at most `budget` tokens. One prompt alone is read
@@ -155,20 +166,23 @@ impl<'a> Scheduler<'a> {
             prefill = prefill.with_adapter(self.adapters.get(adapter)?)?;
         }
         self.prefixes.resume(&mut prefill);
-        take_checkpoint(&mut prefill, &self.prefixes, &self.queue);
+        let longest_whole = self.longest_whole();
+        take_checkpoint(&mut prefill, &self.prefixes, &self.queue, longest_whole);
         Ok((prefill, answers))
     }
 }
 
 /// Lets the prefill of a prompt take a checkpoint at the end of a prefix for which requests in the queue wait. They
-/// then reuse the whole prefix.
+/// then reuse the whole prefix. Prompts of at most `longest_whole` tokens reuse none.
 pub(super) fn take_checkpoint(
     prefill: &mut Prefill,
     prefixes: &PrefixCache,
     queue: &VecDeque<Job>,
+    longest_whole: usize,
 ) {
     let waiting = queue.iter().filter(|job| is_plain(job));
     let prompts = waiting.map(|job| job.request.prompt.tokens());
+    let prompts = prompts.filter(|tokens| tokens.len() > longest_whole);
     prefixes.take_checkpoint_for(prefill, prompts);
 }
 

@@ -59,11 +59,17 @@ impl<'a> Scheduler<'a> {
     /// Prefills one chunk of the first prompt. Returns the number of tokens that the model has processed, or the size of a
     /// chunk after a call that took as long without tokens.
     fn read_chunk(&mut self) -> Result<usize, Gemma4Error> {
+        let longest_whole = self.longest_whole();
         let Some(first) = self.prefilling.front_mut() else {
             return Ok(self.chunk);
         };
         // Requests that have come since the prompt's last chunk may wait for one of its prefixes.
-        take_checkpoint(&mut first.prefill, &self.prefixes, &self.queue);
+        take_checkpoint(
+            &mut first.prefill,
+            &self.prefixes,
+            &self.queue,
+            longest_whole,
+        );
         let before = first.remaining();
         let result = match first.prefill.advance(self.chunk) {
             Ok(Some(logits)) => Some(logits.choose(&[row_choice(&first.answers)])?.remove(0)),
