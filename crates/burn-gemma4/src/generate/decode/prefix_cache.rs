@@ -246,7 +246,14 @@ impl PrefixCache {
         }
         let (read, last) = (length - prefill.remaining(), prefill.last_state());
         let (earlier, kind) = ((prefill.tokens(), prefill.media()), prefill.cache().kind());
-        let shared = waiting.into_iter().filter_map(|tokens| {
+        // A shared prefix that is long enough has this token. Most other prompts differ there, so compare it first.
+        let least = read.max(last + LEAST_TO_CHECKPOINT - 1);
+        let Some(token) = prefill.tokens().get(least) else {
+            return;
+        };
+        let waiting = waiting.into_iter();
+        let alike = waiting.filter(|tokens| tokens.get(least) == Some(token));
+        let shared = alike.filter_map(|tokens| {
             let others = &tokens[..tokens.len().saturating_sub(1)];
             let shared = common_prefix(earlier, (others, &[]));
             // The cache can be continued at its end, and before its last token.
