@@ -417,3 +417,25 @@ fn keep_all_counts_only_prompts_that_take_space() {
     );
     assert!((two.bytes()..=most).contains(&prefixes.bytes()));
 }
+
+/// Two prompts continue from the end of an earlier one. The first of them replaces it, and both keep the checkpoint at
+/// its end. Another prompt can therefore continue there after the first one has left the prefix cache.
+#[test]
+fn prompts_of_a_pass_share_the_checkpoint_of_the_replaced_prompt() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let earlier = prompts(&gemma, &[90, 80], 34);
+    let pack = continued(&gemma, &[&earlier[0]], &[(0, 5), (0, 7)]);
+    let mut most = 64 << 20;
+    for _ in 0..2 {
+        let mut prefixes = PrefixCache::new(gemma.model(), most, CHUNK);
+        keep(&gemma, &mut prefixes, &earlier[0]);
+        let mut pack = resumed(&gemma, &mut prefixes, &pack, &[90, 90]);
+        read(&mut pack);
+        assert_eq!(prefixes.keep_all(pack), [true, true]);
+        // The second time, the memory has space for two prompts and one checkpoint.
+        most = prefixes.bytes();
+        keep(&gemma, &mut prefixes, &earlier[1]);
+        let next = [&earlier[0][..], &[3, 4]].concat();
+        resumed(&gemma, &mut prefixes, &[next], &[90]);
+    }
+}

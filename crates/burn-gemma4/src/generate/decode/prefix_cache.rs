@@ -329,6 +329,7 @@ impl PrefixCache {
             }
             return false;
         }
+        let reused = prefill.reused();
         let mut new = prefill.into_prefilled();
         // Replace the earlier prompts that the new prompt begins with, because the new prompt's cache also holds their
         // keys and values.
@@ -339,6 +340,7 @@ impl PrefixCache {
         for earlier in replaced {
             new.replace(earlier);
         }
+        new.share_checkpoint(reused, &self.prompts);
         new.limit_checkpoints(self.most_bytes - bytes);
         self.prompts.push(new);
         self.bytes = self.count_bytes();
@@ -454,6 +456,26 @@ impl Prefilled {
         if end < self.tokens.len() && !self.cache.can_fork(end) {
             checkpoints.push(Arc::new(earlier.cache.checkpoint()));
         }
+        self.add_checkpoints(checkpoints);
+    }
+
+    /// Shares the checkpoint at `column` of another prompt with the same first tokens, if this prompt lacks it. Several
+    /// prompts may continue from the end of one earlier prompt, and only the first of them
+    /// [replaces](Self::replace) it.
+    fn share_checkpoint(&mut self, column: usize, others: &[Self]) {
+        if column == 0 || self.cache.can_fork(column) {
+            return;
+        }
+        let prompt = self.prompt();
+        let mut alike = others
+            .iter()
+            .filter(|other| other.shared_with(&prompt) >= column);
+        let checkpoint = alike.find_map(|other| other.checkpoint_at(column));
+        self.add_checkpoints(checkpoint.cloned());
+    }
+
+    /// Adds checkpoints at tokens where this prompt has none.
+    fn add_checkpoints(&mut self, checkpoints: impl IntoIterator<Item = Arc<Checkpoint>>) {
         for checkpoint in checkpoints {
             if self.checkpoint_at(checkpoint.column).is_none() {
                 self.checkpoints.push(checkpoint);
