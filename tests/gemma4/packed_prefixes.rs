@@ -255,6 +255,30 @@ fn count_packable_counts_new_tokens() {
     assert!(Prefill::is_faster_packed(&pack[..2]));
 }
 
+/// A pass has at most 8 distinct prefixes. Prompts with one of these prefixes, or with none, do not end it.
+#[test]
+fn count_packable_limits_distinct_prefixes() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let mut prefixes = prefix_cache(&gemma);
+    let earlier = prompts(&gemma, &[20; 9], 35);
+    for prompt in &earlier {
+        keep(&gemma, &mut prefixes, prompt);
+    }
+    let mut texts: Vec<&[u32]> = earlier.iter().map(Vec::as_slice).collect();
+    texts.push(&[]);
+    let order = [0, 1, 2, 3, 4, 5, 6, 7, 9, 3, 8];
+    let prompts = continued(&gemma, &texts, &order.map(|prefix| (prefix, 2)));
+    let pack = resumed(
+        &gemma,
+        &mut prefixes,
+        &prompts,
+        &order.map(|prefix| texts[prefix].len()),
+    );
+    let pack: Vec<&Prefill> = pack.iter().collect();
+    assert_eq!(Prefill::count_packable(&pack, 999), 10);
+    assert_eq!(Prefill::count_packable(&pack[1..], 999), 10);
+}
+
 /// A prompt waits only for tokens that it cannot reuse yet.
 #[test]
 fn would_share_needs_tokens_that_are_not_reusable() {

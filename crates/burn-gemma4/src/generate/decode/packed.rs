@@ -22,6 +22,10 @@ const LEAST_PACKED: usize = 4;
 /// after one prefix of 8,000 tokens has 16 MiB of E2B's, and 64 MiB of 31B's.
 const MOST_PREFIX_BYTES: usize = 512 << 20;
 
+/// The largest number of distinct prefixes of a pass. Each one costs a launch per layer, and another one when the
+/// sequences join a batch. With many prefixes, these launches would take the host longer than the pass saves.
+const MOST_PREFIXES: usize = 8;
+
 /// The largest size of the keys and values of one pass over packed prompts, in bytes. E4B's keys and values of 8,192
 /// tokens have 448 MiB in bf16. In larger models, fewer tokens already take a device longer than their launches take
 /// the host.
@@ -61,8 +65,8 @@ impl Prefill {
     }
 
     /// Returns the number of the first prefills that one pass over at most `most_tokens` tokens can run. The tokens of
-    /// prefixes do not count, because the model does not run over them. Each distinct prefix is copied once per layer,
-    /// and these copies are limited to 512 MiB.
+    /// prefixes do not count, because the model does not run over them. Each distinct prefix is copied once per layer.
+    /// A pass has at most 8 of them, and their copies in one layer have at most 512 MiB.
     pub fn count_packable(prefills: &[&Self], most_tokens: usize) -> usize {
         let (mut tokens, mut bytes) = (0, 0);
         let mut prefixes: Vec<&Prefix> = Vec::new();
@@ -74,7 +78,10 @@ impl Prefill {
                 prefixes.push(prefix);
                 bytes += prefix.len() * prefill.model().most_bytes_of_layer_token();
             }
-            prefill.can_pack() && tokens <= most_tokens && bytes <= MOST_PREFIX_BYTES
+            prefill.can_pack()
+                && tokens <= most_tokens
+                && prefixes.len() <= MOST_PREFIXES
+                && bytes <= MOST_PREFIX_BYTES
         });
         packable.count()
     }
