@@ -149,9 +149,9 @@ impl Prefill {
         for (index, prefill) in prefills.iter().enumerate() {
             if !prefill.can_pack() {
                 return refuse(format!(
-                    "cannot run in one pass, because number {index} has begun, has images, audio, an adapter or a \
-                     checkpoint, must run alone, or stores its keys and values in another format; read such a prompt \
-                     by `advance`"
+                    "cannot run in one pass, because the model has read a part of number {index}, or it has images or \
+                     audio after its prefix, an adapter or a checkpoint to take, must run alone, or stores its keys \
+                     and values in another format; read such a prompt by `advance`"
                 ));
             }
             if prefill.parameters() != first.parameters() {
