@@ -110,8 +110,10 @@ impl Prefill {
     /// and run each prompt by `advance`.
     ///
     /// Each prefill keeps the keys and values of all prompts of the pass on the device until it is dropped. One prefill
-    /// that is kept therefore holds the memory of the whole pass. To keep a prompt for later ones, pass its prefill to
-    /// [`PrefixCache::keep`](crate::PrefixCache::keep), which copies the keys and values of this prompt only.
+    /// that is kept therefore holds the memory of the whole pass. It also holds the earlier prompts from which the
+    /// prompts of the pass continue, even if the prefix cache has dropped them. To keep a prompt for later ones, pass
+    /// its prefill to [`PrefixCache::keep`](crate::PrefixCache::keep), which copies the keys and values of this prompt
+    /// only.
     ///
     /// The time and the memory of the pass grow with the sum of the prompts' lengths. The caller limits this sum, for
     /// example to [`most_packed_tokens`](Self::most_packed_tokens).

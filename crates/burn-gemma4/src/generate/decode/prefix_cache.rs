@@ -151,6 +151,10 @@ impl PrefixCache {
     /// usable prefix, and none if this prefix has fewer than 16 tokens. [`Prefill::advance`] then continues from a
     /// copy of the prefix.
     ///
+    /// The prefill keeps the whole earlier prompt on the device until it has a copy of the prefix. After
+    /// [`Prefill::read_packed`], this is until it is dropped. If the earlier prompt leaves this cache meanwhile,
+    /// [`bytes`](Self::bytes) no longer counts its memory.
+    ///
     /// The prompt may share a longer prefix with one of the earlier prompts. If the longest shared prefix is much
     /// longer than the usable prefix, the prefill will take a checkpoint at the end of the longest shared prefix.
     pub fn resume(&mut self, prefill: &mut Prefill) {
@@ -193,8 +197,9 @@ impl PrefixCache {
     }
 
     /// Returns the number of tokens of a prompt that [`resume`](Self::resume) would reuse. The prompt has no images,
-    /// audio and adapter, and its KV cache has the storage format `kind`. `resume` reuses nothing for a prompt that a graph
-    /// may run [as a whole](crate::Gemma4::longest_whole_prompt), so the caller must not ask for one.
+    /// audio and adapter, and its KV cache has the storage format `kind`. `resume` reuses nothing for a prompt that a
+    /// graph may run [as a whole](crate::Gemma4::longest_whole_prompt). The caller must check this, because the cache
+    /// does not know the graphs.
     pub fn reusable(&self, tokens: &[u32], kind: CacheKind) -> usize {
         let (_, best) = self.find(&Prompt::of_tokens(tokens, kind));
         best.map_or(0, |best| best.column)
@@ -220,10 +225,11 @@ impl PrefixCache {
     }
 
     /// Lets the prefill of a prompt take a checkpoint for the prompts that wait for its prefix. Chooses the end of the
-    /// prefix that saves the waiting prompts most of the tokens that they cannot reuse yet. A checkpoint that
-    /// [`resume`](Self::resume) has planned counts as one waiting prompt. Does nothing if the prompt can be continued there without a
-    /// checkpoint, if the model has already read these tokens, or if this cache has no room for the prompt and a
-    /// checkpoint.
+    /// prefix that saves the waiting prompts most of the tokens that they cannot reuse yet. A checkpoint that the
+    /// prefill will take already, for example after [`resume`](Self::resume), counts as one waiting prompt.
+    ///
+    /// Does nothing if the prompt can be continued there without a checkpoint, or if the model has already read these
+    /// tokens. Also does nothing if this cache has no room for the prompt and a checkpoint.
     ///
     /// A prefill takes at most 4 checkpoints, because this cache counts their memory only when it keeps the prompt. A
     /// checkpoint is at least 64 tokens after the last one and after the reused tokens. Many waiting prompts with
@@ -241,7 +247,8 @@ impl PrefixCache {
         if !is_plain || prefill.remaining() == 0 || prefill.cache().keeps_all(length) {
             return;
         }
-        if prefill.count_own_checkpoints() >= MOST_CHECKPOINTS || !self.has_room_to_share(prefill) {
+        let has_all = prefill.count_own_checkpoints() >= MOST_CHECKPOINTS;
+        if has_all || !self.has_room_to_share(prefill) {
             return;
         }
         let (read, last) = (length - prefill.remaining(), prefill.last_state());
@@ -264,7 +271,7 @@ impl PrefixCache {
             let reusable = self.reusable(tokens, kind).max(last);
             (shared >= least_shared(tokens, reusable)).then_some((shared, reusable))
         });
-        // A checkpoint that `resume` has planned serves a later prompt.
+        // A checkpoint that the prefill will take already serves at least one prompt.
         let planned = prefill.boundary().filter(|boundary| *boundary > read);
         let planned = planned.map(|boundary| (boundary, last));
         let mut shared: Vec<(usize, usize)> = shared.chain(planned).collect();
@@ -329,29 +336,50 @@ impl PrefixCache {
             }
             return false;
         }
-        let reused = prefill.reused();
-        let mut new = prefill.into_prefilled();
         // Replace the earlier prompts that the new prompt begins with, because the new prompt's cache also holds their
         // keys and values.
+        let prompt = Prompt::of(&prefill);
         let (replaced, others) = std::mem::take(&mut self.prompts)
             .into_iter()
-            .partition::<Vec<_>, _>(|earlier| new.prompt().continues(&earlier.prompt()));
+            .partition::<Vec<_>, _>(|earlier| prompt.continues(&earlier.prompt()));
         self.prompts = others;
+        let shared = self.checkpoint_at(&prompt, prefill.reused());
+        // Make room before `into_prefilled` copies the keys and values of a packed prompt.
+        self.limit_bytes(self.most_bytes - bytes);
+        let mut new = prefill.into_prefilled();
         for earlier in replaced {
             new.replace(earlier);
         }
-        new.share_checkpoint(reused, &self.prompts);
+        let shared = shared.filter(|shared| !new.cache.can_fork(shared.column));
+        new.add_checkpoints(shared);
         new.limit_checkpoints(self.most_bytes - bytes);
         self.prompts.push(new);
-        self.bytes = self.count_bytes();
-        while self.bytes > self.most_bytes {
-            self.prompts.remove(0);
-            self.bytes = self.count_bytes();
-        }
+        self.limit_bytes(self.most_bytes);
         true
     }
 
-    /// The size of the kept keys and values on the device, in bytes.
+    /// Drops the least recently used prompts until the others have at most `most_bytes` bytes.
+    fn limit_bytes(&mut self, most_bytes: usize) {
+        self.bytes = self.count_bytes();
+        while self.bytes > most_bytes {
+            self.prompts.remove(0);
+            self.bytes = self.count_bytes();
+        }
+    }
+
+    /// Returns a checkpoint of an earlier prompt after the first `column` tokens of `prompt`. Several prompts may
+    /// continue from the end of one earlier prompt, and only the first of them [replaces](Prefilled::replace) it.
+    fn checkpoint_at(&self, prompt: &Prompt<'_>, column: usize) -> Option<Arc<Checkpoint>> {
+        let mut alike = self
+            .prompts
+            .iter()
+            .filter(|earlier| earlier.shared_with(prompt) >= column);
+        let checkpoint = alike.find_map(|earlier| earlier.checkpoint_at(column));
+        checkpoint.cloned()
+    }
+
+    /// The size of the kept keys and values on the device, in bytes. Does not count dropped prompts from which prefills
+    /// still [continue](Self::resume).
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -457,21 +485,6 @@ impl Prefilled {
             checkpoints.push(Arc::new(earlier.cache.checkpoint()));
         }
         self.add_checkpoints(checkpoints);
-    }
-
-    /// Shares the checkpoint at `column` of another prompt with the same first tokens, if this prompt lacks it. Several
-    /// prompts may continue from the end of one earlier prompt, and only the first of them
-    /// [replaces](Self::replace) it.
-    fn share_checkpoint(&mut self, column: usize, others: &[Self]) {
-        if column == 0 || self.cache.can_fork(column) {
-            return;
-        }
-        let prompt = self.prompt();
-        let mut alike = others
-            .iter()
-            .filter(|other| other.shared_with(&prompt) >= column);
-        let checkpoint = alike.find_map(|other| other.checkpoint_at(column));
-        self.add_checkpoints(checkpoint.cloned());
     }
 
     /// Adds checkpoints at tokens where this prompt has none.

@@ -32,8 +32,7 @@ impl<'a> Scheduler<'a> {
 
     /// The number of prompt tokens that are prefilled before the next decode step.
     pub(super) fn prompt_tokens_of_round(&self) -> usize {
-        // A prompt whose prefill has begun waits, too, so a pass over several prompts stays whole if it had to wait for a
-        // decode step.
+        // Admitted prompts wait, too. Otherwise a pass that was left for this round would be split.
         let waiting = self.queue.len() + self.prefilling.len();
         let is_burst = waiting >= MANY_WAITING.max(self.running.len())
             && self.options.prefill_chunk.is_none()
