@@ -190,7 +190,11 @@ impl Hub {
             name.model,
             hub.endpoint(),
             folder.display(),
-            gigabytes(missing.iter().sum()),
+            gigabytes(
+                missing
+                    .iter()
+                    .fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
+            ),
             missing.len()
         ));
         let bar = crate::model::progress_bar()?;

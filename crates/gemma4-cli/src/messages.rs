@@ -130,6 +130,10 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
+        // The trace of the HTTP client has all bytes on the wire, also the token.
+        if record.level() == Level::Trace && record.target().starts_with("ureq") {
+            return;
+        }
         let others = self.others.as_ref();
         if is_of_training(record.metadata()) {
             match record.level() {

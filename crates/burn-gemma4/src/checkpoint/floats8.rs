@@ -45,6 +45,9 @@ pub(super) fn fp8<'a>(
     let [rows, columns] = bytes.shape[..] else {
         return Err(module.problem(WHOLE, format!("its shape is {:?}", bytes.shape)));
     };
+    if rows == 0 || columns == 0 {
+        return Err(module.problem(WHOLE, format!("its shape is {:?}", bytes.shape)));
+    }
     let scales = module.entry(SCALES)?;
     let dtype = module.dtype_of_scales(scales, WHOLE)?;
     let fits = |scheme: &WeightScheme| match scheme {
@@ -86,7 +89,9 @@ pub(super) fn fp4<'a>(
     let [rows, half] = codes.shape[..] else {
         return Err(module.problem(WORDS, format!("its shape is {:?}", codes.shape)));
     };
-    let columns = 2 * half;
+    let (1.., Some(columns @ 1..)) = (rows, half.checked_mul(2)) else {
+        return Err(module.problem(WORDS, format!("its shape is {:?}", codes.shape)));
+    };
     let fits = |scheme: &WeightScheme| {
         let WeightScheme::Fp4(scheme) = scheme else {
             return None;
@@ -115,7 +120,11 @@ pub(super) fn fp4<'a>(
                 let reason = format!("{GLOBAL_SCALE} is {:?} in {:?}", entry.shape, entry.dtype);
                 return Err(module.problem(WORDS, reason));
             }
-            read_float(files.bytes(entry), 0, DType::F32)
+            let scale = read_float(files.bytes(entry), 0, DType::F32);
+            if !(scale.is_finite() && scale > 0.0) {
+                return Err(module.problem(WORDS, format!("{GLOBAL_SCALE} is {scale}")));
+            }
+            scale
         }
     };
     Ok(Source::fp4(Fp4 {

@@ -1,6 +1,7 @@
 //! Saves a model as a checkpoint in Hugging Face's layout.
 
 use super::files::TensorFiles;
+use super::floats8;
 use super::folder::Folder;
 use super::names::{HEAD, Names};
 use super::packed;
@@ -180,7 +181,8 @@ fn kept<'a>(
     }
     let is_packed = |name: &str| {
         let part = name.rsplit('.').next();
-        part.is_some_and(|part| packed::PARTS.contains(&part))
+        let is_part = |part| packed::PARTS.contains(&part) || floats8::PARTS.contains(&part);
+        part.is_some_and(is_part) || files.get(name).is_some_and(floats8::is_fp8)
     };
     // Do not copy the packed K and V projections that no layer uses, because the saved checkpoint has no packed
     // weights.

@@ -13,6 +13,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Write},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
     thread,
     time::Duration,
 };
@@ -71,6 +72,7 @@ impl Hub {
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
             .timeout_connect(Some(Duration::from_secs(30)))
             .timeout_recv_response(Some(Duration::from_secs(60)))
+            .timeout_per_read(Some(Duration::from_secs(60)))
             .user_agent(concat!("gemma4/", env!("CARGO_PKG_VERSION")))
             .build();
         Self {
@@ -158,7 +160,8 @@ impl Hub {
         };
         let blobs = folder.join("blobs");
         fs::create_dir_all(&blobs).map_err(failed(&blobs))?;
-        bar.set_length(files.iter().map(|file| file.bytes).sum());
+        let bytes = files.iter().map(|file| file.bytes);
+        bar.set_length(bytes.fold(0, u64::saturating_add));
         let mut done = 0;
         for file in files {
             bar.set_position(done);
@@ -175,7 +178,11 @@ impl Hub {
         }
         let refs = folder.join("refs");
         fs::create_dir_all(&refs)
-            .and_then(|()| fs::write(refs.join("main"), repository.commit()))
+            .and_then(|()| {
+                let (main, own) = (refs.join("main"), unique(&refs.join("main")));
+                fs::write(&own, repository.commit())?;
+                fs::rename(own, main)
+            })
             .map_err(failed(&refs))?;
         Ok(snapshot)
     }
@@ -256,6 +263,15 @@ impl Hub {
             fs::remove_file(&incomplete).map_err(text)?;
             return Err(format!(
                 "its SHA-256 is {found}; the Hub gives {expected}. The bytes were removed; download the file again"
+            ));
+        }
+        // Another process may have written to the file, if the file system does not lock files.
+        let length = to.metadata().map_err(text)?.len();
+        if length != file.bytes {
+            fs::remove_file(&incomplete).map_err(text)?;
+            return Err(format!(
+                "it has {length} bytes instead of {}. The bytes were removed; download the file again",
+                file.bytes
             ));
         }
         to.sync_all().map_err(text)?;
@@ -374,20 +390,29 @@ fn link(folder: &Path, file: &RemoteFile, path: &Path) -> std::io::Result<()> {
     if path.exists() {
         return Ok(());
     }
-    // A link may be there whose contents are gone.
-    let _ = fs::remove_file(path);
+    // Rename a link with a name of its own, because several processes may download one model. A link may also be there
+    // whose contents are gone.
+    let own = unique(path);
     #[cfg(unix)]
     {
         let _ = folder;
         let up = "../".repeat(2 + file.path.matches('/').count());
-        std::os::unix::fs::symlink(format!("{up}blobs/{}", file.etag), path)
+        std::os::unix::fs::symlink(format!("{up}blobs/{}", file.etag), &own)?;
     }
     #[cfg(not(unix))]
     {
         // A link needs a privilege on Windows.
         let blob = folder.join("blobs").join(&file.etag);
-        fs::hard_link(&blob, path).or_else(|_| fs::copy(&blob, path).map(drop))
+        fs::hard_link(&blob, &own).or_else(|_| fs::copy(&blob, &own).map(drop))?;
     }
+    fs::rename(&own, path)
+}
+
+/// Returns the path of a temporary file beside `path`, which no other thread and no other process uses.
+fn unique(path: &Path) -> PathBuf {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    path.with_added_extension(format!("{}-{number}", std::process::id()))
 }
 
 /// Escapes a part of a path for a URL.

@@ -40,13 +40,13 @@ impl Candidate {
     /// Returns the number of bytes of the weights on the device.
     fn device_bytes(&self) -> u64 {
         let growth = GROWTH.iter().find(|(part, _)| self.has(part));
-        self.bytes * growth.map_or(100, |(_, percent)| *percent) / 100
+        self.bytes / 100 * growth.map_or(100, |(_, percent)| *percent)
     }
 
     /// True if a device with `memory` bytes has room for the weights, an eighth more, and activations.
     fn fits(&self, memory: u64) -> bool {
         let bytes = self.device_bytes();
-        bytes + bytes / 8 + ACTIVATIONS <= memory
+        bytes.saturating_add(bytes / 8).saturating_add(ACTIVATIONS) <= memory
     }
 }
 
@@ -86,10 +86,14 @@ pub(super) fn with_parts(path: &str, files: &[(String, u64)]) -> Option<Candidat
         let file = files.iter().find(|(other, _)| other == path);
         file.map(|(_, bytes)| *bytes)
     };
-    let bytes: Option<u64> = paths.iter().map(bytes).sum();
+    // Saturate, because the sizes come from the Hub.
+    let bytes = paths
+        .iter()
+        .map(bytes)
+        .try_fold(0, |sum: u64, bytes| Some(sum.saturating_add(bytes?)));
     Some(Candidate {
-        files: paths,
         bytes: bytes?,
+        files: paths,
     })
 }
 
@@ -101,7 +105,10 @@ fn part(path: &str) -> Option<(&str, usize, usize)> {
         let is_number = text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
         is_number.then(|| text.parse().ok())?
     };
-    Some((prefix, read(number)?, read(count)?))
+    let (number, count) = (read(number)?, read(count)?);
+    (1..=count)
+        .contains(&number)
+        .then_some((prefix, number, count))
 }
 
 /// Chooses the largest checkpoint that fits into `memory` bytes. Returns the checkpoint, and the reason for the user.
@@ -162,6 +169,20 @@ mod tests {
     fn files(list: &[(&str, u64)]) -> Vec<(String, u64)> {
         let gigabytes = |(path, size): &(&str, u64)| ((*path).to_owned(), size * 1_000_000_000);
         list.iter().map(gigabytes).collect()
+    }
+
+    #[test]
+    fn part_numbers_begin_with_one() {
+        assert_eq!(part("m-00001-of-00002.gguf"), Some(("m", 1, 2)));
+        for name in [
+            "m-00001-of-00000.gguf",
+            "m-00000-of-00002.gguf",
+            "m-00003-of-00002.gguf",
+        ] {
+            assert_eq!(part(name), None, "{name}");
+            let found = with_parts(name, &[(name.into(), u64::MAX)]);
+            assert_eq!(found.map(|found| found.files), Some(vec![name.to_owned()]));
+        }
     }
 
     fn some() -> Vec<Candidate> {
