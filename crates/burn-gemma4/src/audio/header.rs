@@ -1,6 +1,7 @@
 //! The headers of audio files: their format, their length, and the memory that their decoding needs.
 
 use super::clip::{MOST_SECONDS, RATES, SAMPLE_RATE, check_length, check_rate};
+use std::borrow::Cow;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use symphonia::core::codecs::audio::AudioCodecParameters;
@@ -90,12 +91,14 @@ pub(super) fn opened<T>(
     let bytes = without_tags(bytes);
     let format = FileFormat::of(bytes);
     let format = format.ok_or("is not a WAV, FLAC, MP3 or Ogg Vorbis file")?;
-    if format == FileFormat::Ogg && !has_last_page(bytes) {
-        return Err(failed("the file is truncated"));
-    }
+    let bytes = match format {
+        FileFormat::Ogg => Cow::Borrowed(pages_of_one_stream(bytes)?),
+        FileFormat::Flac => Cow::Owned(without_flac_metadata(bytes)?),
+        FileFormat::Wave | FileFormat::Mp3 => Cow::Borrowed(bytes),
+    };
     // A broken header makes `symphonia` 0.6.1 panic, by its assertions and by overflow checks. The file is dropped
     // then.
-    let outcome = catch_unwind(AssertUnwindSafe(|| work(Opened::new(bytes, format)?)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| work(Opened::new(&bytes, format)?)));
     outcome.unwrap_or_else(|_| Err(failed("the header is broken")))
 }
 
@@ -160,7 +163,7 @@ impl<'a> Opened<'a> {
                 FileFormat::Mp3 => self.frames.map(|frames| frames.saturating_sub(MP3_FRAME)),
                 _ => self.frames,
             },
-            // The reader copies texts and pictures out of the file.
+            // A FLAC file is copied without its metadata. Readers of other files copy texts and pictures.
             decoding_bytes: 3 * 4 * samples
                 + of_clip
                 + self.bytes as u64
@@ -238,27 +241,60 @@ pub(super) fn is_end(error: &Error) -> bool {
     matches!(error, Error::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof)
 }
 
-/// True if the pages of an Ogg file end with a page that is marked as the last one. The reader accepts files without.
-fn has_last_page(bytes: &[u8]) -> bool {
-    let mut rest = bytes;
+/// Returns a FLAC file whose only metadata block is the stream information. The reader of `symphonia` 0.6.1 needs
+/// quadratic time for an unsorted seek table, and a multiple of the file's memory for many short tags.
+fn without_flac_metadata(bytes: &[u8]) -> Result<Vec<u8>, String> {
+    let (magic, mut rest) = bytes.split_at(4);
+    let mut information = None;
     loop {
-        let Some(header) = rest.first_chunk::<27>() else {
-            return false;
-        };
-        let segments = usize::from(header[26]);
-        let Some(sizes) = rest.get(27..27 + segments) else {
-            return false;
-        };
-        let size: usize = sizes.iter().map(|size| usize::from(*size)).sum();
-        let is_page = header.starts_with(b"OggS");
-        let Some(after) = rest.get(27 + segments + size..).filter(|_| is_page) else {
-            return false;
-        };
-        match header[5] & 4 != 0 {
-            true => return true,
-            false => rest = after,
+        let block = rest.split_first_chunk::<4>();
+        let ([kind, size @ ..], after) = block.ok_or_else(|| failed("the file is truncated"))?;
+        let size = size
+            .iter()
+            .fold(0, |size, byte| size << 8 | usize::from(*byte));
+        let contents = after.split_at_checked(size);
+        let (contents, after) = contents.ok_or_else(|| failed("the file is truncated"))?;
+        let is_information = kind & 0x7F == 0;
+        // The stream information is the first block, and no other block has its kind.
+        if is_information != information.is_none() || is_information && size != 34 {
+            return Err(failed("the header is broken"));
+        }
+        let information = *information.get_or_insert(contents);
+        rest = after;
+        if kind & 0x80 != 0 {
+            return Ok([magic, &[0x80, 0, 0, 34], information, rest].concat());
         }
     }
+}
+
+/// Returns the pages of an Ogg file, without other bytes that follow the last page. Refuses a file without a page that
+/// is marked as the last one, and a file with several streams. The reader allocates memory for each stream.
+fn pages_of_one_stream(bytes: &[u8]) -> Result<&[u8], String> {
+    let (mut rest, mut begins, mut ends) = (bytes, 0, false);
+    while let Some((flags, after)) = ogg_page(rest) {
+        begins += flags >> 1 & 1;
+        if begins > 1 {
+            return Err(failed(Error::ResetRequired));
+        }
+        ends |= flags & 4 != 0;
+        rest = after;
+    }
+    match ends {
+        true => Ok(&bytes[..bytes.len() - rest.len()]),
+        false => Err(failed("the file is truncated")),
+    }
+}
+
+/// Returns the flags of the first page of an Ogg file and the bytes after that page. Returns `None` if the file does
+/// not begin with a whole page.
+fn ogg_page(bytes: &[u8]) -> Option<(u8, &[u8])> {
+    let header = bytes
+        .first_chunk::<27>()
+        .filter(|header| header.starts_with(b"OggS"))?;
+    let segments = usize::from(header[26]);
+    let sizes = bytes.get(27..27 + segments)?;
+    let size: usize = sizes.iter().map(|size| usize::from(*size)).sum();
+    Some((header[5], bytes.get(27 + segments + size..)?))
 }
 
 pub(super) fn check_channels(channels: usize) -> Result<(), String> {
@@ -323,6 +359,49 @@ mod tests {
             assert!(found.decoding_bytes >= 12 * count, "{name}");
             assert!(found.decoding_bytes < 20 << 20, "{name}: {found:?}");
         }
+    }
+
+    fn fixture(name: &str) -> Vec<u8> {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/audio");
+        std::fs::read(folder.join(name)).expect("the fixture is readable")
+    }
+
+    #[test]
+    fn without_flac_metadata_drops_a_seek_table() {
+        let file = fixture("mono.flac");
+        let stripped = without_flac_metadata(&file).expect("the fixture has metadata");
+        assert_eq!(stripped[4..8], [0x80, 0, 0, 34]);
+        // A seek table whose sample numbers descend.
+        let points = (0..60_000u64).rev();
+        let table: Vec<u8> = points
+            .flat_map(|point| [point.to_be_bytes().as_slice(), &[0; 8], &[16, 0]].concat())
+            .collect();
+        let size = (table.len() as u32).to_be_bytes();
+        let block = [&[0x83], &size[1..], &table].concat();
+        let hostile = [b"fLaC\0\0\0\x22", &stripped[8..42], &block, &stripped[42..]].concat();
+        let cleaned = without_flac_metadata(&hostile).expect("the blocks are whole");
+        assert!(cleaned == stripped);
+        assert!(header(&hostile).is_ok());
+        let reason = without_flac_metadata(&hostile[..100]).expect_err("the block is cut");
+        assert!(reason.contains("truncated"), "{reason}");
+        let swapped = [b"fLaC".as_slice(), &block].concat();
+        let reason = without_flac_metadata(&swapped).expect_err("no stream information");
+        assert!(reason.contains("broken"), "{reason}");
+    }
+
+    #[test]
+    fn pages_of_one_stream_refuses_a_second_stream() {
+        let file = fixture("mono.ogg");
+        let pages = pages_of_one_stream(&file).expect("the fixture has one stream");
+        assert_eq!(pages.len(), file.len());
+        let (_, after) = ogg_page(&file).expect("the fixture has a page");
+        let first = &file[..file.len() - after.len()];
+        for hostile in [[first, &file].concat(), [&file, first].concat()] {
+            let reason = header(&hostile).expect_err("there are two streams");
+            assert!(reason.contains("several streams"), "{reason}");
+        }
+        let followed = [&file[..], b"TAG"].concat();
+        assert!(pages_of_one_stream(&followed) == Ok(&file[..]));
     }
 
     #[test]
