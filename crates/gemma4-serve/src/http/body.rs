@@ -92,31 +92,35 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     let mut rest = body.into_data_stream();
     let is_too_large = length.is_some_and(|bytes| bytes > limit);
     let collected = match is_too_large {
-        true => None,
+        true => Ok(None),
         false => {
-            collect(
-                &mut rest,
-                length.unwrap_or(limit),
-                limit,
-                seconds,
-                &app.bodies,
-            )
-            .await?
+            let expected = length.unwrap_or(limit);
+            collect(&mut rest, expected, limit, seconds, &app.bodies).await
         }
     };
-    let Some((bytes, memory)) = collected else {
-        if !(is_too_large && waits) {
-            // A client that sends for longer sees a reset connection.
-            let _ = timeout(seconds, discard(rest)).await;
+    let error = match collected {
+        Ok(Some((bytes, memory))) if bytes.len() < LONG_BODY => {
+            return Ok((parse(&bytes)?, memory));
         }
-        let message = format!("the body is too large; expected at most {limit} bytes");
-        return Err(RequestError::new(ErrorKind::TooLarge, message));
+        Ok(Some((bytes, memory))) => {
+            let parsed = tokio::task::spawn_blocking(move || Ok((parse(&bytes)?, memory))).await;
+            return parsed.unwrap_or_else(|error| {
+                Err(RequestError::new(ErrorKind::Internal, error.to_string()))
+            });
+        }
+        Ok(None) => {
+            let message = format!("the body is too large; expected at most {limit} bytes");
+            RequestError::new(ErrorKind::TooLarge, message)
+        }
+        Err(error) => error,
     };
-    if bytes.len() < LONG_BODY {
-        return Ok((parse(&bytes)?, memory));
+    // Read the rest, because a client may read the answer only after it has sent the body. A client that sends for
+    // longer sees a reset connection.
+    let is_sending = matches!(error.kind, ErrorKind::TooLarge | ErrorKind::Busy);
+    if is_sending && !(is_too_large && waits) {
+        let _ = timeout(seconds, discard(rest)).await;
     }
-    let parsed = tokio::task::spawn_blocking(move || Ok((parse(&bytes)?, memory))).await;
-    parsed.unwrap_or_else(|error| Err(RequestError::new(ErrorKind::Internal, error.to_string())))
+    Err(error)
 }
 
 /// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Returns
@@ -128,7 +132,7 @@ async fn collect(
     longest: Duration,
     pool: &BodyPool,
 ) -> Result<Option<(Vec<u8>, BodyMemory)>, RequestError> {
-    let deadline = Instant::now() + longest;
+    let mut deadline = Instant::now() + longest;
     let (mut bytes, mut memory) = (Vec::new(), BodyMemory::default());
     loop {
         let chunk = match timeout_at(deadline, body.next()).await {
@@ -148,7 +152,10 @@ async fn collect(
             return Ok(None);
         }
         if count >= LONG_BODY && bytes.len() < LONG_BODY {
+            let before = Instant::now();
             let reserved = timeout_at(deadline, pool.reserve(expected)).await;
+            // The client does not answer for the wait.
+            deadline += before.elapsed();
             memory = reserved.map_err(|_| {
                 let message = "the bodies of other requests take all memory; try again later";
                 RequestError::new(ErrorKind::Busy, message)
