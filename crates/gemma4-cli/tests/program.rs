@@ -54,13 +54,18 @@ fn missing_command_shows_help_and_exits_with_usage_error() {
 
 #[test]
 fn unknown_model_is_refused_with_its_name() {
-    let arguments = ["--prompt", "hi", "--model", "no-organisation/no-model"];
-    let output = gemma4(&[&["run"][..], &arguments].concat());
+    let cache = tempfile::TempDir::new().expect("a folder");
+    let model = "no-organisation/no-model";
+    // Without HF_HUB_OFFLINE, a build with the feature `download` would ask the Hub, and tests use no network.
+    let output = Command::new(env!("CARGO_BIN_EXE_gemma4"))
+        .args(["run", "--prompt", "hi", "--model", model])
+        .env("HF_HUB_OFFLINE", "1")
+        .env("HF_HOME", cache.path())
+        .env_remove("HF_HUB_CACHE")
+        .output()
+        .expect("a process");
     assert_eq!(output.status.code(), Some(2), "{output:?}");
     let error = text(&output.stderr);
-    assert!(
-        error.contains("hf download no-organisation/no-model"),
-        "{error}"
-    );
+    assert!(error.contains(&format!("hf download {model}")), "{error}");
     assert!(output.stdout.is_empty(), "{output:?}");
 }
