@@ -6,6 +6,9 @@
 use crate::op::sums::{Team, part_of_sum};
 use cubecl::prelude::*;
 
+/// The number of banks of shared memory. Units of a warp that access different words of a bank wait for each other.
+const BANKS: usize = 32;
+
 /// The division of a GEMV among teams. A team is a group of units that computes a few outputs together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ProjectPlan {
@@ -136,20 +139,62 @@ pub(super) fn finish<E: Float>(
 ) {
     let lane = UNIT_POS_X;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
-    let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
+    let part = lane / comptime!(plan.team.width as u32);
     #[unroll]
     for index in 0..comptime!(plan.sums()) {
-        let part = part_of_sum(sums[index], plan.team);
+        let sum = part_of_sum(sums[index], plan.team);
         if lane.is_multiple_of(comptime!(plan.team.width as u32)) {
-            let at = (lane / comptime!(plan.team.width as u32)) as usize;
-            partial[of_team + comptime!(index * plan.team.parts()) + at] = part;
+            let row = comptime!((index / plan.weights()) as u32).runtime();
+            let weight = comptime!((index % plan.weights()) as u32).runtime();
+            partial[place_of_part(part, row, weight, plan)] = sum;
         }
     }
     finish_parts(&partial, inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Adds up a team's partial sums in shared memory, applies the epilogue, and writes the outputs. The partial sums of
-/// one output are contiguous. Synchronizes the cube first.
+/// Returns the position, in shared memory, of a partial sum of the unit's team: the sum of one part for an input row and
+/// one of the team's weight rows.
+///
+/// The position avoids bank conflicts. The units of a warp write the sums of 8 input rows and 8 weight rows, and the
+/// rows of one part are contiguous. If the rows of 8 inputs would fall into the same banks, the index of the weight row
+/// is permuted: at most two units of a warp then share a bank.
+#[cube]
+pub(super) fn place_of_part(
+    part: u32,
+    row: u32,
+    weight: u32,
+    #[comptime] plan: ProjectPlan,
+) -> usize {
+    let weights = comptime!(plan.weights());
+    let eights = comptime!(weights / 8);
+    let mut place = weight;
+    if comptime!(eights > 1 && weights.is_power_of_two() && weights <= BANKS) {
+        let turn = row / comptime!((BANKS / weights) as u32) % comptime!(eights as u32);
+        place = weight ^ (8u32 * turn);
+    }
+    let of_team = UNIT_POS_Y * comptime!(plan.team.parts() as u32) + part;
+    (of_team * comptime!(plan.sums() as u32) + row * comptime!(weights as u32) + place) as usize
+}
+
+/// Adds up the partial sums of all parts of the unit's team, for an input row and one of the team's weight rows.
+#[cube]
+pub(super) fn sum_of_parts(
+    partial: &Shared<[f32]>,
+    row: u32,
+    weight: u32,
+    #[comptime] plan: ProjectPlan,
+) -> f32 {
+    let from = place_of_part(0u32, row, weight, plan);
+    let mut sum = 0.0f32;
+    #[unroll]
+    for part in 0..comptime!(plan.team.parts()) {
+        sum += partial[from + comptime!(part * plan.sums())];
+    }
+    sum
+}
+
+/// Adds up a team's partial sums in shared memory, applies the epilogue, and writes the outputs. Synchronizes the cube
+/// first.
 #[cube]
 pub(super) fn finish_parts<E: Float>(
     partial: &Shared<[f32]>,
@@ -160,32 +205,21 @@ pub(super) fn finish_parts<E: Float>(
     #[comptime] epilogue: Epilogue,
 ) {
     sync_cube();
-    let lane = UNIT_POS_X;
-    let team = UNIT_POS_Y;
     let first = of_outputs.first;
     let outputs = of_outputs.outputs;
-    let parts = comptime!(plan.team.parts());
-    let of_team = team as usize * comptime!(plan.sums() * plan.team.parts());
-    let mut item = lane;
+    let of_row = comptime!(plan.outputs as u32);
+    let mut item = UNIT_POS_X;
     while item < comptime!((plan.rows * plan.outputs) as u32) {
-        let row = item as usize / plan.outputs;
-        let o = item as usize % plan.outputs;
-        let column = first as usize + o;
+        let row = item / of_row;
+        let o = item % of_row;
+        let column = (first + o) as usize;
         if column < outputs as usize {
-            let from = of_team + (row * comptime!(plan.weights()) + o) * parts;
-            let mut value = 0.0f32;
+            let value = sum_of_parts(partial, row, o, plan);
             let mut through = 0.0f32;
-            #[unroll]
-            for part in 0..parts {
-                value += partial[from + part];
-            }
             if comptime!(plan.gated) {
-                #[unroll]
-                for part in 0..parts {
-                    through += partial[from + comptime!(plan.outputs * plan.team.parts()) + part];
-                }
+                through = sum_of_parts(partial, row, o + of_row, plan);
             }
-            let row = of_outputs.row as usize + row;
+            let row = (of_outputs.row + row) as usize;
             let value =
                 apply_epilogue::<E>(value, through, inputs, row, column, plan.gated, epilogue);
             let to = row * of_outputs.all_outputs as usize + of_outputs.column as usize + column;

@@ -15,7 +15,7 @@
 //! Bound: memory bandwidth, unless the unpacking of codes takes longer.
 
 use super::super::GEMV_MAX_ROWS;
-use super::super::sums::{ProjectPlan, gelu};
+use super::super::sums::{ProjectPlan, gelu, sum_of_parts};
 use super::codes::{Codes, GROUP, STEP};
 use super::parts::{lane, leave_parts, weight_row};
 use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address, go_to_tail, multiply, read_codes};
@@ -276,8 +276,6 @@ fn write_outputs<O: Float>(
     output: &mut Tensor<O>,
     #[comptime] plan: ProjectPlan,
 ) {
-    let parts = comptime!(plan.team.parts());
-    let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
     let of_row = comptime!(plan.outputs as u32);
     let mut item = UNIT_POS_X;
     while item < rows * of_row {
@@ -285,20 +283,9 @@ fn write_outputs<O: Float>(
         let of_item = item % of_row;
         let column = first + of_item;
         if column < outputs {
-            let weight = row * comptime!(plan.weights() as u32) + of_item;
-            let from = of_team + weight as usize * parts;
-            let mut value = 0.0f32;
-            #[unroll]
-            for part in 0..parts {
-                value += partial[from + part];
-            }
+            let mut value = sum_of_parts(partial, row, of_item, plan);
             if comptime!(plan.gated) {
-                let mut through = 0.0f32;
-                #[unroll]
-                for part in 0..parts {
-                    through += partial[from + comptime!(plan.outputs * plan.team.parts()) + part];
-                }
-                value = gelu(value) * through;
+                value = gelu(value) * sum_of_parts(partial, row, of_item + of_row, plan);
             }
             let pair = pairs[(first_pair + row) as usize];
             output[(pair * outputs + column) as usize] = O::cast_from(value);

@@ -1,6 +1,6 @@
 //! Positions of threads in a warp, and the partial sums that warps write to shared memory.
 
-use super::super::sums::ProjectPlan;
+use super::super::sums::{ProjectPlan, place_of_part};
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 use cubecl::prelude::*;
 
@@ -52,14 +52,10 @@ pub(super) fn leave_parts(
     #[comptime] fragment: usize,
     #[comptime] plan: ProjectPlan,
 ) {
-    let parts = comptime!(plan.team.parts());
     if lane.row < comptime!(plan.rows as u32) {
-        let weight = lane.row * comptime!(plan.weights() as u32)
-            + comptime!((fragment * PRODUCT_ROWS) as u32)
-            + 2u32 * lane.column;
-        let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
-        let at = of_team + weight as usize * parts + lane.warp as usize;
+        let weight = comptime!((fragment * PRODUCT_ROWS) as u32) + 2u32 * lane.column;
+        let at = place_of_part(lane.warp, lane.row, weight, plan);
         partial[at] = sum;
-        partial[at + parts] = next;
+        partial[at + 1] = next;
     }
 }
