@@ -34,6 +34,19 @@ pub fn copy_piece(target: u32, source: u64, bytes: u32) {
     );
 }
 
+/// Copies `bytes` bytes from `source` to the `size` bytes at the shared-memory address `target`, and fills the rest with
+/// zeros. `size` is 4 or 8, and both addresses must be multiples of it. Unlike [`copy_piece()`], the copy goes through the
+/// L1 cache.
+#[cube]
+pub fn copy_small(target: u32, source: u64, bytes: u32, #[comptime] size: usize) {
+    gpu_asm!(
+        "cp.async.ca.shared.global [{target}], [{source}], {size}, {bytes};",
+        target = in(_) value_of::<u32>(target),
+        source = in(_) value_of::<u64>(source),
+        bytes = in(_) value_of::<u32>(bytes)
+    );
+}
+
 /// Closes a group that consists of all copies that this thread has started since its previous group.
 #[cube]
 pub fn commit_copies() {

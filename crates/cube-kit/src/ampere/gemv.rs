@@ -89,6 +89,38 @@ fn piece_text(offset: usize) -> String {
     )
 }
 
+/// Loads 8 bytes at `offset` bytes after a global address, and 8 bytes `apart` bytes further on. If `is_there` is 0, the
+/// function reads no memory and returns zeros.
+#[cube]
+pub fn read_half_pieces_if(
+    address: u64,
+    is_there: u32,
+    #[comptime] offset: usize,
+    #[comptime] apart: usize,
+) -> Vector<u32, Const<4>> {
+    let text = comptime!(half_pieces_text(offset, apart));
+    let piece: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{text} // {piece} {address} {is_there}\n",
+        piece = out(_) piece,
+        address = in(_) value_of::<u64>(address),
+        is_there = in(_) value_of::<u32>(is_there)
+    );
+    piece
+}
+
+/// Returns the PTX of [`read_half_pieces_if()`]. As in [`read_piece_if()`], the PTX reads the condition before it writes
+/// any word.
+fn half_pieces_text(offset: usize, apart: usize) -> String {
+    let zeros: String = (0..4).map(|i| format!("mov.b32 %{i}, 0;\n")).collect();
+    format!(
+        "{{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n{zeros}\
+         @there ld.global.v2.u32 {{%0, %1}}, [%4+{offset}];\n\
+         @there ld.global.v2.u32 {{%2, %3}}, [%4+{}];\n}}\n",
+        offset + apart
+    )
+}
+
 /// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand.
 /// Only the first two elements of the lane's result have a meaning, because rows 8 to 15 of the left operand are zeros.
 #[cube]

@@ -3,6 +3,7 @@
 use burn::tensor::{bf16, f16};
 use cube_kit::ampere::gemv::add_halves;
 use cube_kit::nvidia::Half;
+use cube_kit::nvidia::ptx::permuted_bytes;
 use cubecl::prelude::*;
 
 /// The number of columns in a quantization group.
@@ -27,10 +28,6 @@ impl Codes {
         CODES * self.bits / 32
     }
 
-    pub(super) const fn step_bytes(self) -> usize {
-        STEP * self.bits / 8
-    }
-
     /// Returns a word with two equal 16-bit floats. Each float is the power of two for which the lowest mantissa bit
     /// has the value 1. ORing a code into the mantissa therefore adds the code to the float.
     fn base(self) -> u32 {
@@ -52,7 +49,7 @@ impl Codes {
 
     /// The mask of the code bits that fit into the mantissa of a 16-bit float. A word holds two floats, so the mask
     /// appears twice.
-    fn mask(self) -> u32 {
+    pub(super) fn mask(self) -> u32 {
         match (self.bits, self.half) {
             (4, _) => 0x000f_000f,
             (_, Half::F16) => 0x00ff_00ff,
@@ -75,16 +72,18 @@ impl Codes {
     }
 }
 
-/// Converts two codes, which lie 16 bits apart in a word, to two 16-bit floats in one word.
+/// Converts two codes, which lie 16 bits apart in a word, to two 16-bit floats in one word. `mask` is
+/// [`Codes::mask`].
 #[cube]
 pub(super) fn numbers(
     words: &Array<u32>,
+    mask: u32,
     #[comptime] pair: usize,
     #[comptime] codes: Codes,
 ) -> u32 {
     let of_word = comptime!(16 / codes.bits);
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
-    let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
+    let bits = (word & mask) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
         // Subtract the power of two and the zero point, 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the
         // top bit of an 8-bit code. This top bit has the value 128. If it is 1, subtract only 128 instead of 256, to
@@ -111,7 +110,7 @@ pub(super) fn as_codes_lie(
         let first = comptime!(two * 2 / apart);
         let one = row.extract(first);
         let other = row.extract(comptime!(first + apart));
-        pairs[comptime!(2 * two)] = (one & 0xffffu32) | (other << 16u32);
-        pairs[comptime!(2 * two + 1)] = (one >> 16u32) | (other & 0xffff_0000u32);
+        pairs[comptime!(2 * two)] = permuted_bytes(one, other, 0x5410u32);
+        pairs[comptime!(2 * two + 1)] = permuted_bytes(one, other, 0x7632u32);
     }
 }

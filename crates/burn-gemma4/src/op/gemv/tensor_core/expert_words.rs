@@ -1,8 +1,8 @@
 //! GEMMs of MoE experts with quantized weights on NVIDIA's tensor cores, for a few rows.
 //!
 //! Algorithm: a pair is a row and one of its chosen experts. A cube computes outputs of one expert. The cube first lists
-//! the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`quantized`](super::quantized) does
-//! with input rows. The weights of an expert are therefore read once for 8 rows that chose the expert.
+//! the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`words`](super::words) does with
+//! input rows. The weights of an expert are therefore read once for 8 rows that chose the expert.
 //!
 //! If there are fewer pairs than experts, cubes are launched for pairs instead of experts. The cubes of an expert's
 //! first pair compute the outputs of all its pairs. Other cubes end without reading weights.
@@ -10,17 +10,20 @@
 //! Tensors: input `[pairs / pairs of a row, columns in]`, words `[experts · rows of an expert, words]`, chosen experts
 //! `[rows, top_k]`, output `[pairs, columns out]`.
 //!
-//! Budget: as in [`quantized`](super::quantized), and shared memory for a list of at most [`MOST_PAIRS`] pairs.
+//! Budget: as in [`words`](super::words), and shared memory for a list of at most [`MOST_PAIRS`] pairs.
 //!
 //! Bound: memory bandwidth, unless the unpacking of codes takes longer.
 
 use super::super::GEMV_MAX_ROWS;
 use super::super::sums::{ProjectPlan, gelu, sum_of_parts};
-use super::codes::{Codes, GROUP, STEP};
-use super::parts::{lane, leave_parts, weight_row};
-use super::quantized::{BLOCK, INPUT_BYTES, WordRows, address, go_to_tail, multiply, read_codes};
+use super::parts::{lane, weight_row};
+use super::staged::{
+    InputRows, Staging, copies_scales, fill_ring, first_code, first_scale, leave_sums,
+    multiply_stages, ring_of_warp,
+};
+use super::word_rows::{WordRows, address};
 use cube_kit::ampere::cp_async::half_address;
-use cube_kit::ampere::gemv::read_word;
+use cube_kit::nvidia::ptx::shared_address;
 use cube_kit::pdl::{
     launch_dependents_and_wait, launch_dependents_if, mark_volatile, wait_prior_launch,
 };
@@ -50,23 +53,20 @@ pub(super) struct PairPlace {
 /// Multiplies the input rows by the transposes of their experts' matrices. If `plan.gated`, multiplies the up
 /// projection's output by the GELU of the gate projection's output.
 ///
-/// `by_pair` is true if cubes are launched for pairs. `tail` is the number of steps after the last whole block. `list` is
-/// the number of pairs that shared memory holds.
+/// `by_pair` is true if cubes are launched for pairs. `list` is the number of pairs that shared memory holds.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
+pub(super) fn project_expert_words_pdl<E: Float, O: Float>(
     input: &Tensor<E>,
     words: &Tensor<u32>,
     word_rows: WordRows,
     chosen: &Tensor<i32>,
     place: PairPlace,
     output: &mut Tensor<O>,
-    #[comptime] codes: Codes,
-    #[comptime] tail: usize,
+    #[comptime] staging: Staging,
     #[comptime] list: usize,
     #[comptime] by_pair: bool,
     #[comptime] plan: ProjectPlan,
     #[define(E, O)] _elements: [ElemType; 2],
-    #[define(N)] _words_of_lane: usize,
 ) {
     wait_prior_launch(plan.pdl);
     mark_volatile(input, plan.pdl);
@@ -82,143 +82,67 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float, N: Size>(
         count = 0u32;
     }
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
+    let memory = Shared::<[u32]>::new_aligned_slice(comptime!(staging.ring_words(plan)), 128usize);
 
     let lane = lane();
     let cube = CUBE_POS as u32 % place.cubes;
     let team = cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
     let first = team * comptime!(plan.outputs as u32);
+    let columns = word_rows.columns;
+    let ring = ring_of_warp(shared_address(&memory), word_rows, lane, staging, plan);
     let fragments = comptime!(plan.fragments());
-    let first_code =
-        (lane.warp * comptime!(4 * BLOCK as u32) + lane.column) * comptime!(codes.words() as u32);
-    let first_scale = word_rows.scales + lane.warp * comptime!(BLOCK as u32) + lane.column;
-    let parts = comptime!(plan.team.parts());
-    let whole_blocks = word_rows.columns / comptime!((BLOCK * STEP) as u32);
-    let blocks = whole_blocks / comptime!(parts as u32);
-    let quarter = lane.column % 2u32 * 2u32 + lane.column / 2u32;
-    let column =
-        lane.warp * comptime!((BLOCK * STEP) as u32) + quarter * comptime!(GROUP as u32 / 4);
-
     let mut code_addresses = Array::<u64>::new(fragments);
-    let mut scale_addresses = Array::<u64>::new(fragments);
-    let mut sums = Array::<f32>::new(comptime!(2 * fragments));
-    let mut read = Array::<Vector<u32, N>>::new(comptime!(BLOCK * fragments));
-    let mut scales = Array::<u32>::new(fragments);
-    let mut next_scales = Array::<u32>::new(fragments);
+    let mut scale_address = 0u64;
+    let own_code = first_code(lane);
+    let own_scale = first_scale(word_rows.scales, lane, staging);
+    #[unroll]
+    for fragment in 0..fragments {
+        let of_matrix = weight_row(first, lane.row, place.outputs, fragment, plan);
+        let mut row = expert * place.rows + of_matrix;
+        if comptime!(fragment >= plan.fragments_of_matrix()) {
+            row += place.through;
+        }
+        let start = u64::cast_from(row) * u64::cast_from(word_rows.stride);
+        code_addresses[fragment] = address(words, start + u64::cast_from(own_code));
+        if copies_scales(lane, fragment, plan) {
+            scale_address = address(words, start + u64::cast_from(own_scale));
+        }
+    }
+    let couples = comptime!(fragments / 2);
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(couples);
     let mut first_pair = 0u32;
     while first_pair < count {
         let rows = min(count - first_pair, comptime!(GEMV_MAX_ROWS as u32));
+        fill_ring(ring, &code_addresses, scale_address, lane, staging, plan);
         #[unroll]
-        for fragment in 0..fragments {
-            let of_matrix = weight_row(first, lane.row, place.outputs, fragment, plan);
-            let mut row = expert * place.rows + of_matrix;
-            if comptime!(fragment >= plan.fragments_of_matrix()) {
-                row += place.through;
-            }
-            let start = u64::cast_from(row) * u64::cast_from(word_rows.stride);
-            code_addresses[fragment] = address(words, start + u64::cast_from(first_code));
-            scale_addresses[fragment] = address(words, start + u64::cast_from(first_scale));
-            sums[comptime!(2 * fragment)] = 0.0f32;
-            sums[comptime!(2 * fragment + 1)] = 0.0f32;
-            scales[fragment] = read_word(scale_addresses[fragment], 0usize);
+        for sum in 0..couples {
+            sums[sum] = Vector::<f32, Const<4>>::zeroed();
         }
-        #[unroll]
-        for step in 0..BLOCK {
-            read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
-        }
-        let is_there = select(lane.row < rows, 1u32, 0u32);
         let pair = pairs[(first_pair + min(lane.row, rows - 1u32)) as usize];
         let input_row = pair / place.pairs_of_row;
-        let mut rows_address = half_address::<E>(
-            input,
-            u64::cast_from(input_row) * u64::cast_from(word_rows.columns) + u64::cast_from(column),
-        );
-        let mut done = 1u32;
-        while done < blocks {
-            #[unroll]
-            for fragment in 0..fragments {
-                let code_bytes = comptime!((BLOCK * codes.step_bytes() * parts) as u64);
-                code_addresses[fragment] += code_bytes;
-                let scale_bytes = comptime!((4 * BLOCK * parts) as u64);
-                scale_addresses[fragment] += scale_bytes;
-                next_scales[fragment] = read_word(scale_addresses[fragment], 0usize);
-            }
-            #[unroll]
-            for step in 0..BLOCK {
-                multiply::<N>(
-                    &mut sums,
-                    &read,
-                    &scales,
-                    rows_address,
-                    is_there,
-                    lane,
-                    step,
-                    codes,
-                    plan,
-                );
-                read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
-            }
-            #[unroll]
-            for fragment in 0..fragments {
-                scales[fragment] = next_scales[fragment];
-            }
-            rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
-            done += 1u32;
-        }
+        let before = u64::cast_from(input_row) * u64::cast_from(columns);
+        let input_rows = InputRows {
+            address: half_address::<E>(input, before),
+            tile_distance: 0u64,
+            is_there: select(lane.row < rows, 1u32, 0u32),
+        };
         launch_dependents_if(
             first_pair + comptime!(GEMV_MAX_ROWS as u32) >= count,
             plan.pdl,
         );
-        let has_tail = lane.warp == 0u32;
-        if comptime!(tail > 0) && has_tail {
-            go_to_tail(
-                &mut code_addresses,
-                &scale_addresses,
-                &mut next_scales,
-                lane,
-                codes,
-                tail,
-                plan,
-            );
-        }
+        multiply_stages(
+            &mut sums,
+            ring,
+            &code_addresses,
+            scale_address,
+            input_rows,
+            lane,
+            staging,
+            plan,
+        );
         #[unroll]
-        for step in 0..BLOCK {
-            multiply::<N>(
-                &mut sums,
-                &read,
-                &scales,
-                rows_address,
-                is_there,
-                lane,
-                step,
-                codes,
-                plan,
-            );
-            if comptime!(step < tail) && has_tail {
-                read_codes::<N>(&mut read, &code_addresses, step, codes, plan);
-            }
-        }
-        if comptime!(tail > 0) && has_tail {
-            rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
-            #[unroll]
-            for step in 0..tail {
-                multiply::<N>(
-                    &mut sums,
-                    &read,
-                    &next_scales,
-                    rows_address,
-                    is_there,
-                    lane,
-                    step,
-                    codes,
-                    plan,
-                );
-            }
-        }
-        #[unroll]
-        for fragment in 0..fragments {
-            let sum = sums[comptime!(2 * fragment)];
-            let next = sums[comptime!(2 * fragment + 1)];
-            leave_parts(&mut partial, sum, next, lane, fragment, plan);
+        for couple in 0..couples {
+            leave_sums(&mut partial, sums[couple], lane, couple, 0usize, plan);
         }
         sync_cube();
         write_outputs::<O>(

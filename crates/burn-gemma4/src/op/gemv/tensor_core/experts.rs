@@ -3,10 +3,10 @@
 use super::super::launch_options::Shape;
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
-use super::codes::{self, Codes};
+use super::codes::Codes;
 use super::expert_words::{MOST_PAIRS, PairPlaceLaunch, mix_pairs_pdl, project_expert_words_pdl};
-use super::plan::{EXPERT_WORDS, EXPERTS_FIRST_ROWS, plan_of_each};
-use super::quantized::{self, WordRowsLaunch};
+use super::staged::{Staging, plan::plan_of_experts};
+use super::word_rows::WordRowsLaunch;
 use super::{WORDS_OF_VECTOR, has_product, is_served};
 use crate::op::launch::vector_size;
 use crate::quant::layout::Layout;
@@ -21,6 +21,9 @@ use cubecl::prelude::CubeDim;
 
 /// The number of units in a cube that adds up experts' outputs.
 const UNITS: usize = 256;
+
+/// The smallest number of rows for which experts are multiplied on tensor cores.
+const FIRST_ROWS: usize = 2;
 
 /// The quantized matrices of all experts.
 pub(in super::super) struct ExpertWords {
@@ -121,10 +124,11 @@ fn project(
         bits: weight.layout.format.bits,
         half: Half::of(input.dtype).expect("the plan accepts only f16 and bf16"),
     };
+    let staging = Staging::new(codes, columns);
     let stride = weight.words.meta.strides()[0];
     let elements = [input.dtype, dtype].map(dtype_to_storage_type);
-    // SAFETY: the inner dimension is a multiple of the columns of a step. The codes, the scales and the input that a
-    // thread reads therefore lie within their rows. The index of a weight row is clamped to the last row of the expert's
+    // SAFETY: the inner dimension is a multiple of half a stage. The codes, the scales and the input that a thread
+    // reads therefore lie within their rows. The index of a weight row is clamped to the last row of the expert's
     // matrix. A pair is below `pairs`, and a thread writes only outputs below `outputs`.
     unsafe {
         project_expert_words_pdl::launch_unchecked(
@@ -134,7 +138,12 @@ fn project(
             address_type([&input, &weight.words, &output]),
             input.into_tensor_arg(),
             weight.words.clone().into_tensor_arg(),
-            WordRowsLaunch::new(stride as u32, weight.layout.scales() as u32, columns as u32),
+            WordRowsLaunch::new(
+                stride as u32,
+                weight.layout.scales() as u32,
+                columns as u32,
+                codes.mask(),
+            ),
             chosen.into_tensor_arg(),
             PairPlaceLaunch::new(
                 pairs as u32,
@@ -145,13 +154,11 @@ fn project(
                 (weight.rows - outputs) as u32,
             ),
             output.clone().into_tensor_arg(),
-            codes,
-            columns / codes::STEP % quantized::BLOCK,
+            staging,
             pairs.next_power_of_two(),
             pairs < experts,
             plan,
             elements,
-            codes.words(),
         );
     }
     Some(output)
@@ -171,11 +178,12 @@ fn plan_of(
         && !weight.words.meta.is_tiled()
         && strides[1] == 1
         && strides[0].is_multiple_of(WORDS_OF_VECTOR)
-        && (EXPERTS_FIRST_ROWS..=BATCH_MAX_ROWS).contains(&rows)
+        && (FIRST_ROWS..=BATCH_MAX_ROWS).contains(&rows)
         && pairs <= MOST_PAIRS
         && has_product(client, Half::of(input.dtype)?);
     // At most as many experts are read as there are pairs.
     let experts = pairs.min(weight.words.meta.shape()[0] / weight.rows);
     let (multiprocessors, pdl) = (multiprocessors(client), supports_pdl(client));
-    is_read.then(|| plan_of_each(experts, shape, EXPERT_WORDS, multiprocessors, pdl))?
+    let bits = weight.layout.format.bits;
+    is_read.then(|| plan_of_experts(experts, shape, bits, multiprocessors, pdl))?
 }

@@ -3,7 +3,6 @@
 //! of a single row, and some inner dimensions.
 
 mod batch;
-mod batch_words;
 mod codes;
 mod expert_words;
 mod experts;
@@ -11,14 +10,16 @@ mod fused_residual;
 mod kernel;
 mod parts;
 mod plan;
-mod quantized;
+mod staged;
+mod word_rows;
+mod words;
 
 use super::{
     GEMV_MAX_ROWS,
     concat::{WeightMatricesLaunch, weight_matrices},
     experts::Items,
     kernel::WeightStridesLaunch,
-    launch_options::LaunchOptions,
+    launch_options::{LaunchOptions, Shape},
     residual_row::{AfterResidual, Row},
     sums::ProjectPlan,
 };
@@ -26,7 +27,6 @@ use crate::op::launch::plane_width;
 use crate::op::sums::Team;
 use crate::quant::layout::{Layout, Rounding, Scales};
 use batch::project_batch_by_matrix_units_pdl;
-use batch_words::project_batch_of_words_by_matrix_units_pdl;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
@@ -44,8 +44,10 @@ use cubecl::{
 pub(super) use experts::{ExpertWords, gate_expert_words, mix_expert_words};
 use fused_residual::{ResidualInputsLaunch, RowPlan, project_after_residual_pdl};
 use kernel::project_by_matrix_units_pdl;
-use plan::{AFTER_RESIDUAL, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
-use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
+use plan::{AFTER_RESIDUAL, Tuning, WARP, WHOLE, WHOLE_BATCHES};
+use staged::Staging;
+use word_rows::WordRowsLaunch;
+use words::project_words_by_matrix_units_pdl;
 
 /// The row stride of a quantized matrix, in words, must be a multiple of this number, so that vectors of codes are
 /// aligned.
@@ -62,7 +64,15 @@ pub(super) fn plan_of_whole(
     let is_read = is_half && rows_are_of(PIECE, weight, options);
     let tunings = std::iter::once(WHOLE).chain(WHOLE_BATCHES);
     is_read.then(|| {
-        let plan_of = |tuning| planned(input, weight, options, tuning);
+        let plan_of = |tuning: Tuning| {
+            planned(input, weight, options, |shape, multiprocessors, pdl| {
+                let plan = plan::plan(shape, tuning, multiprocessors, pdl)?;
+                Some(ProjectPlan {
+                    reads_ahead: plan.pdl && tuning.reads_ahead,
+                    ..plan
+                })
+            })
+        };
         tunings.into_iter().find_map(plan_of)
     })?
 }
@@ -103,8 +113,9 @@ pub(super) fn plan_of_words(
 ) -> Option<ProjectPlan> {
     let is_read = is_served(layout) && rows_are_of(WORDS_OF_VECTOR, words, options);
     is_read.then(|| {
-        planned(input, words, options, WORDS)
-            .or_else(|| planned(input, words, options, WORDS_BATCH))
+        planned(input, words, options, |shape, multiprocessors, pdl| {
+            staged::plan::plan(shape, layout.format.bits, multiprocessors, pdl)
+        })
     })?
 }
 
@@ -126,20 +137,22 @@ pub(super) fn serves_batches(client: &Client, dtype: DType) -> bool {
     Half::of(dtype).is_some_and(|half| has_product(client, half))
 }
 
+/// Returns the plan that `plan` makes of the shape, the number of multiprocessors, and whether the device supports PDL.
+/// The plan reads ahead only if no launch writes the matrices. Returns `None` without tensor cores, or with experts.
 fn planned(
     input: &CubeTensor,
     first: &CubeTensor,
     options: &LaunchOptions,
-    tuning: Tuning,
+    plan: impl FnOnce(Shape, usize, bool) -> Option<ProjectPlan>,
 ) -> Option<ProjectPlan> {
     let client = &input.client;
     if options.experts.is_some() || !has_product(client, Half::of(input.dtype)?) {
         return None;
     }
     let shape = options.shape(input, first);
-    let plan = plan::plan(shape, tuning, multiprocessors(client), supports_pdl(client))?;
+    let plan = plan(shape, multiprocessors(client), supports_pdl(client))?;
     Some(ProjectPlan {
-        reads_ahead: plan.pdl && tuning.reads_ahead && options.reads_parameters(first),
+        reads_ahead: plan.reads_ahead && options.reads_parameters(first),
         ..plan
     })
 }
@@ -323,44 +336,40 @@ pub(super) fn multiply_words(
             "matrices: expected rows of the same stride"
         );
     }
-    let word_rows = WordRowsLaunch::new(stride as u32, layout.scales() as u32, columns as u32);
-    let (factor, factor_place) = options.factor();
-    let element = dtype_to_storage_type(product.input.dtype);
     let codes = Codes {
         bits: layout.format.bits,
         half: Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16"),
     };
+    let word_rows = WordRowsLaunch::new(
+        stride as u32,
+        layout.scales() as u32,
+        columns as u32,
+        codes.mask(),
+    );
+    let (factor, factor_place) = options.factor();
+    let element = dtype_to_storage_type(product.input.dtype);
     let addresses = address_type(product.tensors(&words, &options, &factor));
-    macro_rules! launch {
-        ($kernel:ident) => {{
-            let matrices = product.matrices(words, &mut options, plan);
-            // SAFETY: the inner dimension is a multiple of the columns of a step. The codes and scales that a thread
-            // reads, in whole blocks and in the tail, therefore lie within the rows of `words`. The index of a weight row is clamped
-            // to the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
-            unsafe {
-                $kernel::launch_unchecked(
-                    &client,
-                    exact_cube_count(&client, product.items.cubes(plan)),
-                    CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
-                    addresses,
-                    product.input.into_tensor_arg(),
-                    matrices,
-                    word_rows,
-                    options.epilogue_inputs(factor, factor_place),
-                    product.output.clone().into_tensor_arg(),
-                    codes,
-                    columns / codes::STEP % quantized::BLOCK,
-                    plan,
-                    options.epilogue(),
-                    element,
-                    codes.words(),
-                );
-            }
-        }};
-    }
-    match plan.rows > GEMV_MAX_ROWS {
-        true => launch!(project_batch_of_words_by_matrix_units_pdl),
-        false => launch!(project_words_by_matrix_units_pdl),
+    let staging = Staging::new(codes, columns);
+    let matrices = product.matrices(words, &mut options, plan);
+    // SAFETY: the inner dimension is a multiple of half a stage. The codes and scales that a thread copies therefore lie
+    // within the rows of `words`, and a thread copies only the half that exists. The index of a weight row is clamped to
+    // the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
+    unsafe {
+        project_words_by_matrix_units_pdl::launch_unchecked(
+            &client,
+            exact_cube_count(&client, product.items.cubes(plan)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            addresses,
+            product.input.into_tensor_arg(),
+            matrices,
+            word_rows,
+            options.epilogue_inputs(factor, factor_place),
+            product.output.clone().into_tensor_arg(),
+            staging,
+            plan,
+            options.epilogue(),
+            element,
+        );
     }
     product.output
 }

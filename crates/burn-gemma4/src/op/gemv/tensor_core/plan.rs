@@ -7,8 +7,6 @@ use super::super::launch_options::Shape;
 use super::super::sums::ProjectPlan;
 use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
 use super::batch::TILE_ROWS;
-use super::codes::STEP;
-use super::quantized::BLOCK;
 use crate::op::sums::Team;
 use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
 
@@ -28,9 +26,8 @@ pub(super) struct Tuning {
     pub last_rows: usize,
     /// The largest number of fragments per warp. A fragment is 8 weight rows.
     pub fragments: usize,
-    /// The number of columns of the inner dimension that a warp multiplies at once.
-    pub step: usize,
-    pub at_once: AtOnce,
+    /// The largest number of weight vectors that a thread keeps in flight.
+    pub vectors: usize,
     /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among
     /// more warps.
     pub threads: usize,
@@ -40,16 +37,6 @@ pub(super) struct Tuning {
     /// True if the kernel may read weights before it waits for the previous launch. The kernel does so only for weights
     /// that no launch writes.
     pub reads_ahead: bool,
-}
-
-/// The amount of weights in flight. The amount is either a largest number of vectors per thread, or a fixed number of
-/// steps per warp. A step is the columns that a warp multiplies at once.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum AtOnce {
-    /// The largest number of weight vectors that a thread keeps in flight.
-    Vectors(usize),
-    /// A block of this number of steps. The kernel multiplies the steps after the last whole block separately.
-    Steps(usize),
 }
 
 /// Tuning for float weights. A thread keeps 16 vectors in flight, and the target is 1,024 threads per multiprocessor.
@@ -63,42 +50,11 @@ pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
     last_rows: GEMV_MAX_ROWS,
     fragments: 2,
-    step: PIECE_COLUMNS,
-    at_once: AtOnce::Vectors(16),
+    vectors: 16,
     threads: 1024,
     warps: WARPS,
     reads_ahead: true,
 };
-
-/// Tuning for quantized weights. GEMVs of one row run on CUDA cores, which are faster. Decoding of one sequence of E2B
-/// on an H200, in tokens/s: in Q4_0, 512 on tensor cores and 616 on CUDA cores; in Q8_0, 477 on tensor cores and 539 on
-/// CUDA cores.
-pub(super) const WORDS: Tuning = Tuning {
-    first_rows: 2,
-    last_rows: GEMV_MAX_ROWS,
-    fragments: 2,
-    step: STEP,
-    at_once: AtOnce::Steps(BLOCK),
-    threads: 1024,
-    warps: WARPS,
-    reads_ahead: true,
-};
-
-/// Tuning for the quantized weights of MoE experts. The kernel multiplies up to 8 rows of an expert at once. A thread has
-/// about 100 registers, so that small CTAs leave fewer registers of a multiprocessor unused.
-pub(super) const EXPERT_WORDS: Tuning = Tuning {
-    first_rows: GEMV_MAX_ROWS,
-    last_rows: GEMV_MAX_ROWS,
-    fragments: 2,
-    step: STEP,
-    at_once: AtOnce::Steps(BLOCK),
-    threads: 1024,
-    warps: 4,
-    reads_ahead: false,
-};
-
-/// The smallest number of rows for which the quantized weights of MoE experts are multiplied on tensor cores.
-pub(super) const EXPERTS_FIRST_ROWS: usize = 2;
 
 /// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The launcher uses the first tuning whose
 /// range contains the number of input rows.
@@ -119,8 +75,7 @@ pub(super) const WHOLE_BATCHES: [Tuning; 2] = [
         first_rows: GEMV_MAX_ROWS + 1,
         last_rows: 16,
         fragments: 2,
-        step: PIECE_COLUMNS,
-        at_once: AtOnce::Vectors(16),
+        vectors: 16,
         threads: 1024,
         warps: WARPS,
         reads_ahead: true,
@@ -129,25 +84,12 @@ pub(super) const WHOLE_BATCHES: [Tuning; 2] = [
         first_rows: 17,
         last_rows: BATCH_MAX_ROWS,
         fragments: 4,
-        step: PIECE_COLUMNS,
-        at_once: AtOnce::Vectors(8),
+        vectors: 8,
         threads: 512,
         warps: WARPS,
         reads_ahead: true,
     },
 ];
-
-/// Tuning for batches: quantized weights, and 9 to [`BATCH_MAX_ROWS`] input rows.
-pub(super) const WORDS_BATCH: Tuning = Tuning {
-    first_rows: GEMV_MAX_ROWS + 1,
-    last_rows: BATCH_MAX_ROWS,
-    fragments: 2,
-    step: STEP,
-    at_once: AtOnce::Steps(BLOCK),
-    threads: 1024,
-    warps: WARPS,
-    reads_ahead: true,
-};
 
 /// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every
 /// CTA recomputes the row of the residual stream, so large GEMVs are not fused.
@@ -188,40 +130,26 @@ pub(super) fn plan(
     multiprocessors: usize,
     pdl: bool,
 ) -> Option<ProjectPlan> {
-    plan_of_each(1, shape, tuning, multiprocessors, pdl)
-}
-
-/// Returns the division of each of several GEMVs of one launch among warps. See [`plan`].
-pub(super) fn plan_of_each(
-    gemvs: usize,
-    shape: Shape,
-    tuning: Tuning,
-    multiprocessors: usize,
-    pdl: bool,
-) -> Option<ProjectPlan> {
     let rows = tuning.first_rows..=tuning.last_rows;
     if !rows.contains(&shape.rows)
         || shape.outputs == 0
         || shape.columns == 0
-        || !shape.columns.is_multiple_of(tuning.step)
+        || !shape.columns.is_multiple_of(PIECE_COLUMNS)
     {
         return None;
     }
     // Give each warp several fragments, so that one read of the input serves several fragments. Use fewer fragments if
     // otherwise more than half of the multiprocessors would be idle.
     let matrices = if shape.gated { 2 } else { 1 };
-    let teams_of = |outputs: usize| gemvs * shape.outputs.div_ceil(outputs);
+    let teams_of = |outputs: usize| shape.outputs.div_ceil(outputs);
     let is_busy = |outputs: usize| 2 * teams_of(outputs) >= multiprocessors;
     let mut outputs = tuning.fragments / matrices * PRODUCT_ROWS;
     while outputs > PRODUCT_ROWS && !is_busy(outputs) {
         outputs /= 2;
     }
     let fragments = outputs / PRODUCT_ROWS * matrices;
-    let steps = shape.columns / tuning.step;
-    let unroll = match tuning.at_once {
-        AtOnce::Vectors(vectors) => largest_divisor(steps, vectors / fragments),
-        AtOnce::Steps(at_once) => (steps >= at_once).then_some(at_once)?,
-    };
+    let steps = shape.columns / PIECE_COLUMNS;
+    let unroll = largest_divisor(steps, tuning.vectors / fragments);
     let blocks = steps / unroll;
     let threads_of_one = teams_of(outputs) * WARP;
     let is_enough = |warps: &usize| warps * threads_of_one >= multiprocessors * tuning.threads;
@@ -307,14 +235,5 @@ mod tests {
     #[test]
     fn plan_of_unsupported_shapes_gives_none() {
         assert!(of(shape(64, 48, false)).is_none());
-        let words = |columns| plan(shape(64, columns, false), WORDS, 132, true);
-        assert!(words(192).is_none());
-        let of_one_row = Shape {
-            rows: 1,
-            ..shape(64, 1536, false)
-        };
-        assert!(plan(of_one_row, WORDS, 132, true).is_none());
-        assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
-        assert_eq!(words(2112).map(|plan| plan.team.parts()), Some(8));
     }
 }
