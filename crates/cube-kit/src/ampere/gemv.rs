@@ -1,4 +1,4 @@
-//! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from global
+//! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands may be loaded from global
 //! memory straight into registers, without shared memory and without `ldmatrix`.
 //!
 //! The left operand of `mma.sync` has 16 rows. [`add_pairs()`] multiplies at most 8 rows, so rows 8 to 15 of the left

@@ -248,7 +248,8 @@ pub(super) fn plan(
     }
 }
 
-/// True if at most an eighth of the loads lie beyond the end of a row. Each of `units` units loads one vector at a time.
+/// True if at most an eighth of the loads lie beyond the end of a row. Each of `units` units loads one vector at a
+/// time.
 pub(super) fn are_filled(vectors: usize, units: usize) -> bool {
     8 * vectors >= 7 * vectors.next_multiple_of(units)
 }

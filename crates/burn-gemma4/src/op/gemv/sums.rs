@@ -152,8 +152,8 @@ pub(super) fn finish<E: Float>(
     finish_parts(&partial, inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Returns the position, in shared memory, of a partial sum of the unit's team: the sum of one part for an input row and
-/// one of the team's weight rows.
+/// Returns the position, in shared memory, of a partial sum of the unit's team: the sum of one part for an input row
+/// and one of the team's weight rows.
 ///
 /// The position avoids bank conflicts. The units of a warp write the sums of 8 input rows and 8 weight rows, and the
 /// rows of one part are contiguous. If the rows of 8 inputs would fall into the same banks, the index of the weight row

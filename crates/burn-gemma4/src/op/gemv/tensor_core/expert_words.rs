@@ -1,8 +1,8 @@
 //! GEMMs of MoE experts with quantized weights on NVIDIA's tensor cores, for a few rows.
 //!
-//! Algorithm: a pair is a row and one of its chosen experts. A cube computes outputs of one expert. The cube first lists
-//! the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`words`](super::words) does with
-//! input rows. The weights of an expert are therefore read once for 8 rows that chose the expert.
+//! Algorithm: a pair is a row and one of its chosen experts. A cube computes outputs of one expert. The cube first
+//! lists the pairs of its expert. It then multiplies up to 8 of these pairs at once, as [`words`](super::words) does
+//! with input rows. The weights of an expert are therefore read once for 8 rows that chose the expert.
 //!
 //! If there are fewer pairs than experts, cubes are launched for pairs instead of experts. The cubes of an expert's
 //! first pair compute the outputs of all its pairs. Other cubes end without reading weights.
@@ -104,7 +104,7 @@ pub(super) fn project_expert_words_pdl<E: Float, O: Float>(
         }
         let start = u64::cast_from(row) * u64::cast_from(word_rows.stride);
         code_addresses[fragment] = address(words, start + u64::cast_from(own_code));
-        if copies_scales(lane, fragment, plan) {
+        if copies_scales(lane, fragment) {
             scale_address = address(words, start + u64::cast_from(own_scale));
         }
     }
@@ -218,8 +218,8 @@ fn write_outputs<O: Float>(
     }
 }
 
-/// Adds up the outputs of each row's experts, weighted by the router's weights. `outputs` is `[pairs, columns]`, `shares`
-/// is `[rows, top_k]`, and `output` is `[rows, columns]`. A row has `vectors` vectors, and `cubes` cubes.
+/// Adds up the outputs of each row's experts, weighted by the router's weights. `outputs` is `[pairs, columns]`,
+/// `shares` is `[rows, top_k]`, and `output` is `[rows, columns]`. A row has `vectors` vectors, and `cubes` cubes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn mix_pairs_pdl<E: Float, N: Size>(
     outputs: &Tensor<Vector<f32, N>>,

@@ -45,8 +45,8 @@ pub(in super::super) fn gate_expert_words(
     project(input, weight, chosen, top_k, true, input.dtype)
 }
 
-/// Multiplies the inner activations of each pair, `[pairs, inner]`, by the expert's down projection. Adds up the results
-/// of a row's experts, weighted by `shares`. Returns `None` if the kernel does not support the GEMM.
+/// Multiplies the inner activations of each pair, `[pairs, inner]`, by the expert's down projection. Adds up the
+/// results of a row's experts, weighted by `shares`. Returns `None` if the kernel does not support the GEMM.
 pub(in super::super) fn mix_expert_words(
     input: &CubeTensor,
     weight: &ExpertWords,
@@ -63,8 +63,8 @@ pub(in super::super) fn mix_expert_words(
     let vector = vector_size(&client, size_of::<f32>(), &[columns]);
     let vectors = columns / vector;
     let cubes = vectors.div_ceil(UNITS);
-    // SAFETY: a unit reads and writes only vectors below `vectors` of its row. Each row has `top_k` rows of `outputs` and
-    // as many elements of `shares`.
+    // SAFETY: a unit reads and writes only vectors below `vectors` of its row. Each row has `top_k` rows of `outputs`
+    // and as many elements of `shares`.
     unsafe {
         mix_pairs_pdl::launch_unchecked(
             &client,

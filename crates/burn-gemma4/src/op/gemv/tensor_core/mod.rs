@@ -351,9 +351,9 @@ pub(super) fn multiply_words(
     let addresses = address_type(product.tensors(&words, &options, &factor));
     let staging = Staging::new(codes, columns);
     let matrices = product.matrices(words, &mut options, plan);
-    // SAFETY: the inner dimension is a multiple of half a stage. The codes and scales that a thread copies therefore lie
-    // within the rows of `words`, and a thread copies only the half that exists. The index of a weight row is clamped to
-    // the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
+    // SAFETY: the inner dimension is a multiple of half a stage. The codes and scales that a thread copies therefore
+    // lie within the rows of `words`, and a thread copies only the half that exists. The index of a weight row is
+    // clamped to the matrix's last row. A thread writes only elements of `output` that belong to its own matrix.
     unsafe {
         project_words_by_matrix_units_pdl::launch_unchecked(
             &client,

@@ -14,7 +14,7 @@ pub(super) struct Lane {
     /// rows of a fragment.
     pub row: u32,
     /// The thread's index, 0 to 3, among the four threads of its row. The index selects the 16 bytes that the thread
-    /// loads, and the pair of outputs that the thread holds in a fragment.
+    /// loads, and the pair of columns that the thread holds in the result of `mma.sync`.
     pub column: u32,
 }
 

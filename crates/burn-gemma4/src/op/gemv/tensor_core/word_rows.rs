@@ -15,8 +15,8 @@ pub(super) struct WordRows {
     pub scales: u32,
     /// The number of columns in a row.
     pub columns: u32,
-    /// [`Codes::mask`](super::codes::Codes::mask). The kernels take it as an argument, because compilers move a constant
-    /// into a register again before each use. The moves were a tenth of the kernel's instructions.
+    /// [`Codes::mask`](super::codes::Codes::mask). The kernels take it as an argument, because compilers move a
+    /// constant into a register again before each use. The moves were a tenth of the kernel's instructions.
     pub mask: u32,
 }
 

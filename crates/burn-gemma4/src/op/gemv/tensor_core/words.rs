@@ -2,18 +2,18 @@
 //! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding of several sequences uses this
 //! kernel.
 //!
-//! Algorithm: a team of warps computes the outputs of 16 or 32 weight rows for all input rows. The warps of a team divide
-//! the inner dimension among themselves, in stages: see [`staged`](super::staged). Their partial sums are added up in a
-//! fixed order, so every run gives the same bits.
+//! Algorithm: a team of warps computes the outputs of 16 or 32 weight rows for all input rows. The warps of a team
+//! divide the inner dimension among themselves, in stages: see [`staged`](super::staged). Their partial sums are added
+//! up in a fixed order, so every run gives the same bits.
 //!
-//! Budget: a stage has at most 576 bytes for each fragment of 8 weight rows. With 16 warps and 8 fragments in flight per
-//! warp, the rings take 74 KB. The warps' sums of 16 input rows take at most 16 KB more. Registers hold 4 sums for each
-//! 16 weight rows and 8 input rows, and the codes and scales of one stage.
+//! Budget: a stage has at most 576 bytes for each fragment of 8 weight rows. With 16 warps and 8 fragments in flight
+//! per warp, the rings take 72 KB. The warps' sums of 16 input rows take at most 16 KB more. Registers hold 4 sums for
+//! each 16 weight rows and 8 input rows, 8 words of input for each 8 input rows, and the codes and scales of one stage.
 //!
 //! Schedule: the copies of weights begin before the wait for the previous launch.
 //!
 //! Bound: memory bandwidth, if the conversion of codes is faster. For 4,096 codes of 4 bits and 8 input rows, a warp
-//! issues about 300 instructions, of which 112 shift and mask codes.
+//! issues 320 to 350 instructions, of which 112 shift and mask codes.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
@@ -62,7 +62,7 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float>(
         let start = u64::cast_from(row) * u64::cast_from(word_rows.stride);
         let code = start + u64::cast_from(own_code);
         code_addresses[fragment] = address_of_side(&matrices, code, side, fragment, plan);
-        if copies_scales(lane, fragment, plan) {
+        if copies_scales(lane, fragment) {
             let scale = start + u64::cast_from(own_scale);
             scale_address = address_of_side(&matrices, scale, side, fragment, plan);
         }

@@ -226,10 +226,14 @@ fn multiply_several_rows_by_quantized_matrices_matches_reference() {
                 (320, &[8, 12]),
                 (2112, &[7, 16, 64]),
             ];
-            for (columns, rows) in cases {
+            let cases = cases.map(|(columns, rows)| (columns, rows, OUTPUTS));
+            // With few outputs, a team of warps has only 16 weight rows.
+            let few: [(usize, &[usize], [usize; 3]); 2] =
+                [(1536, &[5, 16], [9, 3, 14]), (704, &[8, 40], [9, 3, 14])];
+            for (columns, rows, outputs) in cases.into_iter().chain(few) {
                 let layout = format.words(columns).expect("the columns are whole blocks");
                 let what = format!("{dtype:?}, {format:?}");
-                check_rows(&drawn, rows, OUTPUTS, &what, |rows| {
+                check_rows(&drawn, rows, outputs, &what, |rows| {
                     surrounded_words(layout, rows, &device)
                 });
             }

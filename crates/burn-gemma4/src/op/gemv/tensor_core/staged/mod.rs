@@ -1,15 +1,15 @@
-//! Quantized weights of a warp, staged through shared memory for tensor cores. The GEMMs of several rows and those of MoE
-//! experts use these functions.
+//! Quantized weights of a warp, staged through shared memory for tensor cores. The GEMMs of several rows and those of
+//! MoE experts use these functions.
 //!
-//! Algorithm: a warp multiplies all columns of its stages by 16 or 32 weight rows. The warp has a ring buffer of its own
-//! in shared memory, into which `cp.async` copies codes and scales. A stage holds 64 bytes of codes per weight row.
+//! Algorithm: a warp multiplies all columns of its stages by 16 or 32 weight rows. The warp has a ring buffer of its
+//! own in shared memory, into which `cp.async` copies codes and scales. A stage holds 64 bytes of codes per weight row.
 //! `ldmatrix` gives the four threads of a weight row the words of the same quantization group, so that the threads need
 //! not exchange codes. Two tensor-core instructions sum over one group of 16 weight rows and 8 input rows. The weights
-//! are the left operand, and each converted code multiplies all input rows. The sums are multiplied by the group's scales
-//! in f32.
+//! are the left operand, and each converted code multiplies all input rows. The sums are multiplied by the group's
+//! scales in f32.
 //!
-//! Schedule: a warp waits only for its own copies, and there is no barrier before the sums are added up. The input of the
-//! next group is loaded while a group is multiplied.
+//! Schedule: a warp waits only for its own copies, and there is no barrier before the sums are added up. The input of
+//! the next group is loaded while a group is multiplied.
 
 mod multiply;
 pub(super) mod plan;
@@ -36,7 +36,8 @@ pub(super) const SUM_ROWS: usize = 2 * TILE;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Staging {
     pub codes: Codes,
-    /// True if a row's last stage is only half full. This is the case if the number of columns is an odd multiple of 64.
+    /// True if a row's last stage is only half full. This is the case if the number of columns is an odd multiple of
+    /// 64.
     pub has_half: bool,
 }
 
@@ -64,8 +65,8 @@ impl Staging {
         self.codes.words() / 2
     }
 
-    /// The number of columns between the inputs of neighboring threads of a row. A thread has 8 columns of a group. With
-    /// 8-bit codes, these are 4 columns in each half of the group.
+    /// The number of columns between the inputs of neighboring threads of a row. A thread has 8 columns of a group.
+    /// With 8-bit codes, these are 4 columns in each half of the group.
     const fn own_columns(self) -> usize {
         GROUP / 4 / self.words()
     }

@@ -175,25 +175,6 @@ fn multiply_stage(
     }
     #[unroll]
     for group in 0..groups {
-        let mut next = Array::<Vector<u32, Const<4>>>::new(tiles);
-        let next_group = comptime!((group + 1) % groups);
-        let (from, is_there) = if comptime!(next_group == 0) {
-            (next_address, has_next)
-        } else if comptime!(next_group < groups / 2) {
-            (address, input.is_there)
-        } else {
-            (address, has_second_half)
-        };
-        read_rows(
-            &mut next,
-            from,
-            input.tile_distance,
-            is_there,
-            lane,
-            next_group,
-            staging,
-            plan,
-        );
         let mut pairs = Array::<u32>::new(comptime!(4 * tiles));
         #[unroll]
         for tile in 0..tiles {
@@ -204,6 +185,25 @@ fn multiply_stage(
                 pairs[comptime!(4 * tile + pair)] = of_tile[pair];
             }
         }
+        // The inputs of this group are packed, so that those of the next group take their registers.
+        let next_group = comptime!((group + 1) % groups);
+        let (from, is_there) = if comptime!(next_group == 0) {
+            (next_address, has_next)
+        } else if comptime!(next_group < groups / 2) {
+            (address, input.is_there)
+        } else {
+            (address, has_second_half)
+        };
+        read_rows(
+            rows,
+            from,
+            input.tile_distance,
+            is_there,
+            lane,
+            next_group,
+            staging,
+            plan,
+        );
         #[unroll]
         for couple in 0..comptime!(fragments / 2) {
             let upper = comptime!(2 * couple);
@@ -258,10 +258,6 @@ fn multiply_stage(
                 }
                 sums[place] = sum;
             }
-        }
-        #[unroll]
-        for tile in 0..tiles {
-            rows[tile] = next[tile];
         }
     }
 }

@@ -5,7 +5,7 @@ use super::super::super::sums::ProjectPlan;
 use super::super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
 use super::super::codes::STEP;
 use super::super::plan::WARP;
-use super::columns_of_stage;
+use super::{SUM_ROWS, columns_of_stage};
 use crate::op::sums::Team;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
@@ -17,36 +17,48 @@ struct Tuning {
     last_rows: usize,
     /// The largest number of weight rows per team of warps.
     weights: usize,
-    /// The largest number of fragments, 8 weight rows each, in a warp's ring. A ring has at least two stages.
+    /// The largest number of fragments, 8 weight rows each, in a warp's ring.
     in_flight: usize,
     /// The target number of threads per multiprocessor. To reach the target, the plan divides the inner dimension among
     /// more warps.
     threads: usize,
     /// The target number of warps in a CTA. If a team has fewer warps, a CTA holds several teams.
     warps: usize,
+    /// The largest number of warps in a team, which is then a CTA.
+    most_warps: usize,
 }
 
 /// The smallest number of input rows. GEMVs of one row run on CUDA cores, which are faster. Decoding of one sequence of
-/// E2B on an H200, in tokens/s: in Q4_0, 512 on tensor cores and 616 on CUDA cores; in Q8_0, 477 on tensor cores and 539
-/// on CUDA cores.
+/// E2B on an H200, in tokens/s: in Q4_0, 512 on tensor cores and 616 on CUDA cores; in Q8_0, 477 on tensor cores and
+/// 539 on CUDA cores.
 const FIRST_ROWS: usize = 2;
 
-/// The tunings for numbers of input rows in ascending order. More than 8 rows need more registers, so that fewer warps
-/// fit.
-const TUNINGS: [Tuning; 2] = [
+/// The tunings for numbers of input rows in ascending order. More rows need more registers: up to 116 for 16 rows, and
+/// more than 168 for 64 rows. CTAs of more than 8 warps would then spill.
+const TUNINGS: [Tuning; 3] = [
     Tuning {
         last_rows: GEMV_MAX_ROWS,
         weights: 32,
         in_flight: 8,
         threads: 768,
         warps: 8,
+        most_warps: 16,
+    },
+    Tuning {
+        last_rows: 16,
+        weights: 32,
+        in_flight: 8,
+        threads: 512,
+        warps: 8,
+        most_warps: 16,
     },
     Tuning {
         last_rows: BATCH_MAX_ROWS,
         weights: 32,
         in_flight: 8,
-        threads: 512,
+        threads: 384,
         warps: 8,
+        most_warps: 8,
     },
 ];
 
@@ -57,10 +69,11 @@ const EXPERTS: Tuning = Tuning {
     in_flight: 8,
     threads: 768,
     warps: 4,
+    most_warps: 16,
 };
 
-/// The largest number of warps in a team and in a CTA.
-const MOST_WARPS: usize = 16;
+/// The largest number of f32 sums of a CTA in shared memory. They take 16 KB beside 72 KB of rings.
+const MOST_SUMS: usize = 4096;
 
 /// Returns the division of a GEMM with codes of `bits` bits among warps, or `None` if the kernel does not support the
 /// shape.
@@ -115,12 +128,17 @@ fn divided(
     }
     let fragments = weights / PRODUCT_ROWS;
     let stages = shape.columns.div_ceil(columns_of_stage(bits));
+    let sums = weights * shape.rows.min(SUM_ROWS);
+    let most_warps = tuning.most_warps.min(MOST_SUMS / sums).min(stages);
+    let all_teams = teams_of(weights);
     let warps = (multiprocessors * tuning.threads)
-        .div_ceil(teams_of(weights) * WARP)
-        .clamp(1, MOST_WARPS.min(stages));
+        .div_ceil(all_teams * WARP)
+        .clamp(1, most_warps);
     // Use only as many warps as the largest number of stages per warp needs.
     let of_warp = stages.div_ceil(warps);
     let warps = stages.div_ceil(of_warp);
+    // Let teams share a CTA only if there are several for each multiprocessor.
+    let of_cta = (tuning.warps / warps).min(all_teams / multiprocessors);
     Some(ProjectPlan {
         rows: shape.rows,
         outputs: weights / matrices,
@@ -129,7 +147,7 @@ fn divided(
             units: warps * WARP,
             width: WARP,
         },
-        teams: (tuning.warps / warps).max(1),
+        teams: of_cta.max(1),
         ranks: 0,
         sides: shape.sides,
         unroll: of_warp.min(tuning.in_flight / fragments),
@@ -149,7 +167,12 @@ mod tests {
     /// The shared memory of a CTA on consumer cards of Ampere and Ada, in bytes.
     const SHARED_MEMORY: usize = 99 << 10;
 
-    fn of(rows: usize, outputs: usize, columns: usize, gated: bool, bits: usize) -> ProjectPlan {
+    fn of(
+        [rows, outputs, columns]: [usize; 3],
+        gated: bool,
+        bits: usize,
+        multiprocessors: usize,
+    ) -> ProjectPlan {
         let shape = Shape {
             rows,
             outputs,
@@ -157,29 +180,33 @@ mod tests {
             gated,
             sides: 1,
         };
-        plan(shape, bits, 132, true).expect("the columns are whole steps")
+        plan(shape, bits, multiprocessors, true).expect("the columns are whole steps")
     }
 
-    /// Checks that the rings and the sums fit into shared memory, and that no warp is without a stage.
+    /// Checks that the rings and the sums fit into shared memory, and that every warp has a stage. The numbers of
+    /// multiprocessors are those of small and large cards, and of the emulator.
     #[test]
     fn plans_fit_into_shared_memory() {
-        for columns in (64..=24_576).step_by(64) {
-            for (outputs, gated) in [(1, false), (1536, false), (6144, true), (262_144, false)] {
-                for (rows, bits) in [(2, 4), (8, 4), (8, 8), (16, 4), (64, 8)] {
-                    let plan = of(rows, outputs, columns, gated, bits);
-                    let stages = columns.div_ceil(columns_of_stage(bits));
-                    assert!(plan.team.parts() <= stages, "{plan:?}");
-                    assert!(plan.unroll >= 1 && plan.fragments() >= 2, "{plan:?}");
-                    assert!(plan.teams * plan.team.units <= 512, "{plan:?}");
-                    let staging = Staging {
-                        codes: Codes {
+        let outputs = [1, 20, 700, 1536, 2560, 2816, 3840, 6144, 262_144];
+        for columns in (64..=24_576).step_by(320) {
+            for (outputs, gated) in outputs.into_iter().flat_map(|x| [(x, false), (x, true)]) {
+                for rows in [2, 8, 9, 14, 16, 17, 33, 64] {
+                    for (bits, multiprocessors) in [4, 8].into_iter().flat_map(|bits| {
+                        [4, 28, 46, 82, 128, 132, 170].map(|processors| (bits, processors))
+                    }) {
+                        let plan = of([rows, outputs, columns], gated, bits, multiprocessors);
+                        let stages = columns.div_ceil(columns_of_stage(bits));
+                        assert!(plan.team.parts() <= stages, "{plan:?}");
+                        assert!(plan.unroll >= 1 && plan.fragments() >= 2, "{plan:?}");
+                        let most_units = if rows > 16 { 256 } else { 512 };
+                        assert!(plan.teams * plan.team.units <= most_units, "{plan:?}");
+                        let codes = Codes {
                             bits,
                             half: Half::Bf16,
-                        },
-                        has_half: false,
-                    };
-                    let bytes = staging.shared_memory(plan);
-                    assert!(bytes <= SHARED_MEMORY, "{bytes}: {plan:?}");
+                        };
+                        let bytes = Staging::new(codes, columns).shared_memory(plan);
+                        assert!(bytes <= SHARED_MEMORY, "{bytes}: {plan:?}");
+                    }
                 }
             }
         }
@@ -193,7 +220,7 @@ mod tests {
             (12_288, 1536, true, (16, 4, 2)),
             (262_144, 1536, false, (32, 1, 2)),
         ] {
-            let plan = of(8, outputs, columns, gated, 4);
+            let plan = of([8, outputs, columns], gated, 4, 132);
             let found = (plan.outputs, plan.team.parts(), plan.unroll);
             assert_eq!(found, expected, "{plan:?}");
         }

@@ -47,12 +47,7 @@ pub(in super::super) fn ring_of_warp(
         mask: word_rows.mask,
         start: memory + warp * comptime!(staging.warp_bytes(plan) as u32),
         codes_to: place_of_codes(lane.row, lane.column),
-        scales_to: place_of_scales(
-            lane.column % comptime!(plan.fragments() as u32),
-            lane.row,
-            staging,
-            plan,
-        ),
+        scales_to: place_of_scales(lane.column, lane.row, staging, plan),
     }
 }
 
@@ -73,12 +68,8 @@ pub(in super::super) fn first_scale(scales: u32, lane: Lane, #[comptime] staging
 /// True if the thread copies the scales of a fragment. The four threads of a weight row copy the scales of different
 /// fragments.
 #[cube]
-pub(in super::super) fn copies_scales(
-    lane: Lane,
-    #[comptime] fragment: usize,
-    #[comptime] plan: ProjectPlan,
-) -> bool {
-    lane.column % comptime!(plan.fragments() as u32) == comptime!(fragment as u32)
+pub(in super::super) fn copies_scales(lane: Lane, #[comptime] fragment: usize) -> bool {
+    lane.column == comptime!(fragment as u32)
 }
 
 /// Starts the copies of the first stages, as many as the ring has.
@@ -106,8 +97,8 @@ pub(in super::super) fn fill_ring(
     }
 }
 
-/// Returns the address within a stage of the 16 bytes `piece` of codes, in weight row `row` of fragment 0. The pieces of
-/// a row are permuted, so that the 8 rows of an `ldmatrix` lie in different banks.
+/// Returns the address within a stage of the 16 bytes `piece` of codes, in weight row `row` of fragment 0. The pieces
+/// of a row are permuted, so that the 8 rows of an `ldmatrix` lie in different banks.
 #[cube]
 pub(super) fn place_of_codes(row: u32, piece: u32) -> u32 {
     row * comptime!(ROW_BYTES as u32)
@@ -128,8 +119,8 @@ pub(super) fn place_of_scales(
             * comptime!(staging.scale_bytes() as u32)
 }
 
-/// Starts the copies of the warp's stage `stage` to the ring, `slot` bytes after its start. The addresses are those of the warp's first stage. Closes a
-/// group of copies, which is empty if the warp has no such stage.
+/// Starts the copies of the warp's stage `stage` to the ring, `slot` bytes after its start. The addresses are those of
+/// the warp's first stage. Closes a group of copies, which is empty if the warp has no such stage.
 #[cube]
 pub(super) fn copy_stage(
     ring: Ring,
@@ -161,12 +152,15 @@ pub(super) fn copy_stage(
         }
         let scales_before =
             u64::cast_from(stage * comptime!((staging.scale_bytes() * parts) as u32));
-        copy_small(
-            ring.start + slot + ring.scales_to,
-            scale_address + scales_before,
-            scale_bytes,
-            staging.scale_bytes(),
-        );
+        // With fewer than four fragments, some threads of a weight row have no scales to copy.
+        if lane.column < comptime!(plan.fragments() as u32) {
+            copy_small(
+                ring.start + slot + ring.scales_to,
+                scale_address + scales_before,
+                scale_bytes,
+                staging.scale_bytes(),
+            );
+        }
     }
     commit_copies();
 }
