@@ -8,9 +8,15 @@ mod cached;
 mod download;
 mod gguf_files;
 #[cfg(feature = "download")]
+mod layout;
+#[cfg(feature = "download")]
 mod repository;
 #[cfg(all(test, feature = "download"))]
+mod test_server;
+#[cfg(all(test, feature = "download"))]
 mod tests;
+#[cfg(feature = "download")]
+mod transfer;
 
 use crate::{Error, terminal::WrongArgument, terminal::note};
 use cache::{cache_folder, files_of, is_whole, snapshot};

@@ -36,8 +36,8 @@ pub(super) struct RemoteFile {
     pub bytes: u64,
     /// The name of the file's contents in the cache: the SHA-256 of a large file, or Git's id of a small one.
     pub etag: String,
-    /// The SHA-256 of the contents, if the Hub gives it.
-    pub sha256: Option<String>,
+    /// True if the file is in Git's large file storage.
+    pub is_large: bool,
 }
 
 /// The files beside the weights that a model has, as far as the program reads them.
@@ -102,16 +102,17 @@ impl Repository {
     fn file(&self, path: &str) -> Result<RemoteFile, String> {
         let found = self.siblings.iter().find(|file| file.rfilename == path);
         let file = found.ok_or_else(|| format!("the model has no file {path}"))?;
-        let (bytes, etag, sha256) = match &file.lfs {
-            Some(lfs) => (Some(lfs.size), Some(&lfs.sha256), Some(lfs.sha256.clone())),
-            None => (file.size, file.blob_id.as_ref(), None),
+        let (bytes, etag, digits) = match &file.lfs {
+            Some(lfs) => (Some(lfs.size), Some(&lfs.sha256), 64),
+            None => (file.size, file.blob_id.as_ref(), 40),
         };
-        match (bytes, etag.filter(|etag| is_hex(etag))) {
+        let is_hash = |etag: &&String| etag.len() == digits && is_hex(etag);
+        match (bytes, etag.filter(is_hash)) {
             (Some(bytes), Some(etag)) => Ok(RemoteFile {
                 path: path.into(),
                 bytes,
                 etag: etag.clone(),
-                sha256,
+                is_large: file.lfs.is_some(),
             }),
             _ => Err(format!("the Hub gives no size and id of {path}")),
         }

@@ -1,176 +1,14 @@
 //! Tests of downloads from a server of this machine that answers as the Hub does.
 
+use super::test_server::{COMMIT, NAME, Server, bytes, git_id, model, sha256};
 use super::{Hub, Wanted, download};
-use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
     fs,
-    io::{BufRead, BufReader, Write},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-    thread,
     time::Duration,
 };
 use tempfile::TempDir;
-
-const NAME: &str = "google/gemma-4-test";
-const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-
-/// The behaviour of the server.
-#[derive(Clone, Default)]
-struct Server {
-    /// The contents that the server gives for each path.
-    files: BTreeMap<String, Vec<u8>>,
-    /// The contents by whose sizes and hashes the list describes a path, if they differ from those above.
-    described: BTreeMap<String, Vec<u8>>,
-    /// The number of bytes after which each of the next answers with a file is cut.
-    cuts: Arc<Mutex<Vec<usize>>>,
-    /// The status of all answers, unless the request has this token.
-    refuses: Option<(u16, &'static str)>,
-    /// True if the server ignores ranges.
-    gives_whole_files: bool,
-    /// The requests that have come: the path, and the first byte that was asked for.
-    requests: Arc<Mutex<Vec<(String, usize)>>>,
-}
-
-impl Server {
-    fn of(files: &[(&str, Vec<u8>)]) -> Self {
-        let files = files.iter();
-        Self {
-            files: files
-                .map(|(path, bytes)| ((*path).to_owned(), bytes.clone()))
-                .collect(),
-            ..Self::default()
-        }
-    }
-
-    /// Starts the server. Returns the URL.
-    fn start(&self) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = listener.local_addr().expect("the server has an address");
-        let server = self.clone();
-        thread::spawn(move || {
-            for stream in listener.incoming() {
-                let server = server.clone();
-                thread::spawn(move || server.answer(stream.expect("a connection")));
-            }
-        });
-        format!("http://{address}")
-    }
-
-    /// Returns the list of files, as the Hub gives it. A file whose name ends with `.json` is a small one.
-    fn list(&self) -> String {
-        let siblings = self.files.iter().map(|(path, bytes)| {
-            let bytes = self.described.get(path).unwrap_or(bytes);
-            let id = format!("{:040x}", path.len());
-            match path.ends_with(".json") {
-                true => serde_json::json!({"rfilename": path, "size": bytes.len(), "blobId": id}),
-                false => serde_json::json!({
-                    "rfilename": path, "size": bytes.len(), "blobId": id,
-                    "lfs": {"sha256": sha256(bytes), "size": bytes.len(), "pointerSize": 1}
-                }),
-            }
-        });
-        let siblings: Vec<serde_json::Value> = siblings.collect();
-        serde_json::json!({"id": NAME, "sha": COMMIT, "siblings": siblings, "gated": false})
-            .to_string()
-    }
-
-    fn answer(&self, mut stream: TcpStream) {
-        let mut lines = BufReader::new(stream.try_clone().expect("a stream")).lines();
-        let mut line = || lines.next()?.ok().filter(|line| !line.is_empty());
-        let Some(request) = line() else { return };
-        let path = request.split(' ').nth(1).expect("a path").to_owned();
-        let (mut first, mut token) = (0, String::new());
-        while let Some(header) = line() {
-            let (name, value) = header.split_once(": ").expect("a header");
-            match name.to_lowercase().as_str() {
-                "range" => {
-                    let from = value.strip_prefix("bytes=").expect("a range");
-                    first = from.trim_end_matches('-').parse().expect("a number");
-                }
-                "authorization" => token = value.to_owned(),
-                _ => {}
-            }
-        }
-        self.requests
-            .lock()
-            .expect("no panic")
-            .push((path.clone(), first));
-        let mut send = |status: &str, headers: &str, body: &[u8], length: usize| {
-            let head = format!(
-                "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n"
-            );
-            let _ = stream.write_all(&[head.as_bytes(), body].concat());
-        };
-        if let Some((status, needed)) = self.refuses
-            && token != format!("Bearer {needed}")
-        {
-            return send(&format!("{status} Refused"), "", b"", 0);
-        }
-        if path == format!("/api/models/{NAME}/revision/main?blobs=true") {
-            let list = self.list();
-            return send("200 OK", "", list.as_bytes(), list.len());
-        }
-        let of_files = format!("/{NAME}/resolve/{COMMIT}/");
-        let file = path
-            .strip_prefix(&of_files)
-            .and_then(|path| self.files.get(path));
-        let Some(file) = file else {
-            return send("404 Not Found", "", b"", 0);
-        };
-        let first = if self.gives_whole_files { 0 } else { first };
-        if first > 0 && first >= file.len() {
-            return send("416 Range Not Satisfiable", "", b"", 0);
-        }
-        let rest = &file[first..];
-        let cut = self.cuts.lock().expect("no panic").pop();
-        let given = &rest[..cut.map_or(rest.len(), |cut| cut.min(rest.len()))];
-        match first {
-            0 => send("200 OK", "", given, rest.len()),
-            _ => {
-                let range = format!(
-                    "Content-Range: bytes {first}-{}/{}\r\n",
-                    file.len() - 1,
-                    file.len()
-                );
-                send("206 Partial Content", &range, given, rest.len());
-            }
-        }
-    }
-
-    /// Returns the first bytes that were asked for of a file, in the order of the requests.
-    fn ranges(&self, file: &str) -> Vec<usize> {
-        let requests = self.requests.lock().expect("no panic");
-        let of_file = requests
-            .iter()
-            .filter(|(path, _)| path.ends_with(&format!("/{file}")));
-        of_file.map(|(_, first)| *first).collect()
-    }
-}
-
-fn sha256(bytes: &[u8]) -> String {
-    format!("{:x}", Sha256::digest(bytes))
-}
-
-fn bytes(count: usize, seed: u32) -> Vec<u8> {
-    let mut state = seed;
-    let mut random = || {
-        state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
-        (state >> 24) as u8
-    };
-    (0..count).map(|_| random()).collect()
-}
-
-fn model() -> Server {
-    Server::of(&[
-        ("README.md", bytes(100, 1)),
-        ("config.json", b"{}".to_vec()),
-        ("tokenizer.json", b"{}\n".to_vec()),
-        ("model.safetensors", bytes(300_000, 2)),
-    ])
-}
 
 fn resolve_by(
     endpoint: &str,
@@ -229,7 +67,53 @@ fn download_after_cut_connections_goes_on_where_it_stopped() {
     let read = fs::read(found.join("model.safetensors")).expect("the file is there");
     assert_eq!(read, server.files["model.safetensors"]);
     assert_eq!(server.ranges("model.safetensors"), [0, 100_000, 220_000]);
-    assert_eq!(server.ranges("tokenizer.json"), [0, 2]);
+    // A small file begins again.
+    assert_eq!(server.ranges("tokenizer.json"), [0, 0]);
+}
+
+#[test]
+fn git_id_equals_that_of_git() {
+    // `git hash-object` gives this id for the same text.
+    let expected = "ce013625030ba8dba906f756967f9e9ca394464a";
+    assert_eq!(git_id(b"hello\n"), expected);
+}
+
+#[test]
+fn download_whose_server_refuses_ranges_begins_again() {
+    let mut server = model();
+    server.refuses_ranges = true;
+    *server.cuts.lock().expect("no panic") = vec![70_000, usize::MAX, usize::MAX];
+    let cache = folder();
+    let found = resolve(&server, &cache).expect("the model is downloaded");
+    let read = fs::read(found.join("model.safetensors")).expect("the file is there");
+    assert_eq!(read, server.files["model.safetensors"]);
+    assert_eq!(server.ranges("model.safetensors"), [0, 70_000, 0]);
+}
+
+#[test]
+fn download_that_never_gets_further_ends() {
+    let whole = usize::MAX;
+    let (few, few_of_whole) = (vec![1000; 90], [10, 70_000].repeat(45));
+    for (gives_whole_files, cuts, attempts) in [(false, few, 5), (true, few_of_whole, 6)] {
+        let (mut server, cache) = (model(), folder());
+        server.gives_whole_files = gives_whole_files;
+        *server.cuts.lock().expect("no panic") = [cuts, vec![whole, whole]].concat();
+        let error = resolve(&server, &cache).expect_err("the connection is cut");
+        assert!(error.contains("of 300000 bytes are there"), "{error}");
+        assert_eq!(server.ranges("model.safetensors").len(), attempts);
+    }
+}
+
+#[test]
+fn download_of_a_small_file_does_not_use_bytes_of_another_run() {
+    let (server, cache) = (model(), folder());
+    let blobs = cache.path().join("models--google--gemma-4-test/blobs");
+    fs::create_dir_all(&blobs).expect("a folder");
+    let id = git_id(&server.files["tokenizer.json"]);
+    fs::write(blobs.join(&id).with_extension("incomplete"), "x").expect("a file");
+    let found = resolve(&server, &cache).expect("the model is downloaded");
+    let read = fs::read(found.join("tokenizer.json")).expect("the file is there");
+    assert_eq!(read, server.files["tokenizer.json"]);
 }
 
 #[test]
@@ -327,6 +211,37 @@ fn download_of_other_bytes_is_refused_and_removed() {
         let of_model = cache.path().join("models--google--gemma-4-test");
         assert!(!of_model.join("snapshots").exists());
         assert!(!of_model.join("blobs").join(sha256(&real)).exists());
+    }
+}
+
+#[test]
+fn download_of_a_small_file_with_other_bytes_is_refused() {
+    let (mut server, cache) = (model(), folder());
+    let real = server.files.insert("config.json".into(), b"[]".to_vec());
+    let real = real.expect("the model has the file");
+    server.described.insert("config.json".into(), real.clone());
+    let error = resolve(&server, &cache).expect_err("the bytes are wrong");
+    let words = ["config.json: its Git id is", &git_id(&real)];
+    assert!(words.iter().all(|word| error.contains(word)), "{error}");
+    let of_model = cache.path().join("models--google--gemma-4-test");
+    assert!(!of_model.join("snapshots").exists());
+    let left = fs::read_dir(of_model.join("blobs")).expect("a folder");
+    assert_eq!(left.count(), 0);
+}
+
+#[test]
+fn download_does_not_show_the_password_of_the_endpoint() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("an address");
+    drop(listener);
+    for address in [address.to_string(), "a b".into()] {
+        let endpoint = format!("http://user:secret@{address}");
+        let found = resolve_by(&endpoint, None, folder().path(), NAME, &mut Wanted::Folder);
+        let error = found.expect_err("no server");
+        assert!(
+            error.contains(&address) && !error.contains("secret"),
+            "{error}"
+        );
     }
 }
 
