@@ -216,6 +216,10 @@ fn load_several_files_give_one_checkpoint() {
             .to_string()
             .contains("model.safetensors.index.json")
     );
+
+    // A single file comes before an index, as in Hugging Face Transformers.
+    copy.save();
+    copy.load().expect("the single file is valid");
 }
 
 /// A checkpoint loads if `_orig_mod` occurs in its tensor names. `torch.compile` puts `_orig_mod` before or inside the names of

@@ -47,15 +47,15 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// Opens the tensors of a folder. If the folder has a `model.safetensors.index.json`, the tensors are in all files
-    /// that this index lists. Otherwise they are in `model.safetensors`.
+    /// Opens the tensors of a folder. They are in `model.safetensors`. If the folder lacks this file, they are in all
+    /// files that its `model.safetensors.index.json` lists. Hugging Face Transformers has the same order.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);
+        let single = || BTreeSet::from([SINGLE.to_owned()]);
         let names = match fs::read_to_string(&index) {
+            _ if folder.join(SINGLE).is_file() => single(),
             Ok(text) => shards(&index, &text)?,
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                BTreeSet::from([SINGLE.to_owned()])
-            }
+            Err(error) if error.kind() == ErrorKind::NotFound => single(),
             Err(source) => {
                 return Err(Gemma4Error::Io {
                     path: index,

@@ -49,7 +49,7 @@ pub(super) fn snapshot(folder: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// True if a snapshot has a configuration, and all files of weights that its index names.
+/// True if a snapshot has a configuration, and a single file of weights or all files that its index names.
 pub(super) fn is_whole(snapshot: &Path) -> bool {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -65,8 +65,9 @@ pub(super) fn is_whole(snapshot: &Path) -> bool {
             // The loader says what is wrong with the index.
             Err(_) => true,
         },
-        Err(_) => snapshot.join("model.safetensors").exists(),
+        Err(_) => false,
     };
+    let has_weights = has_weights || snapshot.join("model.safetensors").exists();
     has_weights && snapshot.join("config.json").exists()
 }
 

@@ -82,6 +82,15 @@ fn hub_name_with_an_incomplete_snapshot_is_not_loaded() {
 }
 
 #[test]
+fn hub_name_with_a_single_file_and_a_stale_index_resolves() {
+    let (kept, folder) = cache(&["0123"], None);
+    let snapshot = folder.join("snapshots/0123");
+    let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
+    fs::write(snapshot.join("model.safetensors.index.json"), index).expect("a file");
+    assert_eq!(resolved("google/gemma-4-E2B-it", &kept), Ok(snapshot));
+}
+
+#[test]
 fn hub_name_of_gguf_files_takes_the_largest_that_fits() {
     let (kept, folder) = cache(&[], None);
     let snapshot = folder.join("snapshots/0123");

@@ -122,14 +122,17 @@ impl Repository {
     /// model has no such checkpoint.
     pub fn checkpoint(&self) -> Option<Vec<&str>> {
         let has = |path: &str| self.siblings.iter().any(|file| file.rfilename == path);
-        let weights: Vec<&str> = match has(INDEX) {
-            true => self.paths().filter(|path| is_shard(path)).collect(),
-            false => self.paths().filter(|path| *path == SINGLE).collect(),
+        // A single file comes before an index, as in Hugging Face Transformers.
+        let weights: Vec<&str> = match (has(SINGLE), has(INDEX)) {
+            (true, _) => vec![SINGLE],
+            (false, true) => self.paths().filter(|path| is_shard(path)).collect(),
+            (false, false) => Vec::new(),
         };
         if weights.is_empty() || !has("config.json") {
             return None;
         }
-        let small = SMALL.into_iter().filter(|path| has(path));
+        let small = SMALL.into_iter();
+        let small = small.filter(|path| has(path) && (*path != INDEX || !has(SINGLE)));
         Some(small.chain(weights).collect())
     }
 
@@ -192,6 +195,8 @@ mod tests {
         assert_eq!(repository(&all).checkpoint(), Some(expected.to_vec()));
         let single = repository(&["config.json", "model.safetensors", "x.gguf"]);
         assert_eq!(single.checkpoint(), Some(vec!["config.json", SINGLE]));
+        let both = repository(&["config.json", INDEX, shards[0], SINGLE]);
+        assert_eq!(both.checkpoint(), Some(vec!["config.json", SINGLE]));
         for files in [&["model.safetensors"][..], &["config.json", "x.gguf"], &[]] {
             assert_eq!(repository(files).checkpoint(), None, "{files:?}");
         }
