@@ -2,8 +2,13 @@
 
 /// The parts of names by which files of types that burn-gemma4 refuses are told.
 const UNSUPPORTED: [&str; 7] = ["IQ1_", "IQ2_", "IQ3_", "TQ1_", "TQ2_", "Q1_0", "NVFP4"];
-/// The part of names of weights that belong to a model but are not the model: the encoder of images, and the drafter.
-const OTHERS: [&str; 3] = ["mmproj", "assistant", "drafter"];
+/// The parts of names of files that belong to a model but are not the model: the encoder of images, the drafter, and
+/// statistics for quantization.
+const OTHERS: [&str; 4] = ["mmproj", "assistant", "drafter", "imatrix"];
+/// The words in names of files without a model: adapters, control vectors and vocabularies. Other words may contain them.
+const OTHER_WORDS: [&str; 8] = [
+    "lora", "qlora", "dora", "adapter", "adapters", "cvector", "vocab", "draft",
+];
 /// The bytes that stay free for the KV cache and activations.
 const ACTIVATIONS: u64 = 1 << 30;
 /// The types whose weights take more bytes on the device than in the file, in percent of the file. Kernels read codes
@@ -37,6 +42,13 @@ impl Candidate {
             .contains(&part.to_uppercase())
     }
 
+    /// True if the name has one of `words` between other characters than letters and digits.
+    fn has_word(&self, words: &[&str]) -> bool {
+        let name = file_name(self.path()).to_lowercase();
+        name.split(|one: char| !one.is_alphanumeric())
+            .any(|word| words.contains(&word))
+    }
+
     /// Returns the number of bytes of the weights on the device.
     fn device_bytes(&self) -> u64 {
         let growth = GROWTH.iter().find(|(part, _)| self.has(part));
@@ -68,6 +80,7 @@ pub(super) fn candidates(files: &[(String, u64)]) -> Vec<Candidate> {
                 .iter()
                 .chain(&OTHERS)
                 .any(|part| candidate.has(part))
+                && !candidate.has_word(&OTHER_WORDS)
         };
         found.extend(candidate.filter(is_model));
     }
@@ -192,6 +205,11 @@ mod tests {
             ("e2b-Q8_0.gguf", 5),
             ("e2b-IQ2_XXS.gguf", 2),
             ("mmproj-F16.gguf", 1),
+            ("imatrix.gguf", 1),
+            ("e2b.imatrix.gguf", 1),
+            ("e2b-LoRA-F16.gguf", 1),
+            ("e2b_adapter.gguf", 1),
+            ("ggml-vocab-gemma.gguf", 1),
             ("BF16/e2b-BF16-00001-of-00002.gguf", 5),
             ("BF16/e2b-BF16-00002-of-00002.gguf", 4),
             ("half-00001-of-00002.gguf", 4),
@@ -211,6 +229,12 @@ mod tests {
         ];
         let expected = expected.map(|(name, bytes)| (name.to_owned(), bytes));
         assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn candidates_keep_models_whose_names_contain_a_word() {
+        let list = files(&[("flora-Q4_0.gguf", 1), ("drafted-Q4_0.gguf", 1)]);
+        assert_eq!(candidates(&list).len(), 2);
     }
 
     #[test]
