@@ -33,6 +33,16 @@ pub struct CacheFile {
     /// The path that `--cache` names, if another program has changed the file at this path. The session is then stored
     /// in a new file. Otherwise `None`, and the session is stored in the file that `--cache` names.
     taken: Option<PathBuf>,
+    lock: FolderLock,
+}
+
+/// A lock on the file's folder, for which each write waits.
+struct FolderLock {
+    /// The longest wait for another program.
+    longest: Duration,
+    /// True if the last wait was in vain. The next writes do not wait again, so that a program that hangs delays a chat
+    /// once.
+    is_stuck: bool,
 }
 
 /// The identity of one version of a file. Each write replaces the file, so each version has a different identity.
@@ -86,6 +96,10 @@ impl CacheFile {
             path,
             seen,
             taken: None,
+            lock: FolderLock {
+                longest: LONGEST_LOCK,
+                is_stuck: false,
+            },
         })
     }
 
@@ -118,7 +132,7 @@ impl CacheFile {
     /// # Errors
     /// Passes on the errors of [`Session::save`].
     pub fn write(&mut self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
-        let _locked = locked(folder_of(&self.path), LONGEST_LOCK);
+        let _locked = self.lock.acquire(folder_of(&self.path));
         if Identity::of(&self.path)? != self.seen {
             let beside = self.beside()?;
             note(format_args!(
@@ -168,25 +182,35 @@ impl CacheFile {
     }
 }
 
-/// Waits up to `longest` for the lock on a folder, which lasts until the result is dropped. Returns `None` if the
-/// system cannot lock folders, such as Windows and some network file systems. Returns `None` with a note if another
-/// program keeps the lock. Two writes at the same time may then lose one of them.
-fn locked(folder: &Path, longest: Duration) -> Option<File> {
-    let file = File::open(folder).ok()?;
-    let start = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Some(file),
-            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => (),
-            Err(TryLockError::Error(_)) => return None,
-            Err(TryLockError::WouldBlock) if start.elapsed() < longest => sleep(LOCK_INTERVAL),
-            Err(TryLockError::WouldBlock) => {
-                note(format_args!(
-                    "--cache: another program has locked {} for {} s; the session is written without the lock",
-                    folder.display(),
-                    longest.as_secs()
-                ));
-                return None;
+impl FolderLock {
+    /// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock
+    /// folders, such as Windows and some network file systems. Returns `None` if another program keeps the lock, with a
+    /// note after the first wait. Two writes at the same time may then lose one of them.
+    fn acquire(&mut self, folder: &Path) -> Option<File> {
+        let file = File::open(folder).ok()?;
+        let start = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => {
+                    self.is_stuck = false;
+                    return Some(file);
+                }
+                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => (),
+                Err(TryLockError::Error(_)) => return None,
+                Err(TryLockError::WouldBlock) if self.is_stuck => return None,
+                Err(TryLockError::WouldBlock) if start.elapsed() < self.longest => {
+                    sleep(LOCK_INTERVAL);
+                }
+                Err(TryLockError::WouldBlock) => {
+                    note(format_args!(
+                        "--cache: another program has locked {} for {} s; this session is written without the lock, and \
+                         the next writes do not wait",
+                        folder.display(),
+                        self.longest.as_secs()
+                    ));
+                    self.is_stuck = true;
+                    return None;
+                }
             }
         }
     }
@@ -218,6 +242,18 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
+    /// Waits for the lock as a new writer does.
+    fn locked(folder: &Path, longest: Duration) -> Option<File> {
+        lock(longest).acquire(folder)
+    }
+
+    fn lock(longest: Duration) -> FolderLock {
+        FolderLock {
+            longest,
+            is_stuck: false,
+        }
+    }
+
     #[test]
     fn locked_folder_is_locked_once_at_a_time() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -243,5 +279,19 @@ mod tests {
         assert!(locked(folder.path(), Duration::from_millis(50)).is_none());
         drop(first);
         assert!(locked(folder.path(), Duration::ZERO).is_some());
+    }
+
+    /// If the second call waited, the test would hang.
+    #[test]
+    fn lock_of_a_program_that_hangs_is_waited_for_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let first = locked(folder.path(), Duration::ZERO).expect("the folder can be locked");
+        let mut second = lock(Duration::ZERO);
+        assert!(second.acquire(folder.path()).is_none());
+        second.longest = Duration::MAX;
+        assert!(second.acquire(folder.path()).is_none());
+        drop(first);
+        assert!(second.acquire(folder.path()).is_some());
+        assert!(!second.is_stuck);
     }
 }
