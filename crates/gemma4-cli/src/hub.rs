@@ -9,6 +9,9 @@ mod download;
 mod gguf_files;
 #[cfg(feature = "download")]
 mod layout;
+mod name;
+#[cfg(feature = "download")]
+mod online;
 #[cfg(feature = "download")]
 mod repository;
 #[cfg(all(test, feature = "download"))]
@@ -21,6 +24,7 @@ mod transfer;
 use crate::{Error, terminal::WrongArgument, terminal::note};
 use cache::{cache_folder, files_of, is_whole, snapshot};
 use gguf_files::{Candidate, candidates, choose, gigabytes, with_parts};
+use name::Name;
 #[cfg(feature = "download")]
 use std::env;
 use std::path::{Path, PathBuf};
@@ -37,16 +41,17 @@ pub type MemoryOf<'a> = &'a mut dyn FnMut() -> Result<Option<u64>, Error>;
 /// Returns [`WrongArgument`] if the path is a safetensors file, if the model cannot be found or downloaded, or if none
 /// of its GGUF files fits. The error says how to proceed.
 pub fn resolve(model: &Path, memory: MemoryOf<'_>) -> Result<PathBuf, Error> {
-    Hub::from_env().resolve(model, &mut Wanted::Any(memory))
+    Hub::from_env().resolve("--model", model, &mut Wanted::Any(memory))
 }
 
-/// Resolves the argument `--model` as [`resolve`] does, for commands that need a folder with unquantized weights. A
-/// model that has only GGUF files is refused, and none of them is downloaded.
+/// Resolves a model's path or name as [`resolve`] does, for commands that need a folder with weights in safetensors.
+/// `argument` is the argument of the command, such as `--model`. A model that has only GGUF files is refused, and none
+/// of them is downloaded.
 ///
 /// # Errors
-/// Returns the errors of [`resolve`].
-pub fn resolve_folder(model: &Path) -> Result<PathBuf, Error> {
-    Hub::from_env().resolve(model, &mut Wanted::Folder)
+/// Returns the errors of [`resolve`], which name `argument`.
+pub fn resolve_folder(argument: &str, model: &Path) -> Result<PathBuf, Error> {
+    Hub::from_env().resolve(argument, model, &mut Wanted::Folder)
 }
 
 /// The form of a model that a command needs.
@@ -68,16 +73,21 @@ impl Hub {
         Self {
             cache: cache_folder(),
             #[cfg(feature = "download")]
-            connection: match is_offline() {
-                true => Err("HF_HUB_OFFLINE forbids to download it"),
-                false => Ok(download::Hub::from_env()),
+            connection: match offline_reason(|name| env::var(name).ok()) {
+                Some(reason) => Err(reason),
+                None => Ok(download::Hub::from_env()),
             },
         }
     }
 
-    fn resolve(&self, model: &Path, wanted: &mut Wanted<'_>) -> Result<PathBuf, Error> {
+    fn resolve(
+        &self,
+        argument: &str,
+        model: &Path,
+        wanted: &mut Wanted<'_>,
+    ) -> Result<PathBuf, Error> {
         let refuse = |reason: String| -> Error {
-            WrongArgument(format!("--model: {}: {reason}", model.display())).into()
+            WrongArgument(format!("{argument}: {}: {reason}", model.display())).into()
         };
         let is_safetensors = model.extension().is_some_and(|end| end == "safetensors");
         if is_safetensors && model.is_file() {
@@ -105,7 +115,7 @@ impl Hub {
         };
         let Some(cache) = &self.cache else {
             return Err(refuse(format!(
-                "no such folder, and no cache of the Hugging Face Hub; set HF_HOME to a folder for it{}",
+                "no such local folder, and no cache of the Hugging Face Hub; set HF_HOME to a folder for it{}",
                 self.remedy(name)
             )));
         };
@@ -114,19 +124,7 @@ impl Hub {
             Ok(reason) => refuse(reason.0),
             Err(other) => other,
         };
-        let found = match folder.join("snapshots").is_dir() {
-            true => {
-                let snapshot = snapshot(&folder).map_err(refuse)?;
-                in_snapshot(&snapshot, name, wanted).map_err(with_argument)?
-            }
-            false => None,
-        };
-        let found = match found {
-            Some(found) => found,
-            None => self
-                .download(name, &folder, wanted)
-                .map_err(with_argument)?,
-        };
+        let found = self.found(name, &folder, wanted).map_err(with_argument)?;
         note(format_args!(
             "note: {} is in the Hub's cache; loading {}",
             name.model,
@@ -144,73 +142,43 @@ impl Hub {
         format!("; `hf download {}` downloads it", name.model)
     }
 
-    #[cfg(not(feature = "download"))]
-    fn download(
-        &self,
-        name: Name<'_>,
-        folder: &Path,
-        _wanted: &mut Wanted<'_>,
-    ) -> Result<PathBuf, Error> {
-        Err(self.absent(name, folder))
-    }
-
-    fn absent(&self, name: Name<'_>, folder: &Path) -> Error {
-        Reason(format!(
-            "no such folder, and not in the Hugging Face Hub's cache ({}){}",
-            folder.parent().unwrap_or(folder).display(),
-            self.remedy(name)
-        ))
-        .into()
-    }
-
-    /// Downloads the model's files that the cache lacks. Prints their size first.
-    #[cfg(feature = "download")]
-    fn download(
+    /// Returns the model in the cache, or downloads the model. `folder` is the model's folder in the cache.
+    fn found(
         &self,
         name: Name<'_>,
         folder: &Path,
         wanted: &mut Wanted<'_>,
     ) -> Result<PathBuf, Error> {
-        let Ok(hub) = &self.connection else {
-            return Err(self.absent(name, folder));
+        let cached = match folder.join("snapshots").is_dir() {
+            true => Cached::of(snapshot(folder).map_err(Reason)?, name),
+            false => Cached::Nothing,
         };
-        let repository = hub.repository(name.model).map_err(Reason)?;
-        let sizes = repository.sizes();
-        let checkpoint = repository.checkpoint().filter(|_| name.file.is_none());
-        let candidate = match checkpoint {
-            Some(_) => None,
-            None => Some(gguf_of(&sizes, name, wanted)?),
+        let files = match cached {
+            Cached::Model(path) => return Ok(path),
+            Cached::GgufFiles(files) => Some(files),
+            Cached::Nothing => None,
         };
-        let paths = match (&candidate, &checkpoint) {
-            (Some(candidate), _) => candidate.files.iter().map(String::as_str).collect(),
-            (None, checkpoint) => checkpoint.clone().unwrap_or_default(),
+        #[cfg(feature = "download")]
+        if let Ok(hub) = &self.connection {
+            return online::found(hub, name, folder, files.as_ref(), wanted);
+        }
+        match (files, &wanted) {
+            (Some(files), Wanted::Any(_)) => files.choose(name, wanted),
+            (files, _) => Err(self.absent(name, folder, files.is_some())),
+        }
+    }
+
+    fn absent(&self, name: Name<'_>, folder: &Path, has_gguf: bool) -> Error {
+        let kind = match has_gguf {
+            true => ", which has only GGUF files of the model; this command needs safetensors",
+            false => "",
         };
-        let files = repository.files(paths).map_err(Reason)?;
-        let missing: Vec<u64> = files
-            .iter()
-            .filter(|file| !folder.join("blobs").join(&file.etag).exists())
-            .map(|file| file.bytes)
-            .collect();
-        note(format_args!(
-            "note: downloading {} from {} to {}: {} in {} files. The licence on the model's page holds.",
-            name.model,
-            hub.endpoint(),
-            folder.display(),
-            gigabytes(
-                missing
-                    .iter()
-                    .fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
-            ),
-            missing.len()
-        ));
-        let bar = crate::model::progress_bar()?;
-        let snapshot = hub.fetch(&repository, &files, folder, &bar);
-        bar.finish_and_clear();
-        let snapshot = snapshot.map_err(Reason)?;
-        Ok(match candidate {
-            Some(candidate) => snapshot.join(candidate.path()),
-            None => snapshot,
-        })
+        Reason(format!(
+            "no such local folder, and not in the Hugging Face Hub's cache ({}){kind}{}",
+            folder.parent().unwrap_or(folder).display(),
+            self.remedy(name)
+        ))
+        .into()
     }
 }
 
@@ -226,24 +194,43 @@ impl std::fmt::Display for Reason {
 
 impl std::error::Error for Reason {}
 
-/// Returns the model in a snapshot of the cache: the snapshot's folder, or one of its GGUF files. Returns `None` if
-/// files are missing, as after an interrupted download.
-fn in_snapshot(
-    snapshot: &Path,
-    name: Name<'_>,
-    wanted: &mut Wanted<'_>,
-) -> Result<Option<PathBuf>, Error> {
-    let sizes = files_of(snapshot);
-    if name.file.is_none() && (snapshot.join("config.json").exists() || sizes.is_empty()) {
-        return Ok(is_whole(snapshot).then(|| snapshot.to_owned()));
+/// The state of a model in the cache.
+enum Cached {
+    /// The snapshot's folder with a whole checkpoint, or the named GGUF file.
+    Model(PathBuf),
+    /// GGUF files that the user has not named. The Hub may have a checkpoint in safetensors beside them.
+    GgufFiles(GgufFiles),
+    /// Nothing, or less than a whole checkpoint, as after an interrupted download.
+    Nothing,
+}
+
+/// The GGUF files of a snapshot.
+struct GgufFiles {
+    snapshot: PathBuf,
+    /// The paths and sizes of all files of the snapshot.
+    sizes: Vec<(String, u64)>,
+}
+
+impl Cached {
+    fn of(snapshot: PathBuf, name: Name<'_>) -> Self {
+        let sizes = files_of(&snapshot);
+        match name.file {
+            Some(file) => match with_parts(file, &sizes) {
+                Some(named) => Self::Model(snapshot.join(named.path())),
+                None => Self::Nothing,
+            },
+            None if is_whole(&snapshot) => Self::Model(snapshot),
+            None if candidates(&sizes).is_empty() => Self::Nothing,
+            None => Self::GgufFiles(GgufFiles { snapshot, sizes }),
+        }
     }
-    let has_none = match name.file {
-        Some(file) => with_parts(file, &sizes).is_none(),
-        None => candidates(&sizes).is_empty(),
-    };
-    match has_none {
-        true => Ok(None),
-        false => Ok(Some(snapshot.join(gguf_of(&sizes, name, wanted)?.path()))),
+}
+
+impl GgufFiles {
+    fn choose(&self, name: Name<'_>, wanted: &mut Wanted<'_>) -> Result<PathBuf, Error> {
+        Ok(self
+            .snapshot
+            .join(gguf_of(&self.sizes, name, wanted)?.path()))
     }
 }
 
@@ -294,43 +281,45 @@ fn gguf_of(
     Ok(chosen.clone())
 }
 
-/// A model on the Hub, and one of its GGUF files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Name<'a> {
-    /// The name `organisation/name`.
-    model: &'a str,
-    file: Option<&'a str>,
-}
-
-impl<'a> Name<'a> {
-    /// Returns the path as a name `organisation/name` or `organisation/name:file.gguf`, or `None` if the path does not
-    /// have this form.
-    fn of(model: &'a Path) -> Option<Self> {
-        let text = model.to_str()?;
-        let (model, file) = match text.split_once(':') {
-            Some((model, file)) => (model, Some(file)),
-            None => (text, None),
-        };
-        let is_character = |one: char| one.is_ascii_alphanumeric() || "-_.".contains(one);
-        let is_part = |part: &str| {
-            let first = part.chars().next();
-            first.is_some_and(|first| first.is_ascii_alphanumeric() || first == '_')
-                && part.chars().all(is_character)
-        };
-        let is_file = |file: &str| file.ends_with(".gguf") && file.split('/').all(is_part);
-        let (organisation, name) = model.split_once('/')?;
-        // Do not treat a path with a weight file's extension as a model's name, because the user means a file.
-        let is_weights = model.ends_with(".gguf") || model.ends_with(".safetensors");
-        let is_name = is_part(organisation) && is_part(name) && !is_weights;
-        (is_name && file.is_none_or(is_file)).then_some(Self { model, file })
-    }
-}
-
-/// True if `HF_HUB_OFFLINE` forbids to use the network, by the rules of `huggingface_hub`.
+/// Returns the reason why the network must not be used, by the rules of `huggingface_hub`. `variable` returns the value
+/// of an environment variable.
 #[cfg(feature = "download")]
-fn is_offline() -> bool {
-    let value = env::var("HF_HUB_OFFLINE")
-        .unwrap_or_default()
-        .to_uppercase();
-    ["1", "ON", "YES", "TRUE"].contains(&value.as_str())
+fn offline_reason(variable: impl Fn(&str) -> Option<String>) -> Option<&'static str> {
+    let of = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let (value, reason) = match of("HF_HUB_OFFLINE") {
+        Some(value) => (value, "HF_HUB_OFFLINE forbids to download it"),
+        None => (
+            of("TRANSFORMERS_OFFLINE")?,
+            "TRANSFORMERS_OFFLINE forbids to download it",
+        ),
+    };
+    ["1", "ON", "YES", "TRUE"]
+        .contains(&value.to_uppercase().as_str())
+        .then_some(reason)
+}
+
+#[cfg(all(test, feature = "download"))]
+mod offline_tests {
+    use super::offline_reason;
+
+    #[test]
+    fn offline_reason_follows_huggingface_hub() {
+        for (hub, transformers, expected) in [
+            (None, None, None),
+            (Some("1"), None, Some("HF_HUB_OFFLINE")),
+            (Some("yes"), Some("0"), Some("HF_HUB_OFFLINE")),
+            (None, Some("True"), Some("TRANSFORMERS_OFFLINE")),
+            (Some(""), Some("on"), Some("TRANSFORMERS_OFFLINE")),
+            (Some("0"), Some("1"), None),
+            (None, Some("no"), None),
+        ] {
+            let variable = |name: &str| match name {
+                "HF_HUB_OFFLINE" => hub.map(str::to_owned),
+                _ => transformers.map(str::to_owned),
+            };
+            let found = offline_reason(variable);
+            let found = found.and_then(|reason| reason.split(' ').next());
+            assert_eq!(found, expected, "{hub:?}, {transformers:?}");
+        }
+    }
 }

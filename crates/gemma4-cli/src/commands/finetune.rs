@@ -84,7 +84,7 @@ impl Finetune {
     /// Executes the command and returns its exit code.
     pub fn execute(mut self) -> ExitCode {
         exit_code(|group| {
-            self.model = hub::resolve_folder(&self.model)?;
+            self.model = hub::resolve_folder("--model", &self.model)?;
             finetune(&self, group)
         })
     }

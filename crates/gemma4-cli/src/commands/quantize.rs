@@ -77,7 +77,7 @@ impl Quantize {
     /// Executes the command and returns its exit code.
     pub fn execute(mut self) -> ExitCode {
         exit_code(|| {
-            self.model = hub::resolve_folder(&self.model)?;
+            self.model = hub::resolve_folder("--model", &self.model)?;
             quantize(&self)
         })
     }

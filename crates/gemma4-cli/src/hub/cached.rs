@@ -23,14 +23,18 @@ fn cache(snapshots: &[&str], main: Option<&str>) -> (TempDir, PathBuf) {
     (cache, folder)
 }
 
-fn resolved(model: impl AsRef<Path>, cache: &TempDir) -> Result<PathBuf, String> {
-    let hub = Hub {
+fn hub(cache: &TempDir) -> Hub {
+    Hub {
         cache: Some(cache.path().to_owned()),
         #[cfg(feature = "download")]
         connection: Err("HF_HUB_OFFLINE forbids to download it"),
-    };
+    }
+}
+
+fn resolved(model: impl AsRef<Path>, cache: &TempDir) -> Result<PathBuf, String> {
+    let hub = hub(cache);
     let mut memory = || Ok(Some(8_000_000_000));
-    hub.resolve(model.as_ref(), &mut Wanted::Any(&mut memory))
+    hub.resolve("--model", model.as_ref(), &mut Wanted::Any(&mut memory))
         .map_err(|error| error.to_string())
 }
 
@@ -88,6 +92,22 @@ fn hub_name_with_a_single_file_and_a_stale_index_resolves() {
     let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
     fs::write(snapshot.join("model.safetensors.index.json"), index).expect("a file");
     assert_eq!(resolved("google/gemma-4-E2B-it", &kept), Ok(snapshot));
+}
+
+#[test]
+fn hub_name_of_gguf_files_is_refused_by_a_command_that_needs_a_folder() {
+    let (kept, folder) = cache(&[], None);
+    write(&folder.join("snapshots/0123"), &["e2b-Q4_0.gguf"]);
+    let name = Path::new("google/gemma-4-E2B-it");
+    let found = hub(&kept).resolve("--draft", name, &mut Wanted::Folder);
+    let error = found.expect_err("there are no safetensors").to_string();
+    assert!(
+        error.starts_with("--draft: google/gemma-4-E2B-it: no such local folder"),
+        "{error}"
+    );
+    for words in ["only GGUF files", "hf download google/gemma-4-E2B-it"] {
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn resolve_by(
         cache: Some(cache.to_owned()),
         connection: Ok(hub),
     };
-    let found = hub.resolve(Path::new(model), wanted);
+    let found = hub.resolve("--model", Path::new(model), wanted);
     found.map_err(|error| error.to_string())
 }
 
@@ -185,6 +185,66 @@ fn download_without_a_server_says_so() {
     let cache = folder();
     let found = resolve_by(&endpoint, None, cache.path(), NAME, &mut Wanted::Folder);
     let error = found.expect_err("no server");
+    for words in ["no such local folder", "cannot be reached", "hf download"] {
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+/// A mistyped path has the form of a model's name.
+#[test]
+fn download_of_a_mistyped_path_says_that_no_folder_exists() {
+    let endpoint = model().start();
+    let (cache, name) = (folder(), "models/e2b");
+    let found = resolve_by(&endpoint, None, cache.path(), name, &mut Wanted::Folder);
+    let error = found.expect_err("the Hub has no such model");
+    for words in ["no such local folder", "404", "`hf download models/e2b`"] {
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn download_of_safetensors_follows_that_of_a_gguf_file() {
+    let mut server = model();
+    server.files.insert("e2b-Q4_0.gguf".into(), bytes(1000, 3));
+    for is_folder in [true, false] {
+        let (endpoint, cache) = (server.start(), folder());
+        let mut memory = || Ok(Some(16_000_000_000));
+        let named = format!("{NAME}:e2b-Q4_0.gguf");
+        let mut wanted = Wanted::Any(&mut memory);
+        let found = resolve_by(&endpoint, None, cache.path(), &named, &mut wanted);
+        let found = found.expect("the file is downloaded");
+        assert!(found.ends_with("e2b-Q4_0.gguf"), "{found:?}");
+        if is_folder {
+            wanted = Wanted::Folder;
+        }
+        let found = resolve_by(&endpoint, None, cache.path(), NAME, &mut wanted);
+        let found = found.expect("the checkpoint is downloaded");
+        let read = fs::read(found.join("model.safetensors")).expect("the file is there");
+        assert_eq!(read, server.files["model.safetensors"]);
+    }
+}
+
+#[test]
+fn download_of_gguf_files_in_the_cache_is_not_repeated() {
+    let files = [
+        ("e2b-Q4_0.gguf", bytes(900, 3)),
+        ("e2b-Q8_0.gguf", bytes(2000, 4)),
+    ];
+    let (server, cache) = (Server::of(&files), folder());
+    let endpoint = server.start();
+    let unreachable = "http://127.0.0.1:1";
+    let mut memory = || Ok(Some(16_000_000_000));
+    let named = format!("{NAME}:e2b-Q4_0.gguf");
+    let mut wanted = Wanted::Any(&mut memory);
+    let found = resolve_by(&endpoint, None, cache.path(), &named, &mut wanted);
+    for endpoint in [&endpoint, unreachable] {
+        let again = resolve_by(endpoint, None, cache.path(), NAME, &mut wanted);
+        assert_eq!(again, found);
+    }
+    assert_eq!(server.ranges("e2b-Q4_0.gguf"), [0]);
+    assert!(server.ranges("e2b-Q8_0.gguf").is_empty());
+    let found = resolve_by(unreachable, None, cache.path(), NAME, &mut Wanted::Folder);
+    let error = found.expect_err("there are no safetensors");
     assert!(error.contains("cannot be reached"), "{error}");
 }
 
