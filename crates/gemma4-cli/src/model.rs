@@ -4,7 +4,7 @@ use crate::cache_file::CacheFile;
 use crate::device_list::{DeviceList, DeviceListParser};
 use crate::loading::Loaded;
 use crate::terminal::note;
-use crate::{Dtype, Error};
+use crate::{Dtype, Error, hub};
 use burn::tensor::DType;
 use burn_gemma4::{
     Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, Generation, GenerationDefaults,
@@ -227,11 +227,12 @@ pub struct GenerationArguments {
     /// tokens. The generated text stays the same. Decoding is faster if answers repeat parts of the prompt.
     #[arg(long, help_heading = "Speculative decoding", group = "drafts")]
     pub lookup: bool,
-    /// Folder of a drafter for speculative decoding. A drafter is a small model that was trained for the chosen model.
+    /// Drafter for speculative decoding: a folder, or the name of a model on the Hugging Face Hub, as for --model. A
+    /// drafter is a small model that was trained for the chosen model.
     #[arg(
         long,
         help_heading = "Speculative decoding",
-        value_name = "DIR",
+        value_name = "PATH",
         group = "drafts"
     )]
     pub draft: Option<PathBuf>,
@@ -280,16 +281,28 @@ impl From<Kv> for KvPrecision {
     }
 }
 
+/// Returns the model, together with the drafter in `folder` if there is one.
+///
+/// # Errors
+/// Returns an error if the drafter is invalid.
+pub fn with_drafter(gemma: Gemma4, folder: Option<PathBuf>) -> Result<Gemma4, Error> {
+    Ok(match folder {
+        Some(folder) => gemma.with_drafter(folder)?,
+        None => gemma,
+    })
+}
+
 impl GenerationArguments {
-    /// Returns the model, together with its drafter if the arguments name one.
+    /// Returns the folder of the drafter, if the arguments name one. A drafter that the Hub's cache lacks is downloaded.
+    /// Commands call this function before they load the model, so that errors appear early.
     ///
     /// # Errors
-    /// Returns an error if the drafter is invalid.
-    pub fn with_drafter(&self, gemma: Gemma4) -> Result<Gemma4, Error> {
-        Ok(match &self.draft {
-            Some(folder) => gemma.with_drafter(folder)?,
-            None => gemma,
-        })
+    /// Passes on the errors of [`hub::resolve_folder`].
+    pub fn drafter_folder(&self) -> Result<Option<PathBuf>, Error> {
+        let draft = self.draft.as_deref();
+        draft
+            .map(|draft| hub::resolve_folder("--draft", draft))
+            .transpose()
     }
 
     /// Opens the file of `--cache`. Commands open the file before they load the model, so that errors appear early.

@@ -443,7 +443,11 @@ fn program_wrong_drafter_is_refused() {
             2,
             ["drafter", "num_key_value_heads"],
         ),
-        (&["--draft", "no/such"], 1, ["no/such", "config.json"]),
+        (
+            &["--draft", "./no/such"],
+            2,
+            ["--draft: ./no/such", "no such file or folder"],
+        ),
         (
             &[
                 "--draft",

@@ -4,7 +4,7 @@ use crate::{
     Error,
     cache_file::CacheFile,
     media::{ImageSize, content},
-    model::{AdaptedModelArguments, GenerationArguments, tell_length},
+    model::{AdaptedModelArguments, GenerationArguments, tell_length, with_drafter},
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
@@ -52,8 +52,9 @@ impl Chat {
 fn run(cli: &Chat) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
     let mut cache = cli.generation.cache_file()?;
+    let drafter = cli.generation.drafter_folder()?;
     let mut loaded = cli.model.load()?;
-    loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
+    loaded.gemma = with_drafter(loaded.gemma, drafter)?;
     let (session, messages) = match &mut cache {
         Some(cache) => cache.read(&loaded.gemma)?,
         None => (loaded.gemma.session(), Vec::new()),

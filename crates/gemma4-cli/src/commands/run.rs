@@ -4,7 +4,7 @@ use crate::{
     Error,
     loading::Loaded,
     media::{MediaArguments, content},
-    model::{AdaptedModelArguments, GenerationArguments, tell_length},
+    model::{AdaptedModelArguments, GenerationArguments, tell_length, with_drafter},
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
@@ -113,8 +113,9 @@ fn run(cli: &Run) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
     let mut cache = cli.generation.cache_file()?;
     let prompt = prompt(cli)?;
+    let drafter = cli.generation.drafter_folder()?;
     let mut loaded = cli.model.load()?;
-    loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
+    loaded.gemma = with_drafter(loaded.gemma, drafter)?;
     let gemma = &loaded.gemma;
     cli.media.check_model(gemma)?;
     let mut options = cli.generation.options(gemma, cli.is_chat());
