@@ -4,6 +4,10 @@ use std::cell::Cell;
 use std::future::Future;
 use tokio::sync::Notify;
 
+/// The number of waiting requests that one ended request wakes. Each attempt prepares a request with its images, so
+/// waking all of them would cost the square of their number. With two, the number of active requests can grow again.
+const WOKEN: usize = 2;
+
 /// The requests of a file that are answered at the same time, in one task.
 #[derive(Debug, Default)]
 pub(crate) struct BatchRetries {
@@ -11,7 +15,7 @@ pub(crate) struct BatchRetries {
     active: Cell<usize>,
     /// The number of attempts that have begun.
     begun: Cell<u64>,
-    /// Wakes the requests that wait when a request has ended.
+    /// Wakes requests that wait when a request has ended, in the order in which they began to wait.
     ended: Notify,
 }
 
@@ -37,7 +41,9 @@ impl BatchRetries {
                 Err(_) => true,
             };
             if is_final {
-                self.ended.notify_waiters();
+                for _ in 0..WOKEN {
+                    self.ended.notify_one();
+                }
                 return outcome;
             }
             // If no other request is left that could end, this one is repeated at once, and alone.
@@ -55,12 +61,19 @@ mod tests {
     use std::convert::Infallible;
     use tokio::task::yield_now;
 
-    /// Answers requests that each need `need` parts of a memory of 10, in several steps.
     async fn answers(needs: &[usize]) -> Vec<bool> {
+        answers_and_attempts(needs).await.0
+    }
+
+    /// Answers requests that each need `need` parts of a memory of 10, in several steps. Returns the answers and the
+    /// number of attempts.
+    async fn answers_and_attempts(needs: &[usize]) -> (Vec<bool>, usize) {
         let (retries, free) = (BatchRetries::default(), Cell::new(10usize));
-        let (retries, free) = (&retries, &free);
+        let attempts = Cell::new(0);
+        let (retries, free, attempts) = (&retries, &free, &attempts);
         let answers = needs.iter().map(|need| async move {
             let attempt = || async {
+                attempts.set(attempts.get() + 1);
                 let mut parts = 0;
                 while parts < *need {
                     yield_now().await;
@@ -80,7 +93,16 @@ mod tests {
         });
         let answered = join_all(answers).await;
         assert_eq!(free.get(), 10);
-        answered
+        (answered, attempts.get())
+    }
+
+    #[tokio::test]
+    async fn answer_wakes_few_requests_when_one_ends() {
+        for need in [10, 4, 1] {
+            let (answered, attempts) = answers_and_attempts(&[need; 200]).await;
+            assert_eq!(answered, [true; 200]);
+            assert!(attempts <= (1 + WOKEN) * 200, "{need}: {attempts}");
+        }
     }
 
     #[tokio::test]
