@@ -6,6 +6,7 @@
 #![cfg(feature = "flex")]
 
 mod attention;
+mod audio;
 mod counted;
 mod training;
 

@@ -1,7 +1,8 @@
 //! Decodes audio files within limits on memory. Truncated files are refused, if their format has a length.
 
 use super::clip::{check_length, check_rate};
-use super::header::{FileFormat, MP3_FRAME, Opened, check_channels, failed, is_end, opened};
+use super::container::FileFormat;
+use super::header::{MP3_FRAME, Opened, check_channels, failed, is_end, opened};
 use symphonia::core::codecs::audio::{AudioDecoder, AudioDecoderOptions};
 use symphonia::core::formats::FormatReader;
 

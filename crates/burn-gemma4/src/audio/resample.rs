@@ -1,7 +1,7 @@
 //! The conversion of sample rates, by the FFT resampler of the crate `rubato`. The anti-aliasing filter is a sinc with
 //! a Blackman-Harris window. Hugging Face Transformers converts with `soxr`, whose filter differs near the cutoff.
 
-use super::clip::SAMPLE_RATE;
+use super::clip::{RATES, SAMPLE_RATE};
 use rubato::audioadapter_buffers::owned::InterleavedOwned;
 use rubato::{Fft, FixedSync, Resampler};
 
@@ -9,16 +9,18 @@ use rubato::{Fft, FixedSync, Resampler};
 /// longer blocks have a sharper cutoff.
 const BLOCK: usize = 1024;
 
+/// The memory for each sample of a block, in bytes. An FFT of a length with a large prime factor needs up to four times
+/// its length. The most that was measured is 81 bytes, at 383,987 Hz (x86-64, 2026-11-30,
+/// `cargo test --test memory audio`).
+const BLOCK_BYTES: u64 = 112;
+
 /// Converts the samples of one channel to [`SAMPLE_RATE`]. The filter's delay is removed.
 ///
 /// # Panics
 /// Panics if `sample_rate` is 0.
 pub(super) fn resampled(samples: &[f32], sample_rate: u32) -> Vec<f32> {
     let rates = [sample_rate, SAMPLE_RATE].map(|rate| rate as usize);
-    // The filter delays by half of a block, which is whole in both rates only for an even multiple of the shortest
-    // block.
-    let ratio = rates[0].div_ceil(rates[1]);
-    let block = (BLOCK * ratio).next_multiple_of(2 * shortest_block(sample_rate));
+    let block = block(sample_rate);
     let mut resampler = Fft::<f32>::new_custom(
         rates[0],
         rates[1],
@@ -41,6 +43,29 @@ pub(super) fn resampled(samples: &[f32], sample_rate: u32) -> Vec<f32> {
         (count as u64 * u64::from(SAMPLE_RATE)).div_ceil(u64::from(sample_rate)) as usize,
     );
     output
+}
+
+/// Returns an upper bound of the memory that the conversion of a sample rate needs besides the samples, in bytes. `None`
+/// is an unknown rate.
+pub(super) fn resampling_bytes(sample_rate: Option<u32>) -> u64 {
+    let of_rate = |rate: u32| {
+        let input = block(rate) as u64;
+        let output = (input * u64::from(SAMPLE_RATE)).div_ceil(u64::from(rate));
+        BLOCK_BYTES * (input + output)
+    };
+    match sample_rate {
+        Some(SAMPLE_RATE) => 0,
+        Some(rate) => of_rate(rate),
+        // The shortest block is at most the rate, and a block of an odd rate has twice that length.
+        None => of_rate(RATES.end() - 1),
+    }
+}
+
+/// Returns the length of a block in samples of `sample_rate`. The filter delays by half of a block, which is whole in both
+/// rates only for an even multiple of the shortest block.
+fn block(sample_rate: u32) -> usize {
+    let ratio = sample_rate.div_ceil(SAMPLE_RATE) as usize;
+    (BLOCK * ratio).next_multiple_of(2 * shortest_block(sample_rate))
 }
 
 /// Returns the smallest number of samples that last as long as a whole number of samples of [`SAMPLE_RATE`].
