@@ -61,6 +61,26 @@ await send("Too hot");
 await ended();
 assert.match(await last.locator("footer.error").textContent(), /^temperature: is 9/);
 assert.equal(await page.inputValue("#input"), "Too hot", "a refused message is not lost");
+assert.notEqual(await page.locator(".user").last().textContent(), "Too hot", "a refused message is in the box alone");
+
+// A new message in the box is not mixed with a refused one, which keeps a button.
+let release;
+const written = new Promise((resolve) => { release = resolve; });
+await page.route("**/v1/chat/completions", async (route) => { await written; await route.continue(); });
+await send("Still too hot");
+await page.fill("#input", "Something new");
+release();
+await ended();
+await page.unroute("**/v1/chat/completions");
+assert.equal(await page.locator(".failed").count(), 0, "the error of an earlier message is gone");
+assert.equal(await page.inputValue("#input"), "Something new");
+const again = page.locator(".user").last().locator("button");
+await again.click();
+assert.equal(await page.textContent("#note"), "Send or clear the new message first.");
+await page.fill("#input", "");
+await again.click();
+assert.equal(await page.inputValue("#input"), "Still too hot");
+assert.equal(await again.count(), 0);
 faults.splice(0, faults.length, ...faults.filter((fault) => !fault.includes("400")));
 await set("temperature", "");
 await set("max_tokens", "60");
@@ -90,7 +110,7 @@ assert.deepEqual(content, [
   { type: "image_url", image_url: { url: `data:image/png;base64,${png.toString("base64")}` } },
   { type: "text", text: "What is this?" },
 ]);
-assert.equal(await page.locator(".user").last().locator("img").evaluate((image) => image.naturalWidth), 1);
+assert.equal(await page.locator(".user img").count(), 0, "a refused message is in the box alone");
 assert.match(await last.locator("footer.error").textContent(), /sees no images/);
 assert.equal(await shown.count(), 1, "the image of a refused message is not lost");
 assert.equal(await page.inputValue("#input"), "What is this?");
