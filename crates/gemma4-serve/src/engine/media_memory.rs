@@ -18,7 +18,11 @@ const UNIT: usize = 1 << 10;
 /// assert!(pool.try_reserve(1 << 20).is_some());
 /// ```
 #[derive(Clone, Debug)]
-pub struct MediaPool(Arc<Semaphore>);
+pub struct MediaPool {
+    permits: Arc<Semaphore>,
+    /// The number of permits of the whole pool.
+    count: usize,
+}
 
 /// A part of the memory of an [`MediaPool`]. Dropping this value frees the memory.
 #[derive(Debug)]
@@ -27,22 +31,30 @@ pub struct MediaMemory(OwnedSemaphorePermit);
 impl MediaPool {
     /// Creates a pool of `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
-        let permits = (bytes / UNIT).min(Semaphore::MAX_PERMITS);
-        Self(Arc::new(Semaphore::new(permits)))
+        let count = (bytes / UNIT).min(Semaphore::MAX_PERMITS);
+        Self {
+            permits: Arc::new(Semaphore::new(count)),
+            count,
+        }
     }
 
     /// Reserves `bytes` bytes. Returns `None` if less memory is free.
     pub fn try_reserve(&self, bytes: usize) -> Option<MediaMemory> {
-        match self.0.clone().try_acquire_many_owned(permits(bytes)) {
+        match self.permits.clone().try_acquire_many_owned(permits(bytes)) {
             Ok(permit) => Some(MediaMemory(permit)),
             // The pool never closes its semaphore.
             Err(TryAcquireError::NoPermits | TryAcquireError::Closed) => None,
         }
     }
 
+    /// The number of bytes of the whole pool.
+    pub fn bytes(&self) -> usize {
+        self.count * UNIT
+    }
+
     /// The number of free bytes.
     pub fn free(&self) -> usize {
-        self.0.available_permits() * UNIT
+        self.permits.available_permits() * UNIT
     }
 }
 
@@ -54,6 +66,11 @@ impl MediaMemory {
     pub fn merge(&mut self, other: Self) {
         self.0.merge(other.0);
     }
+}
+
+/// Returns the number of bytes that a pool reserves for `bytes` bytes.
+pub(crate) fn reserved_bytes(bytes: usize) -> usize {
+    permits(bytes) as usize * UNIT
 }
 
 /// Returns the number of permits for `bytes` bytes.

@@ -81,9 +81,10 @@ impl<'a> ChatPrompt<'a> {
             options.check_min_tokens()?;
             engines.check_size(prompt, choices, options.max_tokens)
         };
-        check(self.tokens.len())?;
-        check(self.tokens.len() + self.media.measure()?)?;
-        let prepared = self.media.prepare()?;
+        let tokens = self.tokens.len();
+        check(tokens)?;
+        check(tokens + self.media.measure()?)?;
+        let prepared = self.media.prepare(|media| check(tokens + media))?;
         let prompt = text.encode(self.tokens, &prepared.images, &prepared.audio)?;
         check(prompt.len())?;
         Ok(Request {

@@ -309,6 +309,15 @@ async fn cheap_checks_precede_decoding() {
     let body = json!({"messages": [{"role": "user", "content": [image, long]}]});
     let message = refused(&harness, CHAT, body, 400).await;
     assert!(message.contains("the prompt has at least"), "{message}");
+    // A clip without a length in its header is decoded, but not what follows.
+    let mut piped = wav(20 * 16_000, 1);
+    for size in [4..8, 40..44] {
+        piped[size].fill(0xFF);
+    }
+    let content = json!([input_audio(&piped), image]);
+    let body = json!({"messages": [{"role": "user", "content": content}]});
+    let message = refused(&harness, CHAT, body, 400).await;
+    assert!(message.contains("the prompt has at least"), "{message}");
     // The thinking budget of Anthropic's API.
     let source = json!({"type": "base64", "media_type": "image/png", "data": base64(&broken)});
     let body = json!({

@@ -21,6 +21,8 @@ pub(crate) struct RequestMedia<'a> {
     measured: Vec<Measured>,
     /// The memory of all resized images and features.
     memory: Option<MediaMemory>,
+    /// The number of bytes of all files, resized images and features.
+    taken: usize,
 }
 
 /// A medium of which only the source is known.
@@ -60,6 +62,7 @@ impl<'a> RequestMedia<'a> {
             sources: Vec::new(),
             measured: Vec::new(),
             memory: None,
+            taken: 0,
         }
     }
 
@@ -127,8 +130,13 @@ impl<'a> RequestMedia<'a> {
             let measured = self.measured(source)?;
             self.measured.push(measured);
         }
+        Ok(self.measured_tokens())
+    }
+
+    /// Returns a lower bound of the number of tokens that the measured media add to a prompt.
+    fn measured_tokens(&self) -> usize {
         let tokens = self.measured.iter().map(|one| one.size.tokens - 1);
-        Ok(tokens.sum())
+        tokens.sum()
     }
 
     fn measured(&mut self, source: Source) -> Result<Measured, RequestError> {
@@ -137,10 +145,11 @@ impl<'a> RequestMedia<'a> {
             kind,
             source,
         } = source;
-        let options = &self.store.options;
-        let _processor = self.store.wait_for_processor()?;
+        let store = self.store;
+        let options = &store.options;
+        let _processor = store.wait_for_processor()?;
         self.client.check()?;
-        let file = source.read(&field, kind, self.store)?;
+        let file = source.read(&field, kind, store, &mut self.taken)?;
         let of_header = |error| of_field(&field, error);
         let (decoding, size) = match kind {
             Kind::Image { soft_tokens } => {
@@ -179,7 +188,7 @@ impl<'a> RequestMedia<'a> {
             );
             return Err(RequestError::field(field, reason));
         }
-        let memory = self.store.reserve(size.bytes)?;
+        let memory = store.reserve(&field, &mut self.taken, size.bytes)?;
         match &mut self.memory {
             Some(all) => all.merge(memory),
             none => *none = Some(memory),
@@ -193,12 +202,19 @@ impl<'a> RequestMedia<'a> {
         })
     }
 
-    /// Decodes and prepares all media, whose headers have been read. The call blocks.
+    /// Decodes and prepares all media, whose headers have been read. The call blocks. `check` is called with a larger lower
+    /// bound of the number of tokens that the media add to a prompt after each clip whose header had no length. The next
+    /// one is not decoded if the prompt is too long already.
     ///
     /// # Errors
+    /// Returns the errors of `check`.
     /// Returns an error that names the field if a file is malformed. Returns
     /// [`ErrorKind::Busy`](crate::ErrorKind::Busy) if too many media wait, and an error if the client has left.
-    pub fn prepare(self) -> Result<PreparedMedia, RequestError> {
+    pub fn prepare(
+        self,
+        mut check: impl FnMut(usize) -> Result<(), RequestError>,
+    ) -> Result<PreparedMedia, RequestError> {
+        let mut tokens = self.measured_tokens();
         let mut prepared = PreparedMedia {
             memory: self.memory,
             ..PreparedMedia::default()
@@ -209,7 +225,7 @@ impl<'a> RequestMedia<'a> {
                 kind,
                 file,
                 needed,
-                ..
+                size,
             } = medium;
             let of_file = |error| of_field(&field, error);
             let _processor = self.store.wait_for_processor()?;
@@ -227,9 +243,12 @@ impl<'a> RequestMedia<'a> {
                 Kind::Audio => {
                     let audio = Audio::from_bytes(&file.bytes).map_err(of_file)?;
                     drop(file);
-                    prepared
-                        .audio
-                        .push(self.text.prepare_audio(&field, &audio)?);
+                    let audio = self.text.prepare_audio(&field, &audio)?;
+                    if audio.tokens() > size.tokens {
+                        tokens += audio.tokens() - size.tokens;
+                        check(tokens)?;
+                    }
+                    prepared.audio.push(audio);
                 }
             }
         }

@@ -66,8 +66,8 @@ impl MediaSource {
         }
     }
 
-    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of
-    /// media.
+    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of media,
+    /// which is added to `taken`.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check). Returns an error if the contents cannot be read, are too large, or
@@ -77,6 +77,7 @@ impl MediaSource {
         field: &str,
         kind: Kind,
         store: &MediaStore,
+        taken: &mut usize,
     ) -> Result<SourceFile, RequestError> {
         let max_bytes = kind.max_bytes(&store.options);
         match self.location(field, kind, &store.options)? {
@@ -85,7 +86,7 @@ impl MediaSource {
                 _memory: None,
             }),
             Location::File(root, path) => {
-                let reserve = |bytes| store.reserve(bytes);
+                let reserve = |bytes| store.reserve(field, taken, bytes);
                 let (bytes, memory) = root::read(field, root, &path, max_bytes, reserve)?;
                 Ok(SourceFile {
                     bytes,
@@ -262,7 +263,7 @@ mod tests {
     fn read(source: MediaSource, kind: Kind) -> Result<Vec<u8>, String> {
         let store = store();
         let checked = source.check("url", kind, &store.options);
-        let read = checked.and_then(|()| source.read("url", kind, &store));
+        let read = checked.and_then(|()| source.read("url", kind, &store, &mut 0));
         read.map(|file| file.bytes).map_err(|error| error.message)
     }
 

@@ -3,7 +3,7 @@
 use super::super::client_state::ClientState;
 use super::options::MediaOptions;
 use super::request::RequestMedia;
-use crate::engine::{MediaMemory, MediaPool, permits};
+use crate::engine::{MediaMemory, MediaPool, permits, reserved_bytes};
 use crate::error::{ErrorKind, RequestError};
 use crate::text::TextModel;
 use std::num::NonZero;
@@ -49,9 +49,29 @@ impl MediaStore {
         RequestMedia::new(self, text, client)
     }
 
-    /// Reserves memory of a file, a resized image or features. The call does not wait, because the memory may be that
-    /// of requests which wait themselves.
-    pub(super) fn reserve(&self, bytes: usize) -> Result<MediaMemory, RequestError> {
+    /// Reserves memory of a file, a resized image or features. `taken` is the number of bytes that the request has
+    /// already, to which the call adds. The call does not wait, because the memory may be that of requests which wait
+    /// themselves.
+    ///
+    /// # Errors
+    /// Returns an error that names `field` if the request alone exceeds the memory. Otherwise returns
+    /// [`ErrorKind::Busy`].
+    pub(super) fn reserve(
+        &self,
+        field: &str,
+        taken: &mut usize,
+        bytes: usize,
+    ) -> Result<MediaMemory, RequestError> {
+        *taken = taken.saturating_add(reserved_bytes(bytes));
+        if *taken > self.pool.bytes() {
+            let reason = format!(
+                "needs {} MiB of memory, with the images and audio of the request before it; expected at most {} MiB, so \
+                 send fewer of them",
+                taken.div_ceil(1 << 20),
+                self.pool.bytes() >> 20
+            );
+            return Err(RequestError::field(field, reason));
+        }
         self.pool.try_reserve(bytes).ok_or_else(|| {
             let message =
                 "the images and audio of waiting requests take all memory; try again later";
