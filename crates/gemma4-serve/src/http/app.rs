@@ -1,6 +1,6 @@
 //! The state that all HTTP handlers share, and the options of the server.
 
-use super::body::{BodyMemory, BodyPool};
+use super::body_memory::{BodyMemory, BodyPool};
 use super::client_state::{ClientGuard, ClientState};
 use super::events::Events;
 use super::media::{MediaOptions, MediaStore, shown};
@@ -22,8 +22,9 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The largest size of a request's body, in bytes.
     pub max_body: usize,
-    /// The memory for the bodies of requests that are being read and prepared, in bytes. A body of at least 256 KiB
-    /// takes twice its length, and waits for memory within `body_timeout`.
+    /// The memory for the bodies of requests that are being read and prepared, in bytes. A body of at least 256 KiB takes
+    /// memory as it arrives, then that of its values, and waits for memory within `body_timeout`. A body may take four
+    /// times `max_body` with its values.
     pub body_memory: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,
@@ -89,7 +90,7 @@ impl App {
             engines,
             text,
             media: MediaStore::new(options.media.clone()),
-            bodies: BodyPool::new(options.body_memory),
+            bodies: BodyPool::new(options.body_memory, options.max_body),
             targets,
             reading: Mutex::new(()),
             options,

@@ -2,20 +2,14 @@
 //! request field that caused the error.
 
 use super::app::App;
-use crate::engine::permits;
+use super::body_memory::{BodyMemory, BodyPool, GrowingMemory, LONG_BODY, parsed_bytes};
 use crate::error::{ErrorKind, RequestError};
 use axum::body::{Body, BodyDataStream, HttpBody};
 use axum::http::{Request, header};
 use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
-
-/// The number of bytes from which a body counts as memory, and from which a thread for blocking work parses the body.
-/// Bodies with images have megabytes.
-const LONG_BODY: usize = 1 << 18;
 
 /// The largest number of characters of a value that an error of the parser shows. The value may be the data of an
 /// image.
@@ -31,41 +25,6 @@ const LONGEST_PATH: usize = 200;
 /// The largest number of bytes of a body that is too large which are read and dropped. A client that is still sending
 /// would not see the error, because the connection would be reset.
 const DISCARDED: usize = 128 << 20;
-
-/// A limit on the memory of the bodies of all requests. Bodies of less than [`LONG_BODY`] bytes do not count.
-#[derive(Debug)]
-pub(crate) struct BodyPool {
-    permits: Arc<Semaphore>,
-    count: u32,
-}
-
-/// The memory of a body, until the request has been prepared. Clones share the memory.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct BodyMemory {
-    _permit: Option<Arc<OwnedSemaphorePermit>>,
-}
-
-impl BodyPool {
-    /// Creates a pool of `bytes` bytes.
-    pub fn new(bytes: usize) -> Self {
-        let count = permits(bytes);
-        Self {
-            permits: Arc::new(Semaphore::new(count as usize)),
-            count,
-        }
-    }
-
-    /// Waits for the memory of a body of `bytes` bytes and of its parsed form. A body that exceeds the pool waits for
-    /// the whole pool.
-    async fn reserve(&self, bytes: usize) -> BodyMemory {
-        let count = permits(bytes.saturating_mul(2)).min(self.count);
-        let permit = self.permits.clone().acquire_many_owned(count).await;
-        BodyMemory {
-            // The semaphore is never closed.
-            _permit: permit.ok().map(Arc::new),
-        }
-    }
-}
 
 /// Reads the body of a request, and parses the body as JSON. The memory of the body is to be freed when the request has
 /// been prepared.
@@ -92,25 +51,20 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     let mut rest = body.into_data_stream();
     let is_too_large = length.is_some_and(|bytes| bytes > limit);
     let collected = match is_too_large {
-        true => Ok(None),
+        true => Err(too_large(limit)),
         false => {
             let expected = length.unwrap_or(limit);
             collect(&mut rest, expected, limit, seconds, &app.bodies).await
         }
     };
     let error = match collected {
-        Ok(Some((bytes, memory))) if bytes.len() < LONG_BODY => {
-            return Ok((parse(&bytes)?, memory));
-        }
-        Ok(Some((bytes, memory))) => {
+        Ok((bytes, memory)) if bytes.len() < LONG_BODY => return Ok((parse(&bytes)?, memory)),
+        Ok((bytes, memory)) => {
+            // A thread for blocking work parses a long body.
             let parsed = tokio::task::spawn_blocking(move || Ok((parse(&bytes)?, memory))).await;
             return parsed.unwrap_or_else(|error| {
                 Err(RequestError::new(ErrorKind::Internal, error.to_string()))
             });
-        }
-        Ok(None) => {
-            let message = format!("the body is too large; expected at most {limit} bytes");
-            RequestError::new(ErrorKind::TooLarge, message)
         }
         Err(error) => error,
     };
@@ -123,17 +77,17 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     Err(error)
 }
 
-/// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Returns
-/// `None` for a body that is too large.
+/// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Reserves the
+/// memory of the body and of its parsed form.
 async fn collect(
     body: &mut BodyDataStream,
     expected: usize,
     limit: usize,
     longest: Duration,
     pool: &BodyPool,
-) -> Result<Option<(Vec<u8>, BodyMemory)>, RequestError> {
+) -> Result<(Vec<u8>, BodyMemory), RequestError> {
     let mut deadline = Instant::now() + longest;
-    let (mut bytes, mut memory) = (Vec::new(), BodyMemory::default());
+    let (mut bytes, mut memory) = (Vec::new(), GrowingMemory::default());
     loop {
         let chunk = match timeout_at(deadline, body.next()).await {
             Ok(Some(Ok(chunk))) => chunk,
@@ -141,7 +95,7 @@ async fn collect(
                 let message = format!("the body cannot be read: {error}");
                 return Err(RequestError::new(ErrorKind::Invalid, message));
             }
-            Ok(None) => return Ok(Some((bytes, memory))),
+            Ok(None) => break,
             Err(_) => {
                 let message = format!("the body did not arrive within {} s", longest.as_secs());
                 return Err(RequestError::new(ErrorKind::Timeout, message));
@@ -149,21 +103,52 @@ async fn collect(
         };
         let count = bytes.len() + chunk.len();
         if count > limit {
-            return Ok(None);
+            return Err(too_large(limit));
         }
-        if count >= LONG_BODY && bytes.len() < LONG_BODY {
-            let before = Instant::now();
-            let reserved = timeout_at(deadline, pool.reserve(expected)).await;
-            // The client does not answer for the wait.
-            deadline += before.elapsed();
-            memory = reserved.map_err(|_| {
-                let message = "the bodies of other requests take all memory; try again later";
-                RequestError::new(ErrorKind::Busy, message)
-            })?;
-            bytes.reserve_exact(expected.max(count) - bytes.len());
+        if count >= LONG_BODY && count > bytes.capacity() {
+            // The buffer doubles, so that a client holds at most twice the memory of the bytes that it has sent.
+            let capacity = count.saturating_mul(2).min(expected.max(count));
+            grow(&mut memory, capacity, &mut deadline, pool).await?;
+            bytes.reserve_exact(capacity - bytes.len());
         }
         bytes.extend_from_slice(&chunk);
     }
+    let parsed = parsed_bytes(&bytes);
+    let all = bytes.capacity().saturating_add(parsed);
+    if bytes.len() >= LONG_BODY || parsed >= 2 * LONG_BODY {
+        grow(&mut memory, all, &mut deadline, pool).await?;
+    }
+    Ok((bytes, memory.finish()))
+}
+
+/// Waits for memory until the deadline, which moves by the wait, because the client does not answer for the wait. Refuses
+/// a body that would need more memory than a body may have.
+async fn grow(
+    memory: &mut GrowingMemory,
+    bytes: usize,
+    deadline: &mut Instant,
+    pool: &BodyPool,
+) -> Result<(), RequestError> {
+    if !pool.fits(bytes) {
+        let message = format!(
+            "the body takes {} MiB of memory with its values; expected at most {} MiB",
+            bytes.div_ceil(1 << 20),
+            pool.largest() >> 20
+        );
+        return Err(RequestError::new(ErrorKind::TooLarge, message));
+    }
+    let before = Instant::now();
+    let grown = timeout_at(*deadline, memory.grow(pool, bytes)).await;
+    *deadline += before.elapsed();
+    grown.map_err(|_| {
+        let message = "the bodies of other requests take all memory; try again later";
+        RequestError::new(ErrorKind::Busy, message)
+    })
+}
+
+fn too_large(limit: usize) -> RequestError {
+    let message = format!("the body is too large; expected at most {limit} bytes");
+    RequestError::new(ErrorKind::TooLarge, message)
 }
 
 /// Reads and drops up to [`DISCARDED`] bytes.
@@ -233,25 +218,41 @@ mod tests {
         assert_eq!(name.chars().count(), 1001);
     }
 
+    async fn collected(
+        body: Vec<u8>,
+        pool: &BodyPool,
+    ) -> Result<(Vec<u8>, BodyMemory), RequestError> {
+        let (length, longest) = (body.len(), Duration::from_millis(20));
+        let mut body = Body::from(body).into_data_stream();
+        collect(&mut body, length, length, longest, pool).await
+    }
+
     #[tokio::test]
     async fn collect_without_memory_is_refused_at_its_deadline() {
-        let pool = BodyPool::new(1 << 20);
-        let collected = async || {
-            let mut body = Body::from(vec![b' '; LONG_BODY]).into_data_stream();
-            let longest = Duration::from_millis(20);
-            collect(&mut body, LONG_BODY, LONG_BODY, longest, &pool).await
-        };
-        let reserved = pool.reserve(LONG_BODY + 1).await;
-        let error = collected().await.expect_err("the memory is taken");
+        let pool = BodyPool::new(4 << 20, 1 << 20);
+        let body = vec![b' '; LONG_BODY];
+        let (_, memory) = collected(body.clone(), &pool)
+            .await
+            .expect("the memory is free");
+        let error = collected(body.clone(), &pool)
+            .await
+            .expect_err("the memory is taken");
         assert_eq!(error.kind, ErrorKind::Busy, "{error}");
-        drop(reserved);
-        let whole = collected().await.expect("the memory is free");
-        let (bytes, memory) = whole.expect("the body is not too large");
-        assert_eq!(bytes.len(), LONG_BODY);
-        // The memory is that of the body and of its parsed form.
-        assert_eq!(pool.permits.available_permits(), 512);
         drop(memory);
-        assert_eq!(pool.permits.available_permits(), 1024);
+        let (bytes, _) = collected(body, &pool).await.expect("the memory is free");
+        assert_eq!(bytes.len(), LONG_BODY);
+    }
+
+    #[tokio::test]
+    async fn collect_of_too_many_values_is_refused() {
+        let pool = BodyPool::new(8 << 20, 1 << 20);
+        let error = collected(b"{},".repeat(5000), &pool).await;
+        let error = error.expect_err("the values take more than 4 MiB");
+        assert_eq!(error.kind, ErrorKind::TooLarge, "{error}");
+        assert!(error.message.contains("with its values"), "{error}");
+        // A text has one value.
+        let text = [b"\"", &b"{},".repeat(5000)[..], b"\""].concat();
+        assert!(collected(text, &pool).await.is_ok());
     }
 
     #[test]

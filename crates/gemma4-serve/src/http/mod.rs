@@ -5,6 +5,7 @@ mod answers;
 mod anthropic;
 mod app;
 mod body;
+mod body_memory;
 mod chat_prompt;
 mod client_state;
 mod connections;

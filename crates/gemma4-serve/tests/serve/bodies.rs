@@ -75,6 +75,44 @@ async fn client_that_sends_a_body_that_is_too_large_sees_the_error() {
     server.stop().await.expect("no panic").expect("no failure");
 }
 
+/// Clients that announce large bodies hold only the memory that they have filled. The announced bodies would
+/// take twice the memory, and none of them ends.
+#[tokio::test]
+async fn bodies_of_slow_clients_leave_memory_to_others() {
+    let max_body = 2 << 20;
+    let harness = harness(ServerOptions {
+        body_memory: 16 << 20,
+        max_body,
+        body_timeout: Duration::from_secs(600),
+        ..ServerOptions::default()
+    });
+    let server = Listening::start(harness.server).await;
+    let address = server.address;
+    let body = with_model(json!({"prompt": "a", "max_tokens": 1})).to_string();
+    let spaces = " ".repeat(max_body - body.len());
+    let body = body + &spaces;
+    let sent = tokio::task::spawn_blocking(move || {
+        let slow: Vec<TcpStream> = (0..8)
+            .map(|_| {
+                let mut slow = connect(address);
+                let request = headers(body.len(), "") + &body[..300 << 10];
+                slow.write_all(request.as_bytes())
+                    .expect("the server reads");
+                slow
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(200));
+        let whole = headers(body.len(), "") + &body;
+        let statuses: Vec<u16> = (0..3)
+            .map(|_| exchange(address, whole.as_bytes()).status)
+            .collect();
+        drop(slow);
+        statuses
+    });
+    assert_eq!(sent.await.expect("no panic"), [200; 3]);
+    server.stop().await.expect("no panic").expect("no failure");
+}
+
 /// Two bodies together exceed the memory, so the second one waits until the first one has been prepared.
 #[tokio::test]
 async fn bodies_wait_for_the_memory_of_others() {
