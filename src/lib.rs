@@ -13,4 +13,4 @@ pub mod testing;
 pub mod timing;
 pub mod workload;
 
-pub use gemma4_cli::{Dtype, Error, device, mesa_layer, model, report};
+pub use gemma4_cli::{Dtype, Error, device, generation, mesa_layer, model, report};

@@ -23,7 +23,8 @@ use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
-    model::{Kv, Table, WeightForm},
+    generation::Kv,
+    model::{Table, WeightForm},
     random::random_model,
     report::{now, save},
     timing::{Effort, Timer},

@@ -1,10 +1,7 @@
 //! The report of the benchmark, as a table and as JSON.
 
 use crate::{drafted::Drafted, launches::Launches, models::Shape, parts::Parts};
-use attention_workspace::{
-    Dtype,
-    model::{Kv, WeightForm},
-};
+use attention_workspace::{Dtype, generation::Kv, model::WeightForm};
 use serde::Serialize;
 
 #[derive(Serialize)]

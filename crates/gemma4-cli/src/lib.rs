@@ -18,6 +18,7 @@ pub mod device;
 pub mod device_list;
 mod dtype;
 mod error;
+pub mod generation;
 mod host_memory;
 pub mod hub;
 pub mod loading;

@@ -3,8 +3,9 @@
 use crate::{
     Error,
     cache_file::CacheFile,
+    generation::{GenerationArguments, tell_length, with_drafter},
     media::{ImageSize, content},
-    model::{AdaptedModelArguments, GenerationArguments, tell_length, with_drafter},
+    model::AdaptedModelArguments,
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };

@@ -3,7 +3,8 @@
 use super::served_media::folder;
 use crate::{
     Error,
-    model::{AdaptedModelArguments, GenerationArguments},
+    generation::GenerationArguments,
+    model::AdaptedModelArguments,
     signals::Stopped,
     terminal::{Interrupt, WrongArgument, note},
 };
@@ -35,7 +36,7 @@ pub struct PromptsArguments {
     #[arg(long, value_name = "FILE", requires = "prompts")]
     out: Option<PathBuf>,
     /// Largest number of prompts of --prompts to answer together.
-    #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = crate::model::positive)]
+    #[arg(long, value_name = "COUNT", default_value_t = 32, value_parser = crate::generation::positive)]
     max_running: usize,
     /// Folder whose image and audio files the prompts of --prompts can name, by a path or a file: URL [default: prompts
     /// cannot name files].

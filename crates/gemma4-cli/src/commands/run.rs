@@ -2,9 +2,10 @@
 
 use crate::{
     Error,
+    generation::{GenerationArguments, tell_length, with_drafter},
     loading::Loaded,
     media::{MediaArguments, content},
-    model::{AdaptedModelArguments, GenerationArguments, tell_length, with_drafter},
+    model::AdaptedModelArguments,
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };

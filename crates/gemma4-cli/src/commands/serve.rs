@@ -3,8 +3,9 @@
 use super::served_media::ServedMedia;
 use crate::{
     Error,
+    generation::{Kv, positive},
     messages::{LogFormat, set_log_format},
-    model::{Kv, ModelArguments, positive},
+    model::ModelArguments,
     signals,
     terminal::{WrongArgument, exit_code, note},
 };
@@ -60,7 +61,7 @@ pub struct Serve {
     #[arg(long, help_heading = "Server", value_name = "BYTES", default_value_t = ServerOptions::default().max_body, value_parser = positive)]
     max_body: usize,
     /// Memory for the bodies of requests that are being read and prepared, in MiB. A body of at least 256 KiB takes
-    /// twice its length, and waits for memory.
+    /// memory as it arrives, then that of its values, and waits for memory.
     #[arg(long, help_heading = "Server", value_name = "MIB", default_value_t = ServerOptions::default().body_memory >> 20, value_parser = positive)]
     body_memory: usize,
     /// Largest number of open connections. Further connections wait.

@@ -1,6 +1,6 @@
 //! The arguments for images and audio in the requests of a server.
 
-use crate::{Error, model::positive, terminal::WrongArgument};
+use crate::{Error, generation::positive, terminal::WrongArgument};
 use gemma4_serve::{AudioOptions, ImageOptions, MediaOptions};
 use std::path::{Path, PathBuf};
 
