@@ -183,9 +183,9 @@ impl CacheFile {
 }
 
 impl FolderLock {
-    /// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot lock
-    /// folders, such as Windows and some network file systems. Returns `None` if another program keeps the lock, with a
-    /// note after the first wait. Two writes at the same time may then lose one of them.
+    /// Waits for the lock on a folder, which lasts until the result is dropped. Returns `None` if the system cannot
+    /// lock folders, such as Windows and some network file systems. Returns `None` if another program keeps the lock,
+    /// with a note after the first wait. Two writes at the same time may then lose one of them.
     fn acquire(&mut self, folder: &Path) -> Option<File> {
         let file = File::open(folder).ok()?;
         let start = Instant::now();

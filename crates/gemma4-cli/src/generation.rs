@@ -144,8 +144,8 @@ pub fn with_drafter(gemma: Gemma4, folder: Option<PathBuf>) -> Result<Gemma4, Er
 }
 
 impl GenerationArguments {
-    /// Returns the folder of the drafter, if the arguments name one. A drafter that the Hub's cache lacks is downloaded.
-    /// Commands call this function before they load the model, so that errors appear early.
+    /// Returns the folder of the drafter, if the arguments name one. A drafter that the Hub's cache lacks is
+    /// downloaded. Commands call this function before they load the model, so that errors appear early.
     ///
     /// # Errors
     /// Passes on the errors of [`hub::resolve_folder`].

@@ -113,8 +113,8 @@ fn without_tags(mut bytes: &[u8]) -> &[u8] {
     bytes
 }
 
-/// Returns the header of a FLAC file, whose only metadata block is the stream information, and the frames. The reader of
-/// `symphonia` 0.6.1 needs quadratic time for an unsorted seek table.
+/// Returns the header of a FLAC file, whose only metadata block is the stream information, and the frames. The reader
+/// of `symphonia` 0.6.1 needs quadratic time for an unsorted seek table.
 fn without_flac_metadata(bytes: &[u8]) -> Result<(Vec<u8>, &[u8]), String> {
     let (magic, mut rest) = bytes.split_at(4);
     let mut information = None;

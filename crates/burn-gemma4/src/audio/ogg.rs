@@ -15,9 +15,9 @@ const PAGE_HEADER: usize = 27;
 /// The checksums of Ogg of all bytes.
 const CHECKSUMS: [u32; 256] = checksums();
 
-/// Returns the pages of an Ogg file, without other bytes that follow the last page, and without comments. Refuses a file
-/// without a page that is marked as the last one, and a file with several streams. The reader allocates memory for each
-/// stream.
+/// Returns the pages of an Ogg file, without other bytes that follow the last page, and without comments. Refuses a
+/// file without a page that is marked as the last one, and a file with several streams. The reader allocates memory for
+/// each stream.
 pub(super) fn pages_without_comments(bytes: &[u8]) -> Result<Vec<u8>, String> {
     let mut pages = pages_of_one_stream(bytes)?.to_vec();
     empty_comments(&mut pages)?;

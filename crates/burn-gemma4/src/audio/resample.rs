@@ -45,8 +45,8 @@ pub(super) fn resampled(samples: &[f32], sample_rate: u32) -> Vec<f32> {
     output
 }
 
-/// Returns an upper bound of the memory that the conversion of a sample rate needs besides the samples, in bytes. `None`
-/// is an unknown rate.
+/// Returns an upper bound of the memory that the conversion of a sample rate needs besides the samples, in bytes.
+/// `None` is an unknown rate.
 pub(super) fn resampling_bytes(sample_rate: Option<u32>) -> u64 {
     let of_rate = |rate: u32| {
         let input = block(rate) as u64;
@@ -61,8 +61,8 @@ pub(super) fn resampling_bytes(sample_rate: Option<u32>) -> u64 {
     }
 }
 
-/// Returns the length of a block in samples of `sample_rate`. The filter delays by half of a block, which is whole in both
-/// rates only for an even multiple of the shortest block.
+/// Returns the length of a block in samples of `sample_rate`. The filter delays by half of a block, which is whole in
+/// both rates only for an even multiple of the shortest block.
 fn block(sample_rate: u32) -> usize {
     let ratio = sample_rate.div_ceil(SAMPLE_RATE) as usize;
     (BLOCK * ratio).next_multiple_of(2 * shortest_block(sample_rate))

@@ -5,7 +5,8 @@ const UNSUPPORTED: [&str; 7] = ["IQ1_", "IQ2_", "IQ3_", "TQ1_", "TQ2_", "Q1_0", 
 /// The parts of names of files that belong to a model but are not the model: the encoder of images, the drafter, and
 /// statistics for quantization.
 const OTHERS: [&str; 4] = ["mmproj", "assistant", "drafter", "imatrix"];
-/// The words in names of files without a model: adapters, control vectors and vocabularies. Other words may contain them.
+/// The words in names of files without a model: adapters, control vectors and vocabularies. Other words may contain
+/// them.
 const OTHER_WORDS: [&str; 8] = [
     "lora", "qlora", "dora", "adapter", "adapters", "cvector", "vocab", "draft",
 ];

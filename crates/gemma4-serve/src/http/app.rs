@@ -22,9 +22,9 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The largest size of a request's body, in bytes.
     pub max_body: usize,
-    /// The memory for the bodies of requests that are being read and prepared, in bytes. A body of at least 256 KiB takes
-    /// memory as it arrives, then that of its values, and waits for memory within `body_timeout`. A body may take four
-    /// times `max_body` with its values.
+    /// The memory for the bodies of requests that are being read and prepared, in bytes. A body of at least 256 KiB
+    /// takes memory as it arrives, then that of its values, and waits for memory within `body_timeout`. A body may take
+    /// four times `max_body` with its values.
     pub body_memory: usize,
     /// The largest number of open connections. Further connections wait in the operating system's queue.
     pub max_connections: usize,

@@ -77,8 +77,8 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     Err(error)
 }
 
-/// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Reserves the
-/// memory of the body and of its parsed form.
+/// Collects a body that probably has `expected` bytes, and at most `limit` bytes, within the time `longest`. Reserves
+/// the memory of the body and of its parsed form.
 async fn collect(
     body: &mut BodyDataStream,
     expected: usize,
@@ -121,8 +121,8 @@ async fn collect(
     Ok((bytes, memory.finish()))
 }
 
-/// Waits for memory until the deadline, which moves by the wait, because the client does not answer for the wait. Refuses
-/// a body that would need more memory than a body may have.
+/// Waits for memory until the deadline, which moves by the wait, because the client does not answer for the wait.
+/// Refuses a body that would need more memory than a body may have.
 async fn grow(
     memory: &mut GrowingMemory,
     bytes: usize,

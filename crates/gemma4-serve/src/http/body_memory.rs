@@ -11,13 +11,13 @@ pub(super) const LONG_BODY: usize = 1 << 18;
 /// The part of the pool that is for one body alone, in multiples of the largest body.
 const LAST_SHARE: usize = 4;
 
-/// The memory of a JSON object in its parsed form besides its values, in bytes. A list that grows has up to three copies of
-/// an element, and serde buffers the fields of some values. The most that was measured is 1,190 bytes, for short messages
-/// of a chat (x86-64, 2026-11-30, `cargo test -p gemma4-serve --test body_memory`).
+/// The memory of a JSON object in its parsed form besides its values, in bytes. A list that grows has up to three
+/// copies of an element, and serde buffers the fields of some values. The most that was measured is 1,190 bytes, for
+/// short messages of a chat (x86-64, 2026-11-30, `cargo test -p gemma4-serve --test body_memory`).
 const OBJECT_BYTES: usize = 1536;
 
-/// The memory of any other JSON value in its parsed form, in bytes. The most that was measured is 149 bytes, for numbers
-/// with names, where the name counts as a value (as above).
+/// The memory of any other JSON value in its parsed form, in bytes. The most that was measured is 149 bytes, for
+/// numbers with names, where the name counts as a value (as above).
 const VALUE_BYTES: usize = 160;
 
 /// A limit on the memory of the bodies of all requests. One body after the other may use the last part, so that a body

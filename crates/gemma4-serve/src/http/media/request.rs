@@ -202,9 +202,9 @@ impl<'a> RequestMedia<'a> {
         })
     }
 
-    /// Decodes and prepares all media, whose headers have been read. The call blocks. `check` is called with a larger lower
-    /// bound of the number of tokens that the media add to a prompt after each clip whose header had no length. The next
-    /// one is not decoded if the prompt is too long already.
+    /// Decodes and prepares all media, whose headers have been read. The call blocks. `check` is called with a larger
+    /// lower bound of the number of tokens that the media add to a prompt after each clip whose header had no length.
+    /// The next one is not decoded if the prompt is too long already.
     ///
     /// # Errors
     /// Returns the errors of `check`.

@@ -66,8 +66,8 @@ impl MediaSource {
         }
     }
 
-    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of media,
-    /// which is added to `taken`.
+    /// Reads the contents of the file. `store` has the limits, and reserves the memory of a file in the folder of
+    /// media, which is added to `taken`.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check). Returns an error if the contents cannot be read, are too large, or
