@@ -121,6 +121,7 @@ impl Training {
         let lesson = TrainBatch {
             tokens: input.clone(),
             packing: None,
+            media: None,
             targets: targets.clone(),
         };
         let (loss, gradients) = self.recorder.gradients(model, lesson, 1.0)?;

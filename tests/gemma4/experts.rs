@@ -291,6 +291,7 @@ fn moe_with_too_many_experts_is_not_captured() {
                 let lesson = TrainBatch {
                     tokens: tokens(&[&text[..8]], &tracked),
                     packing: None,
+                    media: None,
                     targets: tokens(&[&text[1..]], &tracked),
                 };
                 let outcome = recorder.gradients(&model, lesson, 1.0);

@@ -125,6 +125,7 @@ impl Numbers {
         TrainBatch {
             tokens: self.tokens.clone(),
             packing: self.packing.as_ref(),
+            media: None,
             targets: self.targets.clone(),
         }
     }
@@ -379,6 +380,7 @@ fn training_batch_of_wrong_shape_is_refused() {
     let empty = TrainBatch {
         tokens: tensor([0, 8]),
         packing: None,
+        media: None,
         targets: tensor([0, 8]),
     };
     let outcome = GradientRecorder::new().gradients(&model, empty, 1.0);
@@ -398,6 +400,7 @@ fn training_batch_of_wrong_shape_is_refused() {
         let lesson = TrainBatch {
             tokens: tensor([2, 8]),
             packing,
+            media: None,
             targets: tensor(targets),
         };
         let outcome = GradientRecorder::new().gradients(&model, lesson, 1.0);

@@ -6,6 +6,7 @@ use crate::cancellation::Cancellation;
 use crate::checkpoint::adapter::AdaptedTowers;
 use crate::checkpoint::gguf::Gguf;
 use crate::checkpoint::media::{MediaEncoders, MediumInput};
+use crate::checkpoint::media_towers::{MediaKinds, MediaTowers};
 use crate::checkpoint::{LoadOptions, Quantization};
 use crate::config::Gemma4Config;
 use crate::config::drafter::DrafterConfig;
@@ -413,6 +414,16 @@ impl Gemma4 {
     /// Returns an error if the weights cannot be loaded.
     pub fn load_audio(&self) -> Result<(), Gemma4Error> {
         self.encoders.load_audio()
+    }
+
+    /// Loads the towers that compute the soft tokens of training batches. `kinds` are the kinds of media in the batches.
+    /// The weights are loaded again if prompts have loaded them before.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model does not read media of a kind. Returns an error if the weights
+    /// cannot be loaded.
+    pub fn media_towers(&self, kinds: MediaKinds) -> Result<MediaTowers, Gemma4Error> {
+        MediaTowers::load(&self.encoders, kinds)
     }
 
     /// Returns the part of the model that puts images and audio clips in the place of placeholders. It holds no

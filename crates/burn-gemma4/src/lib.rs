@@ -30,6 +30,7 @@ pub use audio::header::AudioHeader;
 pub use audio::prepared::PreparedAudio;
 pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
+pub use checkpoint::media_towers::{BatchMedia, MediaKinds, MediaTowers};
 pub use checkpoint::{
     LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,
 };
@@ -47,7 +48,7 @@ pub use generate::decode::{
     Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, PrefixCache, RowChoice, RowLogits,
     RowResult,
 };
-pub use generate::encoded::EncodedPrompt;
+pub use generate::encoded::{EncodedPrompt, MediaLayout};
 pub use generate::logprobs::TokenLogprobs;
 pub use generate::sampling::sampler::Sampler;
 pub use generate::{
@@ -74,6 +75,7 @@ pub use text::{
     tokenizer::{Marking, Tokenizer, stream::TextStream},
 };
 pub use train::graph_capture::{GradientRecorder, TrainBatch};
+pub use train::media::PlacedMedia;
 pub use train::packing::Packing;
 pub use vision::image::{Image, ImageHeader};
 pub use vision::prepared::PreparedImage;

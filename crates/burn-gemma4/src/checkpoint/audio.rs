@@ -57,7 +57,7 @@ impl AudioFormat {
     }
 
     /// Checks that the features of a clip are those of this model.
-    fn check(&self, features: &Features) -> Result<(), Gemma4Error> {
+    pub fn check(&self, features: &Features) -> Result<(), Gemma4Error> {
         let (found, expected) = (features.columns, self.extractor.columns());
         match found == expected {
             true => Ok(()),

@@ -100,6 +100,14 @@ impl<F: MediumFormat> LazyEncoder<F> {
         self.loaded().map(|_| ())
     }
 
+    /// Loads the weights into modules of the caller, whether or not they have been loaded before.
+    ///
+    /// # Errors
+    /// Returns an error if the weights cannot be loaded.
+    pub fn load_modules(&self) -> Result<Encoder<F::Tower, F::Projected>, Gemma4Error> {
+        self.shared.load()
+    }
+
     /// Returns the modules. The first call loads the weights.
     ///
     /// # Errors

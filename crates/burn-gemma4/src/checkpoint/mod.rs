@@ -13,6 +13,7 @@ mod lazy_encoder;
 mod load;
 mod loader;
 pub(crate) mod media;
+pub(crate) mod media_towers;
 mod names;
 mod options;
 mod packed;

@@ -58,7 +58,7 @@ impl ImageFormat {
     }
 
     /// Checks that an image has been resized for patches and soft tokens of this model.
-    fn check(&self, patches: &Patches) -> Result<(), Gemma4Error> {
+    pub fn check(&self, patches: &Patches) -> Result<(), Gemma4Error> {
         let (patch_size, side) = (self.config.patch_size, self.config.pooling_kernel_size);
         let is_whole = |patches: usize| patches > 0 && patches.is_multiple_of(side);
         let is_own =

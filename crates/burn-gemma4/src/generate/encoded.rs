@@ -34,12 +34,80 @@ pub struct EncodedPrompt {
     pub(crate) inputs: Vec<MediumInput>,
 }
 
-/// The tokens around the soft tokens of one kind of media, and the media that replace the kind's placeholders in order.
-struct Replacements {
+/// Tokens in which images and audio clips have their places, as [`PromptEncoder::layout`](crate::PromptEncoder::layout)
+/// computes them. The images and clips themselves need not be in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MediaLayout {
+    /// The tokens. An image or a clip is a begin token, one placeholder for each soft token, and an end token.
+    pub tokens: Vec<u32>,
+    /// The placeholders of each image, in ascending order.
+    pub images: Vec<Range<usize>>,
+    /// The placeholders of each audio clip, in ascending order.
+    pub audio: Vec<Range<usize>>,
+}
+
+impl MediaLayout {
+    /// Gives each image and each clip in `tokens` its place. `images` and `audio` are their numbers of tokens, with the
+    /// begin tokens and the end tokens.
+    pub(crate) fn new(
+        tokens: Vec<u32>,
+        images: &[usize],
+        audio: &[usize],
+        formats: &MediaFormats,
+    ) -> Self {
+        let of_kind = |around: Option<Around>, tokens: &[usize]| Replacements {
+            around,
+            media: tokens.iter().map(|tokens| tokens - 2).collect(),
+        };
+        let kinds = vec![
+            of_kind(Around::images(formats), images),
+            of_kind(Around::audio(formats), audio),
+        ];
+        let (tokens, placed) = replace(tokens, kinds, |count| *count);
+        let of_kind = |kind: usize| {
+            let places = placed.iter().filter(|(of, ..)| *of == kind);
+            places.map(|(_, place, _)| place.clone()).collect()
+        };
+        Self {
+            images: of_kind(0),
+            audio: of_kind(1),
+            tokens,
+        }
+    }
+}
+
+/// The tokens around the soft tokens of one kind of media.
+#[derive(Clone, Copy)]
+struct Around {
     placeholder: u32,
     begin: u32,
     end: u32,
-    media: Vec<Replacement>,
+}
+
+/// The media that replace the placeholders of one kind in order. The kind has no tokens if the model does not read it.
+struct Replacements<T> {
+    around: Option<Around>,
+    media: Vec<T>,
+}
+
+impl Around {
+    fn images(formats: &MediaFormats) -> Option<Self> {
+        let config = &formats.vision.as_ref().ok()?.config;
+        Some(Self {
+            placeholder: config.image_token,
+            begin: config.begin_token,
+            end: config.end_token,
+        })
+    }
+
+    fn audio(formats: &MediaFormats) -> Option<Self> {
+        let config = &formats.audio.as_ref().ok()?.config;
+        Some(Self {
+            placeholder: config.audio_token,
+            begin: config.begin_token,
+            end: config.end_token,
+        })
+    }
 }
 
 /// An image or an audio clip that replaces a placeholder.
@@ -116,52 +184,30 @@ impl EncodedPrompt {
         audio: &[PreparedAudio],
         formats: &MediaFormats,
     ) -> Self {
-        let images = formats.vision.iter().map(|format| Replacements {
-            placeholder: format.config.image_token,
-            begin: format.config.begin_token,
-            end: format.config.end_token,
+        let images = Replacements {
+            around: Around::images(formats),
             media: images.iter().map(Replacement::from).collect(),
-        });
-        let audio = formats.audio.iter().map(|format| Replacements {
-            placeholder: format.config.audio_token,
-            begin: format.config.begin_token,
-            end: format.config.end_token,
+        };
+        let audio = Replacements {
+            around: Around::audio(formats),
             media: audio.iter().map(Replacement::from).collect(),
-        });
-        Self::replace(tokens, images.chain(audio).collect())
+        };
+        Self::replace(tokens, vec![images, audio])
     }
 
     /// Replaces the placeholders of each of some kinds of media.
-    fn replace(tokens: Vec<u32>, kinds: Vec<Replacements>) -> Self {
-        let mut kinds: Vec<_> = kinds
-            .into_iter()
-            .map(|kind| {
-                let around = [kind.begin, kind.end];
-                (kind.placeholder, around, kind.media.into_iter())
-            })
-            .collect();
-        let mut expanded = Self::default();
-        for token in tokens {
-            let mut kinds = kinds.iter_mut();
-            let kind = kinds.find(|(placeholder, ..)| *placeholder == token);
-            let Some(([begin, end], medium)) =
-                kind.and_then(|(_, around, media)| Some((*around, media.next()?)))
-            else {
-                expanded.tokens.push(token);
-                continue;
-            };
-            expanded.tokens.push(begin);
-            let start = expanded.tokens.len();
-            let last = start + medium.count;
-            expanded.tokens.resize(last, token);
-            expanded.tokens.push(end);
-            expanded.media.push(PlacedMedium {
-                tokens: start..last,
-                hash: medium.hash,
-            });
-            expanded.inputs.push(medium.input);
+    fn replace(tokens: Vec<u32>, kinds: Vec<Replacements<Replacement>>) -> Self {
+        let (tokens, placed) = replace(tokens, kinds, |medium| medium.count);
+        let placed = placed.into_iter().map(|(_, tokens, medium)| {
+            let hash = medium.hash;
+            (PlacedMedium { tokens, hash }, medium.input)
+        });
+        let (media, inputs) = placed.unzip();
+        Self {
+            tokens,
+            media,
+            inputs,
         }
-        expanded
     }
 
     /// Returns the length of the common prefix with the tokens and media of another prompt. The prefix contains each of
@@ -169,6 +215,37 @@ impl EncodedPrompt {
     pub(crate) fn common(&self, tokens: &[u32], media: &[PlacedMedium]) -> usize {
         common_prefix((&self.tokens, &self.media), (tokens, media))
     }
+}
+
+/// Replaces the placeholders of each of some kinds of media. `count` returns the number of soft tokens of a medium.
+/// Returns the tokens, and the index of the kind, the placeholders and the value of each medium.
+fn replace<T>(
+    tokens: Vec<u32>,
+    kinds: Vec<Replacements<T>>,
+    count: impl Fn(&T) -> usize,
+) -> (Vec<u32>, Vec<(usize, Range<usize>, T)>) {
+    let kinds = kinds.into_iter().enumerate();
+    let mut kinds: Vec<_> = kinds
+        .filter_map(|(index, kind)| Some((index, kind.around?, kind.media.into_iter())))
+        .collect();
+    let (mut expanded, mut placed) = (Vec::with_capacity(tokens.len()), Vec::new());
+    for token in tokens {
+        let mut kinds = kinds.iter_mut();
+        let kind = kinds.find(|(_, around, _)| around.placeholder == token);
+        let Some((index, around, medium)) =
+            kind.and_then(|(index, around, media)| Some((*index, *around, media.next()?)))
+        else {
+            expanded.push(token);
+            continue;
+        };
+        expanded.push(around.begin);
+        let start = expanded.len();
+        let end = start + count(&medium);
+        expanded.resize(end, token);
+        expanded.push(around.end);
+        placed.push((index, start..end, medium));
+    }
+    (expanded, placed)
 }
 
 /// Returns the length of the common prefix of the tokens and media of two prompts. The prefix contains each of its
@@ -229,7 +306,9 @@ pub(super) fn media_in(
             is_bidirectional: encoders.is_bidirectional(input),
         })
     });
-    media.collect::<Result<_, Gemma4Error>>().map(CallMedia)
+    media
+        .collect::<Result<_, Gemma4Error>>()
+        .map(CallMedia::Each)
 }
 
 /// Returns the sequence, the columns and the input of each image and audio clip in a batch.
@@ -330,7 +409,7 @@ mod tests {
         assert_eq!(found, [0, 1, 2, 6, 6, 6, 6, 7]);
     }
 
-    fn kinds(images: &[u8], audio: &[u8]) -> Vec<Replacements> {
+    fn kinds(images: &[u8], audio: &[u8]) -> Vec<Replacements<Replacement>> {
         let media = |values: &[u8], count| {
             let media = values.iter().map(|value| Replacement {
                 count,
@@ -338,19 +417,18 @@ mod tests {
             });
             media.collect()
         };
-        let images = Replacements {
-            placeholder: 5,
-            begin: 3,
-            end: 4,
-            media: media(images, 2),
+        let of_kind = |placeholder, begin, end, media| Replacements {
+            around: Some(Around {
+                placeholder,
+                begin,
+                end,
+            }),
+            media,
         };
-        let audio = Replacements {
-            placeholder: 8,
-            begin: 6,
-            end: 7,
-            media: media(audio, 3),
-        };
-        vec![images, audio]
+        vec![
+            of_kind(5, 3, 4, media(images, 2)),
+            of_kind(8, 6, 7, media(audio, 3)),
+        ]
     }
 
     #[test]

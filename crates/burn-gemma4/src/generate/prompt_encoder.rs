@@ -1,6 +1,6 @@
 //! Puts images and audio clips in the place of the placeholders in a prompt, without the weights of the model.
 
-use super::encoded::EncodedPrompt;
+use super::encoded::{EncodedPrompt, MediaLayout};
 use crate::audio::clip::Audio;
 use crate::audio::header::AudioHeader;
 use crate::audio::prepared::PreparedAudio;
@@ -111,6 +111,36 @@ impl PromptEncoder {
     ) -> Result<EncodedPrompt, Gemma4Error> {
         self.check(&tokens, images.len(), audio.len())?;
         Ok(EncodedPrompt::expand(tokens, images, audio, &self.formats))
+    }
+
+    /// Replaces each image placeholder and each audio placeholder in `tokens` by as many placeholders as an image or a
+    /// clip has soft tokens, without the images and clips. `images` and `audio` are their numbers of tokens, as
+    /// [`PreparedImage::tokens`] and [`PreparedAudio::tokens`] return them.
+    ///
+    /// # Errors
+    /// Returns the errors of [`encode`](Self::encode).
+    ///
+    /// # Panics
+    /// Panics if an image or a clip has fewer than two tokens.
+    pub fn layout(
+        &self,
+        tokens: Vec<u32>,
+        images: &[usize],
+        audio: &[usize],
+    ) -> Result<MediaLayout, Gemma4Error> {
+        self.check(&tokens, images.len(), audio.len())?;
+        Ok(MediaLayout::new(tokens, images, audio, &self.formats))
+    }
+
+    /// Returns the numbers of image placeholders and of audio placeholders in `tokens` that this model reads.
+    pub fn count_placeholders(&self, tokens: &[u32]) -> [usize; 2] {
+        let MediaFormats { vision, audio } = &self.formats;
+        let image = vision.as_ref().ok().map(|format| format.config.image_token);
+        let audio = audio.as_ref().ok().map(|format| format.config.audio_token);
+        [image, audio].map(|placeholder| {
+            let of_kind = tokens.iter().filter(|token| Some(**token) == placeholder);
+            of_kind.count()
+        })
     }
 
     /// Checks that there is one of `images` images or `audio` audio clips for each placeholder in `tokens`, before the

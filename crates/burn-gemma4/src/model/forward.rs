@@ -10,6 +10,7 @@ use super::layer::ops::{LayerOps, ResidualStream};
 use super::logits::Logits;
 use super::observe::{Observer, Site};
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use super::row_rules::RowRules;
 use super::soft_tokens::CallMedia;
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
@@ -33,8 +34,8 @@ pub(crate) struct Text {
     pub from_host: Option<Tensor<2>>,
     /// The cosines and sines of the rotary embedding (RoPE) at the tokens' positions.
     pub rotations: Rotations,
-    /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
-    pub segments: Option<Tensor<2, Int>>,
+    /// The rules that decide which keys tokens see if the call has no KV cache.
+    pub rules: RowRules,
     /// The adapters that the rows select, or `None` if no row selects an adapter.
     pub adapters: Option<PassAdapters>,
     /// The images and audio clips, whose soft tokens stand in the place of some tokens' embeddings.
@@ -67,7 +68,7 @@ impl Gemma4Model {
             ids: ids.clone(),
             from_host: self.host_rows(on_host, &device.clone().without_autodiff()),
             rotations: Rotations::new(&self.rope, positions, self.dtype(), &device),
-            segments: None,
+            rules: RowRules::default(),
             adapters: None,
             media: media.clone(),
         }
@@ -89,7 +90,7 @@ impl Gemma4Model {
             ids,
             from_host,
             rotations,
-            segments,
+            rules,
             adapters,
             media,
         } = text;
@@ -114,7 +115,7 @@ impl Gemma4Model {
             batch,
             rotations,
             window: self.config.sliding_window,
-            segments,
+            rules,
             destination,
             adapters,
             mlp_recompute: self.mlp_recompute,
@@ -210,7 +211,7 @@ impl Gemma4Model {
                 None => output,
             }
         };
-        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, project);
+        let embeddings = self.per_layer_embeddings(ids, from_host, media, &embedded, project);
         if let Some(embeddings) = &embeddings {
             let layers = self.config.num_layers();
             let columns = self.config.hidden_size_per_layer_input;

@@ -21,6 +21,7 @@ pub(crate) mod placement;
 pub(crate) mod prefill_ops;
 #[cfg(feature = "cube")]
 pub(crate) mod prompt_pass;
+pub(crate) mod row_rules;
 pub(crate) mod soft_tokens;
 pub(crate) mod split_table;
 mod text_model;

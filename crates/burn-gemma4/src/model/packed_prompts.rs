@@ -15,6 +15,7 @@ use super::decode_ops::DecodeOps;
 use super::forward::Text;
 use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps};
+use super::row_rules::RowRules;
 use super::text_model::Gemma4Model;
 use super::tokens::Tokens;
 use crate::op::rope::Positions;
@@ -95,7 +96,7 @@ impl Gemma4Model {
             batch: 1,
             rotations,
             window,
-            segments: None,
+            rules: RowRules::default(),
             destination: KvDestination::Packed(PackedDestination::new(
                 &layout,
                 &intervals,

@@ -40,14 +40,16 @@ impl Gemma4Model {
 
     /// Computes the per-layer embeddings, `[rows, layers · columns]`: `(table row + projected token embedding) / √2`.
     /// `project` multiplies by the transpose of a weight. `from_host` holds the result of [`host_rows`](Self::host_rows).
+    /// The table rows in the places of `media` are constants without a gradient.
     pub(crate) fn per_layer_embeddings(
         &self,
         tokens: &Tensor<2, Int>,
         from_host: Option<Tensor<2>>,
+        media: &CallMedia,
         embedded: &Tensor<2>,
         project: impl FnOnce(Tensor<2>, Matrix) -> Tensor<2>,
     ) -> Option<Tensor<2>> {
-        let of_token = self.rows_of(tokens, from_host)?;
+        let of_token = media.constant_rows(self.rows_of(tokens, from_host)?);
         let projection = self.per_layer_model_projection.as_ref()?;
         let norm = self.per_layer_projection_norm.as_ref()?;
         let [rows, hidden] = embedded.dims();

@@ -4,7 +4,7 @@
 use super::adapters::PassAdapters;
 #[cfg(feature = "cube")]
 use super::cache::history::Continuation;
-use super::cache::key_values::{KeyValues, Visible};
+use super::cache::key_values::KeyValues;
 use super::cache::packed::destination::PackedDestination;
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
@@ -14,6 +14,7 @@ use super::layer::ops::LayerOps;
 use super::layer::ops::OwnColumns;
 use super::layer::{Attention, Linear, Mlp};
 use super::observe::{LayerSite, Observer, Site};
+use super::row_rules::RowRules;
 use crate::config::LayerType;
 #[cfg(feature = "cube")]
 use crate::op;
@@ -41,8 +42,8 @@ pub(crate) struct PrefillOps<'a, O> {
     pub rotations: Rotations,
     /// The window of sliding layers, in tokens.
     pub window: usize,
-    /// The index of each token's packed document, `[batch, positions]`, or `None` if each row contains one document.
-    pub segments: Option<Tensor<2, Int>>,
+    /// The rules that decide which keys tokens see if the call has no KV cache.
+    pub rules: RowRules,
     /// The place for the keys and values that later calls read.
     pub destination: KvDestination<'a>,
     /// The adapters that the rows select, or `None` if no row selects an adapter.
@@ -168,10 +169,7 @@ impl<O: Observer> PrefillOps<'_, O> {
             }
             KvDestination::Dropped => (),
         }
-        let visible = Visible {
-            segments: self.segments.clone(),
-            ..Visible::in_order(kind, self.window)
-        };
+        let visible = self.rules.visible(kind, self.window);
         KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
     }
 }

@@ -12,6 +12,7 @@ use super::decode_ops::DecodeOps;
 use super::layer::Weight;
 use super::layer::ops::ResidualStream;
 use super::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use super::row_rules::RowRules;
 use super::soft_tokens::CallMedia;
 use super::text_model::Gemma4Model;
 use crate::config::LayerType;
@@ -223,7 +224,7 @@ impl Computation for PromptPass {
             batch: 1,
             rotations: self.rotations(),
             window: config.sliding_window,
-            segments: None,
+            rules: RowRules::default(),
             destination,
             adapters: None,
             mlp_recompute: false,

@@ -1,6 +1,6 @@
 //! Soft tokens: rows that stand in the place of token embeddings, such as those of an image.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use std::ops::Range;
 
 /// The soft tokens of an image or an audio clip in a call of the model.
@@ -16,20 +16,49 @@ pub(crate) struct SoftTokens {
     pub is_bidirectional: bool,
 }
 
+/// The soft tokens of a training batch, in tensors of the batch's shape. Batches with other images have tensors of the
+/// same shapes, so that a captured graph can read them.
+#[derive(Clone, Debug)]
+pub(crate) struct SoftTokenGrid {
+    /// A row for each column of the call, `[batch, columns, hidden]`. The rows outside of images and clips are not
+    /// read.
+    pub rows: Tensor<3>,
+    /// 1 in the columns of images and clips, and 0 in all others, `[batch, columns]`.
+    pub is_soft: Tensor<2, Int>,
+}
+
 /// The images and audio clips in a call of the model.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct CallMedia(pub Vec<SoftTokens>);
+#[derive(Clone, Debug)]
+pub(crate) enum CallMedia {
+    /// Each image and each clip of a prompt. The list is empty in most calls.
+    Each(Vec<SoftTokens>),
+    /// The images and clips of a training batch.
+    Grid(SoftTokenGrid),
+}
+
+impl Default for CallMedia {
+    fn default() -> Self {
+        Self::Each(Vec::new())
+    }
+}
 
 impl CallMedia {
     /// Puts the soft tokens in the place of token embeddings, `[batch, columns, hidden]`.
     pub fn placed(&self, mut embedded: Tensor<3>) -> Tensor<3> {
         let [_, _, hidden] = embedded.dims();
+        let each = match self {
+            Self::Each(each) => each,
+            Self::Grid(grid) => {
+                let is_soft = grid.is_soft.clone().greater_elem(0).unsqueeze_dim(2);
+                return embedded.mask_where(is_soft, grid.rows.clone());
+            }
+        };
         for SoftTokens {
             sequence,
             columns,
             rows,
             ..
-        } in &self.0
+        } in each
         {
             let place = [*sequence..sequence + 1, columns.clone(), 0..hidden];
             let rows = rows.clone().cast(embedded.dtype()).unsqueeze::<3>();
@@ -38,17 +67,44 @@ impl CallMedia {
         embedded
     }
 
+    /// Makes the rows of a training batch, `[batch · columns, width]`, constants in the places of soft tokens. The
+    /// tokens there only stand for an image or a clip, so that no gradient may reach their table.
+    pub fn constant_rows(&self, rows: Tensor<2>) -> Tensor<2> {
+        match self {
+            Self::Grid(grid) if rows.is_tracked() => {
+                let [batch, columns] = grid.is_soft.dims();
+                let is_soft = grid.is_soft.clone().reshape([batch * columns, 1]);
+                let constant = rows.clone().detach();
+                rows.mask_where(is_soft.greater_elem(0), constant)
+            }
+            _ => rows,
+        }
+    }
+
+    /// Returns the sequence and the columns of each image and each clip of a prompt.
+    pub fn places(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let each = self.each().iter();
+        each.map(|one| (one.sequence, one.columns.clone()))
+    }
+
     /// Returns the columns of the image that contains `column` of a sequence, if the image's soft tokens see each other in
     /// both directions.
     pub fn block(&self, sequence: usize, column: usize) -> Option<Range<usize>> {
-        let mut blocks = self.0.iter().filter(|one| one.is_bidirectional);
+        let mut blocks = self.each().iter().filter(|one| one.is_bidirectional);
         let block = blocks.find(|one| one.sequence == sequence && one.columns.contains(&column));
         block.map(|block| block.columns.clone())
     }
 
     /// True if the soft tokens of some image see each other in both directions.
     pub fn has_blocks(&self) -> bool {
-        let mut blocks = self.0.iter().filter(|one| one.is_bidirectional);
+        let mut blocks = self.each().iter().filter(|one| one.is_bidirectional);
         blocks.any(|block| block.columns.len() > 1)
+    }
+
+    fn each(&self) -> &[SoftTokens] {
+        match self {
+            Self::Each(each) => each,
+            Self::Grid(_) => &[],
+        }
     }
 }

@@ -27,12 +27,8 @@ impl Tokens {
         device: &Device,
     ) -> Self {
         let [_, columns] = shape;
-        for one in &media.0 {
-            let place = one
-                .columns
-                .clone()
-                .map(|column| one.sequence * columns + column);
-            place.for_each(|index| on_host[index] = pad);
+        for (sequence, place) in media.places() {
+            place.for_each(|column| on_host[sequence * columns + column] = pad);
         }
         Self {
             media,

@@ -10,10 +10,11 @@ use crate::model::cache::slots::Slots;
 use crate::model::forward::{Text, last_positions};
 use crate::model::layer::ops::ResidualStream;
 use crate::model::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use crate::model::row_rules::RowRules;
+use crate::model::soft_tokens::CallMedia;
 use crate::model::{Gemma4Model, Logits};
 use crate::op::attach::attach;
 use crate::op::column_slice::ColumnSlice;
-use crate::op::{flat_rows, linear};
 use crate::train::packing::Packing;
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -110,10 +111,15 @@ impl Gemma4Model {
     ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
         let plain = self.valid();
         let pass = Pass::new(self, &text, asked);
-        let Text { ids, from_host, .. } = text;
+        let Text {
+            ids,
+            from_host,
+            media,
+            ..
+        } = text;
         let embeds = self.trains_embeddings();
         let from_host_again = from_host.clone().filter(|_| embeds);
-        let (mut kept, stream) = pass.forward(&plain, &ids, from_host);
+        let (mut kept, stream) = pass.forward(&plain, &ids, from_host, &media);
         let mut sum = GradientsParams::new();
 
         let [_, hidden] = stream.dims();
@@ -145,8 +151,7 @@ impl Gemma4Model {
         if !embeds {
             return Ok((loss.detach(), sum));
         }
-        let stream = flat_rows(self.embed_tokens.forward(ids.clone()));
-        let embeddings = self.per_layer_embeddings(&ids, from_host_again, &stream, linear::rows);
+        let (stream, embeddings) = self.embedded_rows(&ids, from_host_again, &media, None, &mut ());
         let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(embeddings) = embeddings {
             of_embeddings.reverse();
@@ -194,7 +199,7 @@ struct Pass<'a> {
     rotations: Rotations,
     /// The rotary tables of the positions for which hidden states are requested.
     last_rotations: Rotations,
-    segments: Option<Tensor<2, Int>>,
+    rules: RowRules,
 }
 
 /// The results of the forward that the backward needs. The tensors have no autodiff.
@@ -233,7 +238,7 @@ impl<'a> Pass<'a> {
             asked,
             last_rotations: text.rotations.last(asked),
             rotations: text.rotations.clone(),
-            segments: text.segments.clone(),
+            rules: text.rules.clone(),
         }
     }
 
@@ -274,12 +279,13 @@ impl<'a> Pass<'a> {
         plain: &Gemma4Model,
         ids: &Tensor<2, Int>,
         from_host: Option<Tensor<2>>,
+        media: &CallMedia,
     ) -> (Kept, Tensor<2>) {
         let config = plain.config();
-        let mut stream = flat_rows(plain.embed_tokens.forward(ids.clone()));
+        let (mut stream, embeddings) = plain.embedded_rows(ids, from_host, media, None, &mut ());
         let mut kept = Kept {
             streams: Vec::new(),
-            embeddings: plain.per_layer_embeddings(ids, from_host, &stream, linear::rows),
+            embeddings,
             shared: SharedKeyValues::default(),
         };
         let is_read = |source| {
@@ -317,7 +323,7 @@ impl<'a> Pass<'a> {
             batch: self.batch,
             rotations: rotations.clone(),
             window: model.config().sliding_window,
-            segments: self.segments.clone(),
+            rules: self.rules.clone(),
             destination: KvDestination::Dropped,
             adapters: None,
             // Keep the activations inside the feed-forward network. The backward recomputes one layer at a time, so

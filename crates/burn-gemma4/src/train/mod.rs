@@ -2,6 +2,7 @@
 
 mod checkpointing;
 pub(crate) mod graph_capture;
+pub(crate) mod media;
 pub(crate) mod packing;
 
 mod gradients;

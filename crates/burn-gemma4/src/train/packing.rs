@@ -2,10 +2,13 @@
 
 use crate::error::Gemma4Error;
 use crate::model::forward::Text;
+use crate::model::row_rules::RowRules;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
 use crate::op::rope::Positions;
+use crate::train::media::PlacedMedia;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use std::ops::Range;
 
 /// The document lengths of a batch of packed sequences. Each row holds its documents one after another.
 ///
@@ -101,6 +104,26 @@ impl Packing {
         Positions::Each(self.rows.iter().map(of_row).collect())
     }
 
+    /// Returns the positions of each document in a row. The last of them may be padding.
+    pub(crate) fn documents(&self, row: usize) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let lengths = self.rows[row].iter();
+        lengths
+            .map(|length| {
+                let document = start..start + length;
+                start = document.end;
+                document
+            })
+            .collect()
+    }
+
+    /// Returns the positions of the document that contains `position` of a row.
+    pub(crate) fn document(&self, row: usize, position: usize) -> Range<usize> {
+        let mut documents = self.documents(row).into_iter();
+        let document = documents.find(|document| document.contains(&position));
+        document.expect("documents and padding fill the row")
+    }
+
     /// Returns the index of each token's document within its row, `[batch, positions]`.
     pub(crate) fn segments(&self, device: &Device) -> Tensor<2, Int> {
         let mut segments = Vec::with_capacity(self.batch() * self.positions);
@@ -153,15 +176,49 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
+        self.hidden_of_rows(tokens, packing, None)
+    }
+
+    /// Computes the states of [`hidden_packed`](Self::hidden_packed), with the soft tokens of images and audio clips in
+    /// the place of tokens. The tokens in these places can be any tokens of the vocabulary.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, positions]`
+    /// - states: `[batch, positions, hidden]`
+    ///
+    /// # Errors
+    /// Returns an error if the shape of the tokens differs from the shape of the packing or of `media`, or if a document
+    /// ends within an image or a clip. Passes on the errors of [`forward`](Self::forward).
+    pub fn hidden_packed_with_media(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+        media: &PlacedMedia,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        self.hidden_of_rows(tokens, packing, Some(media))
+    }
+
+    fn hidden_of_rows(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+        media: Option<&PlacedMedia>,
+    ) -> Result<Tensor<3>, Gemma4Error> {
         packing.check(&tokens)?;
-        let text = self.packed_text(&self.read_tokens(tokens)?, packing);
+        if let Some(media) = media {
+            media.check(tokens.dims(), Some(packing))?;
+        }
+        let text = self.training_text(&self.read_tokens(tokens)?, Some(packing), media);
         Ok(self.hidden_states(text, None, Logits::All, &mut ()))
     }
 
     /// Creates the model input for packed documents. `tokens` must have the packing's shape.
     pub(crate) fn packed_text(&self, tokens: &Tokens, packing: &Packing) -> Text {
         Text {
-            segments: Some(packing.segments(&tokens.ids.device())),
+            rules: RowRules {
+                segments: Some(packing.segments(&tokens.ids.device())),
+                sliding: None,
+            },
             ..self.text(tokens, &packing.rotary_positions())
         }
     }

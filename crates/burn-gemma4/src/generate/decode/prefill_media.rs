@@ -136,7 +136,7 @@ impl PrefillMedia {
                 is_bidirectional: computed.is_bidirectional,
             })
         });
-        CallMedia(media.collect())
+        CallMedia::Each(media.collect())
     }
 
     /// Returns the index and the placeholders of each medium in `range`.

@@ -24,6 +24,7 @@ use crate::model::decode_ops::DecodeOps;
 use crate::model::layer::Linear;
 use crate::model::layer::ops::{LayerOps, ResidualStream};
 use crate::model::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use crate::model::row_rules::RowRules;
 use crate::op::column_slice::ColumnSlice;
 use crate::op::flat_rows;
 use burn::{
@@ -235,7 +236,7 @@ impl Drafter {
             batch,
             rotations: Rotations::new(&self.model.rope, &position, dtype, &device),
             window: self.model.config().sliding_window,
-            segments: None,
+            rules: RowRules::default(),
             destination: KvDestination::Dropped,
             adapters: None,
             mlp_recompute: false,

@@ -3,6 +3,7 @@
 use crate::error::Gemma4Error;
 use crate::model::forward::Text;
 use crate::model::{Gemma4Model, Logits};
+use crate::train::media::PlacedMedia;
 use crate::train::packing::Packing;
 use burn::{
     optim::GradientsParams,
@@ -16,6 +17,8 @@ pub struct TrainBatch<'a> {
     pub tokens: Tensor<2, Int>,
     /// The documents in each row, or `None` if each row is one document.
     pub packing: Option<&'a Packing>,
+    /// The soft tokens of images and audio clips, or `None` for a data set of texts.
+    pub media: Option<&'a PlacedMedia>,
     /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal
     /// `positions`. Positions with negative targets do not count in the loss.
     pub targets: Tensor<2, Int>,
@@ -33,6 +36,7 @@ impl Read {
         let TrainBatch {
             tokens,
             packing,
+            media,
             targets,
         } = lesson;
         model.refuse_training_quantized()?;
@@ -62,13 +66,12 @@ impl Read {
         if let Some(packing) = packing {
             packing.check(&tokens)?;
         }
+        if let Some(media) = media {
+            media.check([batch, positions], packing)?;
+        }
         let tokens = model.read_tokens(tokens.inner())?;
-        let text = match packing {
-            Some(packing) => model.packed_text(&tokens, packing),
-            None => model.whole_text(&tokens),
-        };
         Ok(Self {
-            text,
+            text: model.training_text(&tokens, packing, media),
             targets: targets.inner(),
         })
     }

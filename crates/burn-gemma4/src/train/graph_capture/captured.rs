@@ -6,7 +6,8 @@ use super::buffers::{Buffers, Reader, Sources};
 use crate::model::Gemma4Model;
 use crate::model::forward::Text;
 use crate::model::prefill_ops::Rotations;
-use crate::model::soft_tokens::CallMedia;
+use crate::model::row_rules::RowRules;
+use crate::model::soft_tokens::{CallMedia, SoftTokenGrid};
 use crate::op;
 use crate::op::graph_capture::{CapturedGraph, Computation};
 use crate::op::stream::StreamCheck;
@@ -42,7 +43,25 @@ struct Shape {
     targets: [usize; 2],
     /// The dtypes of the tokens and of the targets.
     integers: [DType; 2],
-    has_segments: bool,
+    tensors: OptionalTensors,
+}
+
+/// The tensors that only some batches have.
+#[derive(Clone, Copy, PartialEq)]
+struct OptionalTensors {
+    segments: bool,
+    intervals: bool,
+    soft_tokens: bool,
+}
+
+impl OptionalTensors {
+    fn of(text: &Text) -> Self {
+        Self {
+            segments: text.rules.segments.is_some(),
+            intervals: text.rules.sliding.is_some(),
+            soft_tokens: matches!(text.media, CallMedia::Grid(_)),
+        }
+    }
 }
 
 impl Shape {
@@ -51,7 +70,7 @@ impl Shape {
             tokens: read.text.ids.dims(),
             targets: read.targets.dims(),
             integers: [read.text.ids.dtype(), read.targets.dtype()],
-            has_segments: read.text.segments.is_some(),
+            tensors: OptionalTensors::of(&read.text),
         }
     }
 }
@@ -74,7 +93,7 @@ impl Captured {
         let step = Step {
             by_layer,
             has_host_rows: read.text.from_host.is_some(),
-            has_segments: shape.has_segments,
+            tensors: shape.tensors,
             buffers: Buffers::like(&sources, &device),
             model: model.clone().map(&mut EmptyModule),
             device,
@@ -138,8 +157,15 @@ fn sources(model: &Gemma4Model, read: &Read, factor: f64) -> Sources {
     let mut sources = Sources::default();
     sources.integers(text.ids.clone());
     sources.integers(targets.clone());
-    if let Some(segments) = &text.segments {
+    if let Some(segments) = &text.rules.segments {
         sources.integers(segments.clone());
+    }
+    for bound in text.rules.sliding.iter().flatten() {
+        sources.integers(bound.clone());
+    }
+    if let CallMedia::Grid(grid) = &text.media {
+        sources.integers(grid.is_soft.clone());
+        sources.floats(grid.rows.clone().inner());
     }
     for table in text.rotations.tables() {
         sources.floats(table);
@@ -205,7 +231,7 @@ impl ModuleVisitor for Parameters {
 struct Step {
     by_layer: bool,
     has_host_rows: bool,
-    has_segments: bool,
+    tensors: OptionalTensors,
     buffers: Buffers,
     /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters
     /// from the buffers.
@@ -233,7 +259,17 @@ impl Computation for Step {
         let mut buffers = self.buffers.read();
         let ids = buffers.integers();
         let targets = buffers.integers();
-        let segments = self.has_segments.then(|| buffers.integers());
+        let rules = RowRules {
+            segments: self.tensors.segments.then(|| buffers.integers()),
+            sliding: (self.tensors.intervals).then(|| [(); 2].map(|()| buffers.integers())),
+        };
+        let media = match self.tensors.soft_tokens {
+            true => CallMedia::Grid(SoftTokenGrid {
+                is_soft: buffers.integers(),
+                rows: buffers.floats(),
+            }),
+            false => CallMedia::default(),
+        };
         let tables = [(); 4].map(|()| buffers.floats());
         let from_host = self.has_host_rows.then(|| buffers.floats());
         let factor: Tensor<1> = buffers.floats();
@@ -242,9 +278,9 @@ impl Computation for Step {
             ids,
             from_host,
             rotations: Rotations::of_tables(tables),
-            segments,
+            rules,
             adapters: None,
-            media: CallMedia::default(),
+            media,
         };
         let read = Read { text, targets };
         let scaled = |loss: Tensor<1>| loss * factor.autodiff();

@@ -43,6 +43,7 @@ use std::{fmt, marker::PhantomData};
 /// let batch = TrainBatch {
 ///     tokens: Tensor::from_data([[2, 17, 5, 44]], &device),
 ///     packing: None,
+///     media: None,
 ///     targets: Tensor::from_data([[17, 5, 44, 1]], &device),
 /// };
 /// let (loss, gradients) = recorder.gradients(&model, batch, 1.0)?;

@@ -1,0 +1,261 @@
+//! The towers of a checkpoint as modules, which compute the soft tokens of training batches.
+
+use super::audio::{AudioFormat, LazyAudio};
+use super::lazy_encoder::Encoder;
+use super::media::{MediaEncoders, MediumInput};
+use super::vision::{ImageFormat, LazyVision};
+use crate::audio::features::Features;
+use crate::audio::prepared::PreparedAudio;
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
+use crate::model::audio::{ProjectedAudio, TowerAudio};
+use crate::model::vision::{ProjectedVision, TowerVision, Vision};
+use crate::train::media::{PlacedMedia, PlacedSoftTokens};
+use crate::vision::patches::Patches;
+use crate::vision::prepared::PreparedImage;
+use burn::{module::Module, tensor::Tensor};
+use std::ops::Range;
+
+/// The kinds of media in a data set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MediaKinds {
+    /// True if the data set has images.
+    pub images: bool,
+    /// True if the data set has audio clips.
+    pub audio: bool,
+}
+
+impl MediaKinds {
+    /// True if the data set has images or audio clips.
+    pub fn any(self) -> bool {
+        self.images || self.audio
+    }
+}
+
+/// The images and audio clips in the rows of a batch, in host memory.
+///
+/// ```
+/// use burn_gemma4::BatchMedia;
+///
+/// let media = BatchMedia::default();
+/// assert!(media.is_empty());
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct BatchMedia {
+    media: Vec<BatchMedium>,
+}
+
+#[derive(Clone, Debug)]
+struct BatchMedium {
+    row: usize,
+    positions: Range<usize>,
+    input: MediumInput,
+}
+
+impl BatchMedia {
+    /// Adds an image, whose first soft token is at position `start` of a row.
+    pub fn add_image(&mut self, row: usize, start: usize, image: &PreparedImage) {
+        self.media.push(BatchMedium {
+            row,
+            positions: start..start + image.count(),
+            input: MediumInput::Image(image.patches.clone()),
+        });
+    }
+
+    /// Adds an audio clip, whose first soft token is at position `start` of a row.
+    pub fn add_audio(&mut self, row: usize, start: usize, clip: &PreparedAudio) {
+        self.media.push(BatchMedium {
+            row,
+            positions: start..start + clip.count(),
+            input: MediumInput::Audio(clip.features.clone()),
+        });
+    }
+
+    /// The number of images and clips.
+    pub fn len(&self) -> usize {
+        self.media.len()
+    }
+
+    /// True if the batch has no images and no clips.
+    pub fn is_empty(&self) -> bool {
+        self.media.is_empty()
+    }
+}
+
+/// The towers and projections of a model, which compute soft tokens from images and audio clips. In contrast to
+/// [`Gemma4::soft_tokens`](crate::Gemma4::soft_tokens), a module has their parameters.
+/// [`Gemma4::media_towers`](crate::Gemma4::media_towers) loads it.
+#[derive(Module, Debug)]
+pub struct MediaTowers {
+    vision: Option<VisionModules>,
+    audio: Option<AudioModules>,
+    #[module(skip)]
+    formats: Formats,
+}
+
+/// The forms of the loaded kinds of media, without weights.
+#[derive(Clone, Debug)]
+struct Formats {
+    vision: Option<ImageFormat>,
+    audio: Option<AudioFormat>,
+}
+
+#[derive(Module, Debug)]
+enum VisionModules {
+    Tower(TowerVision),
+    Projected(ProjectedVision),
+}
+
+#[derive(Module, Debug)]
+enum AudioModules {
+    Tower(TowerAudio),
+    Projected(ProjectedAudio),
+}
+
+impl MediaTowers {
+    /// Loads the towers of `kinds`.
+    ///
+    /// # Errors
+    /// Returns an error if the model does not read one of the kinds, or if its weights cannot be loaded.
+    pub(crate) fn load(encoders: &MediaEncoders, kinds: MediaKinds) -> Result<Self, Gemma4Error> {
+        let vision = kinds.images.then(|| encoders.vision()).transpose()?;
+        let audio = kinds.audio.then(|| encoders.audio()).transpose()?;
+        let of_vision = |vision: &LazyVision| {
+            Ok(match vision.load_modules()? {
+                Encoder::Tower(tower) => VisionModules::Tower(*tower),
+                Encoder::Projected(projected) => VisionModules::Projected(*projected),
+            })
+        };
+        let of_audio = |audio: &LazyAudio| {
+            Ok(match audio.load_modules()? {
+                Encoder::Tower(tower) => AudioModules::Tower(*tower),
+                Encoder::Projected(projected) => AudioModules::Projected(*projected),
+            })
+        };
+        Ok(Self {
+            formats: Formats {
+                vision: vision.map(|vision| vision.format().clone()),
+                audio: audio.map(|audio| audio.format().clone()),
+            },
+            vision: vision.map(of_vision).transpose()?,
+            audio: audio.map(of_audio).transpose()?,
+        })
+    }
+
+    /// Computes the soft tokens of a batch for `model`. `shape` is the shape of the batch's tokens,
+    /// `[batch, positions]`. The soft tokens are constants: no gradient reaches the towers.
+    ///
+    /// ```no_run
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{BatchMedia, Gemma4, Image, MediaKinds, Packing};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let device = Device::default().autodiff();
+    /// let gemma = Gemma4::from_pretrained("gemma-4-E2B-it", &device)?;
+    /// let towers = gemma.media_towers(MediaKinds { images: true, audio: false })?;
+    /// let image = gemma.prompt_encoder().prepare(&Image::open("cat.jpg")?)?;
+    /// let mut media = BatchMedia::default();
+    /// media.add_image(0, 5, &image); // The first soft token is at position 5 of row 0.
+    /// let tokens = Tensor::<2, Int>::zeros([1, 512], &device);
+    /// let packing = Packing::new(vec![vec![400]], 512)?;
+    /// let media = towers.place(&media, gemma.model(), tokens.dims())?;
+    /// let hidden = gemma.model().hidden_packed_with_media(tokens, &packing, &media)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the batch has media of a kind that was not loaded or that another model
+    /// prepared, or if one of them is outside of the rows.
+    pub fn place(
+        &self,
+        media: &BatchMedia,
+        model: &Gemma4Model,
+        shape: [usize; 2],
+    ) -> Result<PlacedMedia, Gemma4Error> {
+        let frozen = self.valid();
+        let placed = media.media.iter().map(|medium| {
+            Ok(PlacedSoftTokens {
+                row: medium.row,
+                positions: medium.positions.clone(),
+                soft_tokens: frozen.soft_tokens(&medium.input)?,
+                is_bidirectional: match medium.input {
+                    MediumInput::Image(_) => self.has_blocks(),
+                    MediumInput::Audio(_) => false,
+                },
+            })
+        });
+        let placed = placed.collect::<Result<_, Gemma4Error>>()?;
+        let device = model.device().without_autodiff();
+        let hidden = model.config().hidden_size;
+        PlacedMedia::new(
+            shape,
+            hidden,
+            (&device, model.dtype()),
+            placed,
+            self.has_blocks(),
+        )
+    }
+
+    /// True if the soft tokens of an image see each other in both directions in sliding layers.
+    fn has_blocks(&self) -> bool {
+        let vision = self.formats.vision.as_ref();
+        vision.is_some_and(|format| format.config.is_bidirectional)
+    }
+
+    /// Computes the soft tokens of a medium, `[soft tokens, hidden]`.
+    fn soft_tokens(&self, input: &MediumInput) -> Result<Tensor<2>, Gemma4Error> {
+        let not_loaded = |argument| {
+            let reason = "of this kind is in the batch, but not in the kinds of the towers".into();
+            Gemma4Error::Argument { argument, reason }
+        };
+        match input {
+            MediumInput::Image(patches) => match (&self.vision, &self.formats.vision) {
+                (Some(vision), Some(format)) => vision.soft_tokens(format, patches),
+                _ => Err(not_loaded("image")),
+            },
+            MediumInput::Audio(features) => match (&self.audio, &self.formats.audio) {
+                (Some(audio), Some(format)) => audio.soft_tokens(format, features),
+                _ => Err(not_loaded("audio")),
+            },
+        }
+    }
+}
+
+impl VisionModules {
+    fn soft_tokens(
+        &self,
+        format: &ImageFormat,
+        patches: &Patches,
+    ) -> Result<Tensor<2>, Gemma4Error> {
+        format.check(patches)?;
+        match self {
+            Self::Tower(vision) => whole(vision, patches),
+            Self::Projected(vision) => whole(vision, patches),
+        }
+    }
+}
+
+/// Runs all layers of a vision.
+fn whole<V: Vision>(vision: &V, patches: &Patches) -> Result<Tensor<2>, Gemma4Error> {
+    let mut pass = vision.begin(patches)?;
+    let rows = vision.advance(&mut pass, usize::MAX);
+    Ok(rows.expect("the last layer has run"))
+}
+
+impl AudioModules {
+    fn soft_tokens(
+        &self,
+        format: &AudioFormat,
+        features: &Features,
+    ) -> Result<Tensor<2>, Gemma4Error> {
+        format.check(features)?;
+        Ok(match self {
+            Self::Tower(audio) => {
+                let mut pass = audio.begin(features);
+                let rows = audio.advance(&mut pass, usize::MAX);
+                rows.expect("the last layer has run")
+            }
+            Self::Projected(audio) => audio.soft_tokens(features),
+        })
+    }
+}
