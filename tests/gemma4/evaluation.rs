@@ -30,6 +30,7 @@ fn document(tokens: &[u32]) -> Document {
     let example = Example {
         tokens: tokens.into(),
         learned: vec![true; tokens.len()],
+        media: Vec::new(),
     };
     Document {
         line: 1,
@@ -39,7 +40,7 @@ fn document(tokens: &[u32]) -> Document {
 
 fn costs(gemma: &Gemma4, documents: &[Document], length: usize, stride: usize) -> Vec<Cost> {
     let windows = Windows { length, stride };
-    evaluate(gemma.model(), documents, windows, |_, _| ()).expect("the costs are computed")
+    evaluate(gemma, documents, windows, |_, _| ()).expect("the costs are computed")
 }
 
 fn cross_entropy(cost: Cost) -> f64 {

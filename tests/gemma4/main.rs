@@ -38,6 +38,8 @@ mod lengths;
 mod loading;
 mod marking;
 mod media;
+#[cfg(feature = "training")]
+mod media_training;
 mod not_numbers;
 mod packed;
 mod packed_prefixes;

@@ -168,6 +168,7 @@ impl TrainingArguments {
         for row in rows {
             row.tokens.hash(&mut hasher);
             row.targets.hash(&mut hasher);
+            row.media.hash(&mut hasher);
         }
         let schedule = self.schedule(0, rank);
         let mut settings = json!({

@@ -12,10 +12,10 @@ use crate::{
         packing::{Example, Row, bin_pack},
     },
 };
-use burn_gemma4::{Gemma4Config, Gemma4Model};
+use burn_gemma4::{Gemma4, Gemma4Config, Gemma4Model, MediaTowers, PromptEncoder};
 use indicatif::ProgressBar;
 use serde::Serialize;
-use std::{cmp::Reverse, ops::Range};
+use std::{cmp::Reverse, ops::Range, sync::Arc};
 
 /// The length and the stride of the windows. A document that is longer than one window is evaluated in several windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,7 +177,12 @@ impl Window {
                 (whole.tokens[position], is_counted)
             })
             .unzip();
-        Example { tokens, learned }
+        Example {
+            tokens,
+            learned,
+            // A window of an example with images or clips is the whole example.
+            media: whole.media.clone(),
+        }
     }
 }
 
@@ -185,17 +190,20 @@ impl Window {
 /// evaluated so far, and the tokens of all windows.
 ///
 /// # Errors
-/// Returns an error if the device fails.
+/// Returns an error if the device fails. Returns [`InvalidArgument`] if a document with images or audio clips is longer
+/// than a window. Returns an error if an image or a clip cannot be decoded.
 ///
 /// # Panics
 /// Panics if windows have fewer than two tokens, or if the stride is not from 1 to `length - 1`.
 pub fn evaluate(
-    model: &Gemma4Model,
+    gemma: &Gemma4,
     documents: &[Document],
     windows: Windows,
     mut on_progress: impl FnMut(usize, usize),
 ) -> Result<Vec<Cost>, Error> {
     assert!((1..windows.length).contains(&windows.stride), "{windows:?}");
+    refuse_long_media(documents, windows.length)?;
+    let media = Media::load(gemma, documents)?;
     let whole = |window: &Window| &documents[window.document].examples[window.example];
     let mut pieces: Vec<Window> = Vec::new();
     for (number, document) in documents.iter().enumerate() {
@@ -215,7 +223,7 @@ pub fn evaluate(
         let examples = of_row.iter().map(|window| window.example(whole(window)));
         let row = Row::of(&examples.collect::<Vec<_>>());
         let (targets, read) = (row.targets.clone(), row.tokens.len());
-        let losses = losses(model, row, windows.length)?;
+        let losses = losses(gemma.model(), media.as_ref(), row, windows.length)?;
         let mut start = 0;
         for window in of_row {
             let range = start..start + window.len();
@@ -245,17 +253,67 @@ pub fn progress() -> impl FnMut(usize, usize) {
     }
 }
 
+/// Refuses a document with images or audio clips that needs several windows. A window could not begin within an image, and
+/// the images before a window would be missing.
+fn refuse_long_media(documents: &[Document], length: usize) -> Result<(), InvalidArgument> {
+    for document in documents {
+        let mut examples = document.examples.iter();
+        let is_long =
+            |example: &&Example| !example.media.is_empty() && example.tokens.len() > length;
+        if let Some(example) = examples.find(is_long) {
+            return Err(InvalidArgument(format!(
+                "line {}: has images or audio and {} tokens, more than --length {length}; expected one window for such a document, so raise --length",
+                document.line,
+                example.tokens.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The parts of a model that compute the soft tokens of images and audio clips.
+struct Media {
+    encoder: Arc<PromptEncoder>,
+    towers: MediaTowers,
+}
+
+impl Media {
+    /// Loads the towers for the kinds of media in the documents. Returns `None` if there are no images and no clips.
+    fn load(gemma: &Gemma4, documents: &[Document]) -> Result<Option<Self>, Error> {
+        let kinds = Document::media_kinds(documents);
+        if !kinds.any() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            encoder: Arc::new(gemma.prompt_encoder()),
+            towers: gemma.media_towers(kinds)?,
+        }))
+    }
+}
+
 /// Returns the loss at each position of a row, in nats.
-fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
+fn losses(
+    model: &Gemma4Model,
+    media: Option<&Media>,
+    row: Row,
+    longest: usize,
+) -> Result<Vec<f32>, Error> {
     let data = Data {
         // The row is padded to the next power of two, but at most to `longest`. Fewer shapes mean fewer kernels to compile.
         positions: row.tokens.len().next_power_of_two().min(longest),
         rows: vec![row],
         batch: 1,
         padding: model.config().pad_token,
+        encoder: media.map(|media| media.encoder.clone()),
     };
     let batch = data.batch(&[0], &model.device())?;
-    let hidden = model.hidden_packed(batch.tokens, &batch.packing)?;
+    let hidden = match (media, &batch.media) {
+        (Some(media), Some(inputs)) => {
+            let placed = media.towers.place(inputs, model, batch.tokens.dims())?;
+            model.hidden_packed_with_media(batch.tokens, &batch.packing, &placed)?
+        }
+        _ => model.hidden_packed(batch.tokens, &batch.packing)?,
+    };
     let losses = model.token_losses(hidden, batch.targets)?;
     let losses = losses
         .try_into_data()
@@ -284,10 +342,13 @@ mod tests {
             let whole = Example {
                 tokens: (0..length as u32).collect(),
                 learned: vec![true; length],
+                media: Vec::new(),
             };
             let mut counted = vec![0; length];
             for window in Window::of(0, 0, length, windows) {
-                let Example { tokens, learned } = window.example(&whole);
+                let Example {
+                    tokens, learned, ..
+                } = window.example(&whole);
                 assert_eq!(tokens.len(), window.len());
                 assert!(tokens.len() <= windows.length);
                 assert_eq!(tokens[0], 0);

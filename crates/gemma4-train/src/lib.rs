@@ -43,6 +43,7 @@
 //!     positions: arguments.length,
 //!     batch: arguments.batch,
 //!     padding: gemma.config().pad_token,
+//!     encoder: None,
 //! };
 //! let adapter = Adapter::new(16, 32.0);
 //! let run = Run {
@@ -53,6 +54,7 @@
 //!     folder: Path::new("adapter/run"),
 //!     resume: None,
 //!     group: &Arc::new(ProcessGroup::single()),
+//!     towers: None,
 //!     before_first_step: None,
 //! };
 //! let outcome = run.train(adapter.attach(gemma.model().clone())?, data(), data())?;

@@ -1,7 +1,7 @@
 //! Runs the training of a model with Burn's learner.
 
 use crate::{
-    Error,
+    Error, InvalidArgument,
     args::TrainingArguments,
     checkpoint::{
         checkpoints::{self, KEPT, Records},
@@ -34,7 +34,7 @@ use burn::{
         metric::{IterationSpeedMetric, LearningRateMetric, LossMetric},
     },
 };
-use burn_gemma4::Gemma4Model;
+use burn_gemma4::{Gemma4Model, MediaTowers};
 use std::{
     io::{IsTerminal, stdout},
     path::Path,
@@ -62,6 +62,9 @@ pub struct Run<'a> {
     pub resume: Option<usize>,
     /// All processes that train the model.
     pub group: &'a Arc<ProcessGroup>,
+    /// The towers that compute the soft tokens of images and audio clips, which stay frozen. `None` for a data set of
+    /// texts.
+    pub towers: Option<MediaTowers>,
     /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. An error
     /// of the function ends the run.
     pub before_first_step: Option<&'a dyn Fn(Stop) -> Result<(), Error>>,
@@ -111,7 +114,8 @@ impl Run<'_> {
     /// Trains a model.
     ///
     /// # Errors
-    /// Returns an error if a checkpoint cannot be written or read, or if a device fails.
+    /// Returns an error if a checkpoint cannot be written or read, if a device fails, or if an image or an audio clip
+    /// cannot be decoded. Returns [`InvalidArgument`] for images or audio on several devices or in several processes.
     pub fn train(
         &self,
         model: Gemma4Model,
@@ -119,6 +123,10 @@ impl Run<'_> {
         validation: Data,
     ) -> Result<Outcome, Error> {
         let (group, rank) = (self.group, self.group.rank());
+        if self.towers.is_some() && (group.has_others() || self.devices.len() > 1) {
+            let reason = "images and audio are trained on one device only; expected one process and one device, or a data set of texts";
+            return Err(InvalidArgument(reason.into()).into());
+        }
         let schedule = self.arguments.schedule(self.resume.unwrap_or(0), rank);
         let first = &self.devices[0];
         let size = [training.batch, training.positions];
@@ -199,7 +207,9 @@ impl Run<'_> {
             None
         };
         let learner = Learner::new(
-            TrainableModel::new(model, self.arguments, all_reduce).counting(&skipped),
+            TrainableModel::new(model, self.arguments, all_reduce)
+                .with_towers(self.towers.clone())
+                .counting(&skipped),
             optimizer(&self.arguments.step),
             rates,
         );

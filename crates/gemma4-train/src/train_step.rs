@@ -26,17 +26,20 @@ use burn::{
         metric::{Adaptor, LossInput},
     },
 };
-use burn_gemma4::{Gemma4Model, GradientRecorder, TrainBatch};
+use burn_gemma4::{Gemma4Model, GradientRecorder, MediaTowers, PlacedMedia, TrainBatch};
 use std::fmt;
 
 const ONE_SHAPE: &str =
     "the loader's tokens are in the vocabulary, and targets and packing have the tokens' shape";
+const PREPARED: &str = "the loader prepares images and audio for this model, within the rows";
 
 /// A model that is trained to predict the next token.
 #[derive(Clone, Debug)]
 pub struct TrainableModel {
     /// The model.
     pub model: Gemma4Model,
+    /// The frozen towers that compute soft tokens, or `None` if the data set has no images and no audio.
+    towers: Option<MediaTowers>,
     /// The loss scale for a model in f16, or `None` for other dtypes.
     scale: Option<LossScale>,
     /// True if the gradients of a step are accumulated in f32. If this field is false, each step has exactly one batch.
@@ -92,6 +95,7 @@ impl TrainableModel {
             devices: 1,
             all_reduce: None,
             skipped: SkippedSteps::default(),
+            towers: None,
             model: model.with_mlp_recompute(arguments.checkpointing.is_of_mlp()),
         }
     }
@@ -102,6 +106,21 @@ impl TrainableModel {
             skipped: skipped.clone(),
             ..self
         }
+    }
+
+    /// Returns this model, which now reads images and audio clips through frozen `towers`.
+    pub fn with_towers(self, towers: Option<MediaTowers>) -> Self {
+        Self {
+            towers: towers.map(MediaTowers::no_grad),
+            ..self
+        }
+    }
+
+    /// Computes the soft tokens of a batch. Returns `None` if the data set has no images and no audio clips.
+    fn placed(&self, model: &Gemma4Model, batch: &Batch) -> Option<PlacedMedia> {
+        let (towers, media) = (self.towers.as_ref()?, batch.media.as_ref()?);
+        let placed = towers.place(media, model, batch.tokens.dims());
+        Some(placed.expect(PREPARED))
     }
 
     /// Returns this device's share of the step's mean loss, `[1]`, and its share of the gradients. The loss has no autodiff
@@ -135,9 +154,11 @@ impl TrainableModel {
         factor: f64,
         records: bool,
     ) -> (Tensor<1>, GradientsParams) {
+        let media = self.placed(model, &batch);
         let lesson = TrainBatch {
             tokens: batch.tokens,
             packing: Some(&batch.packing),
+            media: media.as_ref(),
             targets: batch.targets,
         };
         let outcome = match records {
@@ -152,8 +173,12 @@ impl TrainableModel {
 }
 
 /// Returns the mean loss of a batch, `[1]`.
-fn loss(model: &Gemma4Model, batch: &Batch) -> Tensor<1> {
-    let hidden = model.hidden_packed(batch.tokens.clone(), &batch.packing);
+fn loss(model: &Gemma4Model, batch: &Batch, media: Option<&PlacedMedia>) -> Tensor<1> {
+    let (tokens, packing) = (batch.tokens.clone(), &batch.packing);
+    let hidden = match media {
+        Some(media) => model.hidden_packed_with_media(tokens, packing, media),
+        None => model.hidden_packed(tokens, packing),
+    };
     hidden
         .and_then(|hidden| model.loss(hidden, batch.targets.clone()))
         .expect(ONE_SHAPE)
@@ -246,7 +271,8 @@ impl InferenceStep for TrainableModel {
     type Output = Loss;
 
     fn step(&self, batch: Batch) -> Loss {
-        let value = loss(&self.model, &batch);
+        let media = self.placed(&self.model, &batch);
+        let value = loss(&self.model, &batch, media.as_ref());
         Loss {
             value,
             weight: batch.counted,
@@ -258,12 +284,14 @@ impl InferenceStep for TrainableModel {
 /// loss scale. So a checkpoint of an adapter is about as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.model.collect_devices(devices)
+        self.towers
+            .collect_devices(self.model.collect_devices(devices))
     }
 
     fn fork(self, device: &Device) -> Self {
         Self {
             model: self.model.fork(device),
+            towers: self.towers.fork(device),
             scale: self.scale.fork(device),
             skipped: self.skipped.to_device(device),
             ..self
@@ -273,6 +301,7 @@ impl Module for TrainableModel {
     fn to_device(self, device: &Device) -> Self {
         Self {
             model: self.model.to_device(device),
+            towers: self.towers.to_device(device),
             scale: self.scale.to_device(device),
             skipped: self.skipped.to_device(device),
             ..self
@@ -282,6 +311,7 @@ impl Module for TrainableModel {
     fn train(self) -> Self {
         Self {
             model: self.model.train(),
+            towers: self.towers.train(),
             ..self
         }
     }
@@ -289,6 +319,7 @@ impl Module for TrainableModel {
     fn valid(&self) -> Self {
         Self {
             model: self.model.valid(),
+            towers: self.towers.valid(),
             ..self.clone()
         }
     }
@@ -296,6 +327,7 @@ impl Module for TrainableModel {
     fn materialize(self) -> Self {
         Self {
             model: self.model.materialize(),
+            towers: self.towers.materialize(),
             ..self
         }
     }

@@ -70,7 +70,7 @@ fn run(cli: &Evaluate) -> Result<(), Error> {
     let windows = cli.windows.windows(gemma.config())?;
     let documents = read_documents_or_text(&cli.data, gemma)?;
     let start = Instant::now();
-    let costs = evaluate(gemma.model(), &documents, windows, progress())?;
+    let costs = evaluate(gemma, &documents, windows, progress())?;
     let seconds = start.elapsed().as_secs_f64();
 
     let all: Cost = costs.iter().copied().sum();

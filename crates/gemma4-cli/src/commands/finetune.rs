@@ -9,13 +9,15 @@ use crate::{
     training::{choose_devices, end_of_stopped, exit_code, stop_on_signal},
 };
 use burn::{module::Module, tensor::DType};
-use burn_gemma4::{Adapter, Gemma4, Gemma4Model, LoadOptions, PerLayerTable, copy_beside};
+use burn_gemma4::{
+    Adapter, Gemma4, Gemma4Model, LoadOptions, MediaKinds, PerLayerTable, copy_beside,
+};
 use clap::Parser;
 use gemma4_train::{
     args::TrainingArguments,
     checkpoint::resume,
     data::{
-        documents::read_documents,
+        documents::{Document, read_documents},
         loader::Data,
         packing::{Example, pack},
     },
@@ -118,7 +120,21 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
     if cli.dtype.is_none() {
         tell_dtype(gemma.model());
     }
-    let (training, validation) = data(cli, &gemma)?;
+    let DataSet {
+        training,
+        validation,
+        kinds,
+    } = data(cli, &gemma)?;
+    let towers = match kinds.any() {
+        true => Some(gemma.media_towers(kinds)?),
+        false => None,
+    };
+    if let Some(towers) = &towers {
+        note(format_args!(
+            "{} parameters of vision and audio, which stay frozen",
+            towers.num_params()
+        ));
+    }
 
     let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
     let model = gemma.model().clone();
@@ -180,6 +196,7 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
         folder: &history,
         resume: begun,
         group,
+        towers,
         before_first_step: Some(&stop_on_signal),
     };
     let outcome = run.train(model, training, validation)?;
@@ -289,10 +306,19 @@ impl Finetune {
     }
 }
 
+/// The rows of packed documents.
+struct DataSet {
+    training: Data,
+    validation: Data,
+    kinds: MediaKinds,
+}
+
 /// Returns the rows of packed documents for training, and those for validation.
-fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
+fn data(cli: &Finetune, gemma: &Gemma4) -> Result<DataSet, Error> {
     let length = cli.training.length;
     let mut documents = read_documents(&cli.data, gemma)?;
+    let kinds = Document::media_kinds(&documents);
+    let encoder = kinds.any().then(|| Arc::new(gemma.prompt_encoder()));
     documents.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
     let all = documents.iter().flat_map(|document| &document.examples);
     let (count, cut) = (
@@ -325,6 +351,7 @@ fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
             positions: length,
             batch: cli.training.batch,
             padding: gemma.config().pad_token,
+            encoder: encoder.clone(),
         }
     };
     let (training, validation) = (packed(training), packed(validation));
@@ -343,5 +370,9 @@ fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
         training.rows.len(),
         validation.rows.len(),
     ));
-    Ok((training, validation))
+    Ok(DataSet {
+        training,
+        validation,
+        kinds,
+    })
 }

@@ -159,7 +159,7 @@ impl Quantize {
         let gemma = arguments.load(None)?.gemma;
         let windows = self.windows.windows(gemma.config())?;
         let documents = read_documents_or_text(data, &gemma)?;
-        let costs = evaluate(gemma.model(), &documents, windows, progress())?;
+        let costs = evaluate(&gemma, &documents, windows, progress())?;
         let all: Cost = costs.into_iter().sum();
         match all.summary() {
             Some(summary) => Ok(Some((summary, Dtype::of(gemma.dtype())))),

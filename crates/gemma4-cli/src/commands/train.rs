@@ -145,6 +145,7 @@ fn train(cli: &Train, group: &Arc<ProcessGroup>) -> Result<(), Error> {
         folder: &history,
         resume: begun,
         group,
+        towers: None,
         before_first_step: Some(&stop_on_signal),
     };
     let outcome = run.train(model, training, validation)?;
@@ -216,6 +217,7 @@ fn rows(
         positions: length,
         batch: cli.training.batch,
         padding: config.pad_token,
+        encoder: None,
     };
     let validation = rows.split_off(rows.len() - validation);
     Ok((data(rows), data(validation)))

@@ -6,10 +6,15 @@
 //! The texts of users, systems and tools must not act as special tokens. A mark, a character that occurs in no text, is
 //! therefore inserted into each special token of these texts before rendering. The token is then encoded as plain text.
 
-use crate::data::packing::Example;
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
+use crate::data::{
+    media::{ExampleMedium, MediaPart, Medium, Origin, take_parts},
+    packing::Example,
+};
+use burn_gemma4::{
+    ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, PromptEncoder, Tokenizer,
+};
 use serde_json::{Map, Value};
-use std::{collections::BTreeMap, ops::Range};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 /// The contents of one line of the file.
 #[derive(Debug, PartialEq)]
@@ -20,11 +25,14 @@ pub(super) enum Line {
     Text(String),
 }
 
-/// A conversation from a line of the file, with its messages unchanged.
+/// A conversation from a line of the file. Its images and audio clips are not in the messages, in which each of them is a
+/// part like `{"type": "image"}`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Conversation {
     /// The messages, each an object with a role.
     messages: Vec<Value>,
+    /// The images and audio clips, in the order of the messages.
+    media: Vec<MediaPart>,
     /// The fields of the line besides `messages` and `enable_thinking`, such as `tools`. The chat template gets these fields
     /// as variables.
     variables: Map<String, Value>,
@@ -98,7 +106,7 @@ fn conversation(
     messages: Value,
     mut variables: Map<String, Value>,
 ) -> Result<Conversation, String> {
-    let Value::Array(messages) = messages else {
+    let Value::Array(mut messages) = messages else {
         return Err("\"messages\" is not a list; expected a list of messages".into());
     };
     for message in &messages {
@@ -123,6 +131,7 @@ fn conversation(
         Some(_) => return Err("\"enable_thinking\" is not true or false".into()),
     };
     Ok(Conversation {
+        media: take_parts(&mut messages)?,
         messages,
         variables,
         enable_thinking,
@@ -133,13 +142,34 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-/// Returns the training examples of one line of the file. `ignored` counts the fields that the chat template does not
-/// render.
+/// The model for which a file is read, without the weights.
+pub(super) struct Reader<'a> {
+    gemma: &'a Gemma4,
+    encoder: PromptEncoder,
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(gemma: &'a Gemma4) -> Self {
+        Self {
+            encoder: gemma.prompt_encoder(),
+            gemma,
+        }
+    }
+
+    pub fn gemma(&self) -> &Gemma4 {
+        self.gemma
+    }
+}
+
+/// Returns the training examples of one line of the file, which is at `origin`. `ignored` counts the fields that the chat
+/// template does not render.
 pub(super) fn of_line(
     line: Line,
-    gemma: &Gemma4,
+    origin: &Origin,
+    reader: &Reader<'_>,
     ignored: &mut Ignored,
 ) -> Result<Vec<Example>, String> {
+    let gemma = reader.gemma;
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
@@ -165,26 +195,93 @@ pub(super) fn of_line(
             let marked = conversation.marked(marking).map_err(said)?;
             let pieces = marked.examples(gemma.chat_template(), ignored)?;
             let ends = &gemma.config().eos_tokens;
-            let of_pieces = |pieces: Vec<(String, bool)>| {
+            let media = conversation.read_media(origin, reader)?;
+            let answers = conversation.answers_of_examples(pieces.len());
+            let of_pieces = |(pieces, answer): (Vec<(String, bool)>, usize)| {
+                let before = media.iter().filter(|(message, _)| *message < answer);
+                let mut media = MediaQueues::new(before.map(|(_, medium)| medium.clone()));
                 let mut example = Example::default();
                 for (text, learned) in pieces {
-                    let tokens = marking.encode(&text)?;
-                    gemma.placeholders().check(&tokens)?;
+                    let tokens = marking.encode(&text).map_err(said)?;
                     let follows_answer = example.learned.last() == Some(&true);
                     let start = example.tokens.len();
                     // A context piece with a tool's response may begin with the token that ends the model's tool call. The
                     // model is trained on this token.
                     let ends_answer = tokens.first().is_some_and(|token| ends.contains(token));
+                    let tokens = match learned {
+                        true => {
+                            gemma.placeholders().check(&tokens).map_err(said)?;
+                            tokens
+                        }
+                        false => media
+                            .place(tokens, &reader.encoder, &mut example)
+                            .map_err(said)?,
+                    };
                     example.extend(tokens, learned);
                     if follows_answer && ends_answer {
                         example.learned[start] = true;
                     }
                 }
+                media.finish()?;
                 Ok(example)
             };
-            let examples: Result<_, Gemma4Error> = pieces.into_iter().map(of_pieces).collect();
-            examples.map_err(said)
+            pieces.into_iter().zip(answers).map(of_pieces).collect()
         }
+    }
+}
+
+/// The images and the audio clips of an example that have no place in its tokens yet.
+struct MediaQueues {
+    images: Vec<Arc<Medium>>,
+    audio: Vec<Arc<Medium>>,
+}
+
+impl MediaQueues {
+    fn new(media: impl Iterator<Item = Arc<Medium>>) -> Self {
+        let (images, audio) = media.partition(|medium: &Arc<Medium>| medium.kinds().images);
+        Self { images, audio }
+    }
+
+    /// Gives the next images and clips the places of the placeholders in `tokens`, which follow the tokens of `example`.
+    /// Returns the tokens with one placeholder for each soft token.
+    fn place(
+        &mut self,
+        tokens: Vec<u32>,
+        encoder: &PromptEncoder,
+        example: &mut Example,
+    ) -> Result<Vec<u32>, Gemma4Error> {
+        let [images, audio] = encoder.count_placeholders(&tokens);
+        let take = |media: &mut Vec<Arc<Medium>>, count: usize| -> Vec<Arc<Medium>> {
+            media.drain(..count.min(media.len())).collect()
+        };
+        let (images, audio) = (take(&mut self.images, images), take(&mut self.audio, audio));
+        let counts = |media: &[Arc<Medium>]| -> Vec<usize> {
+            media.iter().map(|medium| medium.tokens()).collect()
+        };
+        let layout = encoder.layout(tokens, &counts(&images), &counts(&audio))?;
+        let start = example.tokens.len();
+        let places = layout.images.into_iter().chain(layout.audio);
+        let placed = places.zip(images.into_iter().chain(audio));
+        let placed = placed.map(|(place, medium)| ExampleMedium {
+            tokens: start + place.start..start + place.end,
+            medium,
+        });
+        example.media.extend(placed);
+        example.media.sort_by_key(|medium| medium.tokens.start);
+        Ok(layout.tokens)
+    }
+
+    /// Refuses images and clips for which the chat template has written no placeholder.
+    fn finish(self) -> Result<(), String> {
+        for (media, noun) in [(self.images, "images"), (self.audio, "audio clips")] {
+            if !media.is_empty() {
+                return Err(format!(
+                    "the chat template has no place for {} of the conversation's {noun}; expected a placeholder for each of them",
+                    media.len()
+                ));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -255,6 +352,7 @@ impl Conversation {
             value => Ok((name.clone(), marked(value, marking)?)),
         };
         Ok(Self {
+            media: self.media.clone(),
             messages: self
                 .messages
                 .iter()
@@ -294,28 +392,31 @@ impl Conversation {
         ignored: &mut Ignored,
     ) -> Result<Vec<Vec<(String, bool)>>, String> {
         let said = |error: Gemma4Error| error.to_string();
-        self.refuse_media()?;
         let until = self.beginnings(template).map_err(said)?;
         self.refuse_unrendered(template, &until, ignored)?;
         self.pieces(template, &until).map_err(said)
     }
 
-    /// Refuses parts of messages that are not text. A chat template may write a placeholder for an image, but training
-    /// reads no pixels.
-    fn refuse_media(&self) -> Result<(), String> {
-        for (index, message) in self.messages.iter().enumerate() {
-            let parts = message["content"].as_array().into_iter().flatten();
-            let mut kinds = parts
-                .filter(|part| part.is_object())
-                .map(|part| &part["type"]);
-            if let Some(kind) = kinds.find(|kind| **kind != "text") {
-                let number = index + 1;
-                return Err(format!(
-                    "\"content\" of message {number}: a part of the type {kind} is not supported in training; expected \"text\""
-                ));
-            }
-        }
-        Ok(())
+    /// Reads the sizes of the images and audio clips. Returns them with the indices of their messages.
+    fn read_media(
+        &self,
+        origin: &Origin,
+        reader: &Reader<'_>,
+    ) -> Result<Vec<(usize, Arc<Medium>)>, String> {
+        let read = |part: &MediaPart| {
+            let medium = Medium::read(part, origin, &reader.encoder)?;
+            Ok((part.message, Arc::new(medium)))
+        };
+        self.media.iter().map(read).collect()
+    }
+
+    /// Returns the index of the last answer in each of `count` examples. A conversation is one example, or each of its
+    /// answers is.
+    fn answers_of_examples(&self, count: usize) -> Vec<usize> {
+        let messages = self.messages.iter().enumerate();
+        let answers = messages.filter(|(_, message)| is_answer(message));
+        let answers: Vec<usize> = answers.map(|(index, _)| index).collect();
+        answers[answers.len() - count..].to_vec()
     }
 
     /// Renders each beginning of the conversation: its first 0, 1, 2, … messages, up to the whole conversation.
@@ -595,6 +696,16 @@ impl Example {
 mod tests {
     use super::*;
 
+    /// Returns the place of a line without files.
+    #[cfg(feature = "flex")]
+    fn origin() -> Origin {
+        Origin {
+            file: std::path::Path::new("a.jsonl").into(),
+            line: 1,
+            bytes: 0..0,
+        }
+    }
+
     fn read_line(line: &str) -> Conversation {
         match parse(line, &mut Ignored::default()).expect("a line") {
             Line::Messages(conversation) => conversation,
@@ -812,18 +923,6 @@ mod tests {
                 r#""content": "a"}], "tools": [{"of": "b""#,
                 ["\"tools\"", "not rendered"],
             ),
-            (
-                r#""content": [{"type": "image"}]"#,
-                ["\"image\"", "expected \"text\""],
-            ),
-            (
-                r#""content": [{"type": "text", "text": "a"}, {"type": "audio", "audio": "b"}]"#,
-                ["\"audio\"", "message 1"],
-            ),
-            (
-                r#""content": [{"image": "a.png"}]"#,
-                ["type null", "expected \"text\""],
-            ),
         ] {
             let line = format!(r#"{{"messages": [{{"role": "assistant", {fields}}}]}}"#);
             let reason = {
@@ -839,23 +938,6 @@ mod tests {
         read_line(empty)
             .examples(&gemma4, &mut Ignored::default())
             .expect("the template renders every field");
-    }
-
-    /// An official template writes a placeholder for an image, which must not be trained on.
-    #[test]
-    fn image_part_is_refused_by_any_template() {
-        let template = "{% for m in messages %}<|turn>{{ m.role }}\n{% if m.content is string %}{{ m.content }}\
-            {% else %}<|image|>{% endif %}<turn|>\n{% endfor %}";
-        let template = ChatTemplate::from_source(template).expect("a template");
-        let line = r#"{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]},
-            {"role": "assistant", "content": "a cat"}]}"#;
-        let reason = read_line(line)
-            .examples(&template, &mut Ignored::default())
-            .expect_err("the image is refused");
-        assert!(
-            reason.contains("message 1") && reason.contains("\"image\""),
-            "{reason}"
-        );
     }
 
     #[cfg(feature = "flex")]
@@ -875,14 +957,25 @@ mod tests {
                 ),
             ] {
                 let parsed = parse(&line, &mut Ignored::default()).expect("a line");
-                let reason = of_line(parsed, &gemma, &mut Ignored::default()).expect_err(&line);
+                let reason = of_line(
+                    parsed,
+                    &origin(),
+                    &Reader::new(&gemma),
+                    &mut Ignored::default(),
+                )
+                .expect_err(&line);
                 assert!(reason.contains(medium), "{line}: {reason}");
             }
         }
         let plain = r#"{"messages": [{"role": "user", "content": "<|image|>"}, {"role": "assistant", "content": "b"}]}"#;
         let parsed = parse(plain, &mut Ignored::default()).expect("a line");
-        of_line(parsed, &gemma, &mut Ignored::default())
-            .expect("a user's placeholder is plain text");
+        of_line(
+            parsed,
+            &origin(),
+            &Reader::new(&gemma),
+            &mut Ignored::default(),
+        )
+        .expect("a user's placeholder is plain text");
     }
 
     #[test]
@@ -949,7 +1042,8 @@ mod tests {
         let tokens = |line: &str| {
             let mut ignored = Ignored::default();
             let line = parse(line, &mut ignored).expect("a line");
-            let examples = of_line(line, &gemma, &mut ignored).expect("examples");
+            let examples =
+                of_line(line, &origin(), &Reader::new(&gemma), &mut ignored).expect("examples");
             let tokens = examples.into_iter().map(|example| example.tokens);
             tokens.collect::<Vec<_>>().concat()
         };

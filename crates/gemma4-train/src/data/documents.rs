@@ -3,14 +3,15 @@
 use crate::{
     Error, InvalidArgument,
     data::{
-        conversations::{Ignored, Line, of_line, parse},
+        conversations::{Ignored, Line, Reader, of_line, parse},
         corpus::{KINDS, read_text},
+        media::Origin,
         packing::Example,
     },
     report::note,
 };
-use burn_gemma4::Gemma4;
-use std::path::Path;
+use burn_gemma4::{Gemma4, MediaKinds};
+use std::{path::Path, sync::Arc};
 
 /// A document: a text, or a conversation. A text is one example. A conversation is one or more examples, depending on the
 /// chat template.
@@ -22,6 +23,21 @@ pub struct Document {
     pub examples: Vec<Example>,
 }
 
+impl Document {
+    /// Returns the kinds of the images and audio clips in some documents.
+    pub fn media_kinds(documents: &[Self]) -> MediaKinds {
+        let examples = documents.iter().flat_map(|document| &document.examples);
+        let media = examples.flat_map(|example| &example.media);
+        media.fold(MediaKinds::default(), |found, one| {
+            let MediaKinds { images, audio } = one.medium.kinds();
+            MediaKinds {
+                images: found.images || images,
+                audio: found.audio || audio,
+            }
+        })
+    }
+}
+
 /// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
 /// object with `text`, all tokens after the first are trained on.
 ///
@@ -29,24 +45,40 @@ pub struct Document {
 /// such as `tool_calls`. A field that is `null` or not rendered is ignored, and a note reports the number of lines with this
 /// field. Empty lines are ignored too.
 ///
+/// A message may have images and audio clips, in the forms of Transformers' chat templates and of OpenAI's API: a path, a
+/// `file:` URL or a data URL. Relative paths begin in the folder of the file. The headers of images are read and clips
+/// are decoded, for their numbers of tokens. The contents are read again when a batch needs them.
+///
 /// # Errors
 /// Returns an error, which names the file and the line, in these cases:
 ///
 /// - A line is not one of these objects.
 /// - The chat template fails.
 /// - The template does not render a part of a message, or a field that is meant for templates, such as `tools`.
+/// - An image or an audio clip cannot be read, the model does not read its kind, or an answer has one.
 pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
     let text = read_text(path)?;
     refuse_other_forms(path, &text)?;
     let mut ignored = Ignored::default();
     let mut documents = Vec::new();
-    for (index, line) in text.lines().enumerate() {
+    let reader = Reader::new(gemma);
+    let file: Arc<Path> = path.into();
+    let mut end = 0;
+    for (index, line) in text.split_inclusive('\n').enumerate() {
+        let start = end;
+        end += line.len();
+        let line = line.trim_end_matches(['\n', '\r']);
         if line.trim().is_empty() {
             continue;
         }
         let number = index + 1;
-        let document =
-            parse(line, &mut ignored).and_then(|line| document(line, number, gemma, &mut ignored));
+        let origin = Origin {
+            file: file.clone(),
+            line: number,
+            bytes: start as u64..end as u64,
+        };
+        let document = parse(line, &mut ignored)
+            .and_then(|line| document(line, &origin, &reader, &mut ignored));
         let named = |reason| format!("{}: line {number}: {reason}", path.display());
         documents.push(document.map_err(named)?);
     }
@@ -99,21 +131,27 @@ fn text(path: &Path, gemma: &Gemma4) -> Result<Document, Error> {
     if text.trim().is_empty() {
         return Err(format!("{}: is empty", path.display()).into());
     }
-    let document = document(Line::Text(text), 1, gemma, &mut Ignored::default());
+    let origin = Origin {
+        file: path.into(),
+        line: 1,
+        bytes: 0..text.len() as u64,
+    };
+    let reader = Reader::new(gemma);
+    let document = document(Line::Text(text), &origin, &reader, &mut Ignored::default());
     document.map_err(|reason| format!("{}: {reason}", path.display()).into())
 }
 
 fn document(
     line: Line,
-    number: usize,
-    gemma: &Gemma4,
+    origin: &Origin,
+    reader: &Reader<'_>,
     ignored: &mut Ignored,
 ) -> Result<Document, String> {
-    let vocabulary = gemma.config().vocab_size;
-    let examples = of_line(line, gemma, ignored)?.into_iter();
+    let vocabulary = reader.gemma().config().vocab_size;
+    let examples = of_line(line, origin, reader, ignored)?.into_iter();
     let within = examples.map(|example| within(example, vocabulary));
     Ok(Document {
-        line: number,
+        line: origin.line,
         examples: within.collect::<Result<_, _>>()?,
     })
 }

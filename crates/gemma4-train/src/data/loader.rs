@@ -5,7 +5,11 @@
 
 use crate::{
     checkpoint::stop::Stop,
-    data::{packing::Row, schedule::Schedule},
+    data::{
+        media::{BatchPreparation, ExampleMedium},
+        packing::Row,
+        schedule::Schedule,
+    },
 };
 use burn::{
     data::{
@@ -14,7 +18,7 @@ use burn::{
     },
     tensor::{Device, Int, Tensor, TensorData},
 };
-use burn_gemma4::Packing;
+use burn_gemma4::{BatchMedia, Packing, PromptEncoder};
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use std::{
     ops::Range,
@@ -47,6 +51,8 @@ pub struct Batch {
     pub counted: usize,
     /// The positions of the documents within the rows.
     pub packing: Packing,
+    /// The images and audio clips, or `None` if the data set has neither.
+    pub media: Option<BatchMedia>,
 }
 
 /// The rows of a data set, with the settings that arrange them in batches.
@@ -60,6 +66,8 @@ pub struct Data {
     pub batch: usize,
     /// The id of the padding token.
     pub padding: u32,
+    /// The encoder that prepares images and audio clips, or `None` if the data set has neither.
+    pub encoder: Option<Arc<PromptEncoder>>,
 }
 
 impl Data {
@@ -71,8 +79,29 @@ impl Data {
         }
     }
 
-    /// Builds a batch from the rows with the given indices.
+    /// Begins to decode the images and clips of some batches, each a list of the indices of its rows. Returns `None` if the
+    /// data set has neither.
+    fn begin_media(&self, batches: &[Vec<usize>]) -> Option<BatchPreparation> {
+        let encoder = self.encoder.clone()?;
+        let of_row = |row: &usize| self.rows[*row].media.clone();
+        let of_batch = |rows: &Vec<usize>| rows.iter().map(of_row).collect();
+        let media: Vec<Vec<Vec<ExampleMedium>>> = batches.iter().map(of_batch).collect();
+        Some(BatchPreparation::begin(media, encoder))
+    }
+
+    /// Builds a batch from the rows with the given indices, and decodes its images and clips.
     pub(crate) fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
+        let media = finished(self.begin_media(&[rows.to_vec()]), 1)?;
+        let media = media.into_iter().next().flatten();
+        self.batch_with(rows, media, device)
+    }
+
+    fn batch_with(
+        &self,
+        rows: &[usize],
+        media: Option<BatchMedia>,
+        device: &Device,
+    ) -> Result<Batch, DatasetError> {
         let chosen = || rows.iter().map(|row| &self.rows[*row]);
         let shape = [rows.len(), self.positions];
         let tokens = chosen().flat_map(|row| row.padded_tokens(self.positions, self.padding));
@@ -84,6 +113,7 @@ impl Data {
             targets: tensor(targets.collect()),
             counted: self.counted(rows),
             packing: Packing::new(documents, self.positions).map_err(DatasetError::new)?,
+            media,
         })
     }
 
@@ -91,6 +121,20 @@ impl Data {
     fn counted(&self, rows: &[usize]) -> usize {
         rows.iter().map(|row| self.rows[*row].counted()).sum()
     }
+}
+
+/// Waits for the images and clips of `batches` batches. A data set without them has `None` for each batch.
+fn finished(
+    preparation: Option<BatchPreparation>,
+    batches: usize,
+) -> Result<Vec<Option<BatchMedia>>, DatasetError> {
+    Ok(match preparation {
+        Some(preparation) => {
+            let media = preparation.finish().map_err(DatasetError::new)?;
+            media.into_iter().map(Some).collect()
+        }
+        None => vec![None; batches],
+    })
 }
 
 /// Loads the batches of training steps, until the run is stopped. Each call of [`iter`](DataLoader::iter) loads the steps of
@@ -178,6 +222,7 @@ impl DataLoader<Step> for TrainingLoader {
             progress: Progress::new(0, steps.len(), Some("steps".into())),
             steps,
             pass: None,
+            ahead: None,
         })
     }
 
@@ -213,7 +258,31 @@ struct Steps<'a> {
     loader: &'a TrainingLoader,
     steps: Range<usize>,
     pass: Option<(usize, Vec<usize>)>,
+    /// The rows of the next step, whose images and clips are decoded during the current step.
+    ahead: Option<Ahead>,
     progress: Progress,
+}
+
+/// The rows of a step, and the decoding of their images and clips.
+struct Ahead {
+    step: usize,
+    chosen: Chosen,
+    media: Option<BatchPreparation>,
+}
+
+impl Steps<'_> {
+    /// Returns the rows of a step, whose images and clips may be decoded already.
+    fn begin(&mut self, step: usize) -> Ahead {
+        if let Some(ahead) = self.ahead.take().filter(|ahead| ahead.step == step) {
+            return ahead;
+        }
+        let chosen = self.loader.chosen(step, &mut self.pass);
+        Ahead {
+            step,
+            media: self.loader.data.begin_media(&chosen.batches),
+            chosen,
+        }
+    }
 }
 
 impl Iterator for Steps<'_> {
@@ -228,9 +297,18 @@ impl Iterator for Steps<'_> {
         if stop.is_before(step, is_alone) {
             return None;
         }
-        let Chosen { batches, targets } = self.loader.chosen(step, &mut self.pass);
+        let Ahead { chosen, media, .. } = self.begin(step);
+        let Chosen { batches, targets } = chosen;
         self.progress.items_processed += 1;
-        let batches = batches.iter().map(|rows| data.batch(rows, device));
+        let media = match finished(media, batches.len()) {
+            Ok(media) => media,
+            Err(error) => return Some(Err(error)),
+        };
+        if data.encoder.is_some() && !self.steps.is_empty() {
+            self.ahead = Some(self.begin(step + 1));
+        }
+        let batches = batches.iter().zip(media);
+        let batches = batches.map(|(rows, media)| data.batch_with(rows, media, device));
         Some(batches.collect::<Result<_, _>>().map(|batches| Step {
             number: step,
             batches,
@@ -285,6 +363,7 @@ impl DataLoader<Batch> for ValidationLoader {
     fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<Batch>> {
         let data = Data {
             rows: self.data.rows[start..end].to_vec(),
+            encoder: self.data.encoder.clone(),
             ..*self.data
         };
         let stop = self.stop.clone();
@@ -326,12 +405,14 @@ mod tests {
             tokens: vec![token; 2],
             targets: vec![token as i32, -1],
             documents: vec![2],
+            media: Vec::new(),
         };
         let data = Data {
             rows: (0..ROWS as u32).map(row).collect(),
             positions: 3,
             batch: 2,
             padding: 99,
+            encoder: None,
         };
         let schedule = Schedule {
             steps: 10,

@@ -1,5 +1,6 @@
 //! Packs documents into rows of one length.
 
+use crate::data::media::ExampleMedium;
 use std::collections::BTreeSet;
 
 /// A row of packed documents.
@@ -11,6 +12,8 @@ pub struct Row {
     pub targets: Vec<i32>,
     /// The number of tokens of each document in the row.
     pub documents: Vec<usize>,
+    /// The images and audio clips, in the places of their placeholders in the row.
+    pub media: Vec<ExampleMedium>,
 }
 
 /// The target value at positions that the loss does not count.
@@ -23,12 +26,24 @@ pub struct Example {
     pub tokens: Vec<u32>,
     /// True for each token to train on, and false for each token of context.
     pub learned: Vec<bool>,
+    /// The images and audio clips, in the order of their placeholders. Their placeholders are never trained on.
+    pub media: Vec<ExampleMedium>,
 }
 
 impl Example {
-    /// Cuts the example to its first `positions` tokens. Returns `None` if none of these tokens can be trained on. No token
-    /// precedes the first token, so it cannot be trained on.
+    /// Cuts the example to its first `positions` tokens, or before the first image or audio clip that does not fit. Returns
+    /// `None` if none of these tokens can be trained on. No token precedes the first token, so it cannot be trained on.
     pub fn within(mut self, positions: usize) -> Option<Self> {
+        // The end token of a medium must fit too. The token before the placeholders is the begin token.
+        let too_long = self
+            .media
+            .iter()
+            .position(|one| one.tokens.end >= positions);
+        let positions = match too_long {
+            Some(index) => positions.min(self.media[index].tokens.start - 1),
+            None => positions,
+        };
+        self.media.truncate(too_long.unwrap_or(self.media.len()));
         self.tokens.truncate(positions);
         self.learned.truncate(positions);
         let learns = self.learned.iter().skip(1).any(|learned| *learned);
@@ -107,6 +122,7 @@ impl Row {
             tokens: Vec::new(),
             targets: Vec::new(),
             documents: Vec::new(),
+            media: Vec::new(),
         }
     }
 
@@ -120,6 +136,12 @@ impl Row {
     }
 
     fn push(&mut self, example: &Example) {
+        let start = self.tokens.len();
+        let media = example.media.iter().map(|one| ExampleMedium {
+            tokens: start + one.tokens.start..start + one.tokens.end,
+            medium: one.medium.clone(),
+        });
+        self.media.extend(media);
         let next = example.tokens.iter().zip(&example.learned).skip(1);
         let next = next.map(|(token, learned)| match learned {
             true => *token as i32,
@@ -162,6 +184,7 @@ mod tests {
             tokens: tokens.into(),
             targets: targets.into(),
             documents: documents.into(),
+            media: Vec::new(),
         }
     }
 
@@ -181,6 +204,7 @@ mod tests {
         let example = |tokens: &[u32], prompt: usize| Example {
             tokens: tokens.into(),
             learned: (0..tokens.len()).map(|index| index >= prompt).collect(),
+            media: Vec::new(),
         };
         let examples = vec![
             example(&[1, 2], 1),
