@@ -316,6 +316,7 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
         rank: 2,
         alpha: 4.0,
         modules: ["q_proj", "down_proj"].map(String::from).into(),
+        ..Adapter::new(1, 1.0)
     };
     let model = adapter
         .attach(trained.model().clone())

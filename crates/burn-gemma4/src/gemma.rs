@@ -3,8 +3,9 @@
 use crate::audio::clip::Audio;
 use crate::audio::prepared::PreparedAudio;
 use crate::cancellation::Cancellation;
-use crate::checkpoint::adapter::AdaptedTowers;
+use crate::checkpoint::adapter::{AdaptedParts, Placement};
 use crate::checkpoint::gguf::Gguf;
+use crate::checkpoint::lazy_encoder::{LazyEncoder, MediumFormat};
 use crate::checkpoint::media::{MediaEncoders, MediumInput};
 use crate::checkpoint::media_towers::{MediaKinds, MediaTowers};
 use crate::checkpoint::{LoadOptions, Quantization};
@@ -212,49 +213,43 @@ impl Gemma4 {
         })
     }
 
-    /// Merges the LoRA adapter in `folder` into the weights. If the adapter has factors for the vision or the audio,
-    /// the result sees no images or hears no audio.
+    /// Merges the LoRA adapter in `folder` into the weights, with its factors for the vision and the audio. If these do
+    /// not fit, the result sees no images or hears no audio.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::merge_adapter`].
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_adapter(folder.as_ref(), |model, folder| model.merge_adapter(folder))
+        self.with_adapter(folder.as_ref(), Placement::Merged)
     }
 
     /// Adds the LoRA adapter in `folder` to the model. For weights that are not quantized, the adapter is merged into
-    /// the weights. For quantized weights, each forward pass adds the adapter's output. If the adapter has factors for
-    /// the vision or the audio, the result sees no images or hears no audio.
+    /// the weights. For quantized weights, each forward pass adds the adapter's output. Factors for the vision and the
+    /// audio are merged. If they do not fit, the result sees no images or hears no audio.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_adapter(folder.as_ref(), |model, folder| {
-            model.attach_adapter(folder)
-        })
+        self.with_adapter(folder.as_ref(), Placement::Beside)
     }
 
-    fn with_adapter(
-        self,
-        folder: &Path,
-        change: impl FnOnce(Gemma4Model, &Path) -> Result<Gemma4Model, Gemma4Error>,
-    ) -> Result<Self, Gemma4Error> {
-        let mut adapted = self.with_model(|model| change(model, folder))?;
-        let MediaEncoders { vision, audio } = &mut adapted.encoders;
-        if vision.is_err() && audio.is_err() {
-            return Ok(adapted);
-        }
-        // This crate does not adapt towers. Images would run through a vision without the adapter's changes.
-        let towers = AdaptedTowers::of(folder)?;
-        let reason = |tower: &str| {
-            let folder = folder.display();
-            format!("the adapter {folder} changes the {tower}, which is not supported")
+    fn with_adapter(self, folder: &Path, placement: Placement) -> Result<Self, Gemma4Error> {
+        let MediaEncoders { vision, audio } = &self.encoders;
+        let has_towers = vision.is_ok() || audio.is_ok();
+        let parts = AdaptedParts::of(folder)?;
+        // An adapter of towers only leaves the text model as it is.
+        let mut adapted = match parts.text || !has_towers {
+            true => self.with_model(|model| model.with_adapter(folder, placement, !has_towers))?,
+            false => self,
         };
-        if towers.vision && vision.is_ok() {
-            *vision = Err(reason("vision"));
+        let MediaEncoders { vision, audio } = &mut adapted.encoders;
+        let mut warnings = Vec::new();
+        if parts.vision && has_towers {
+            adapt_encoder(vision, (folder, "vision", "images are"), &mut warnings);
         }
-        if towers.audio && audio.is_ok() {
-            *audio = Err(reason("audio"));
+        if parts.audio && has_towers {
+            adapt_encoder(audio, (folder, "audio", "audio is"), &mut warnings);
         }
+        adapted.model.warnings.extend(warnings);
         Ok(adapted)
     }
 
@@ -772,5 +767,29 @@ impl Gemma4 {
     /// previous prompt, the session reuses the keys and values of these tokens.
     pub fn session(&self) -> Session<'_> {
         Session::new(self)
+    }
+}
+
+/// Adds the adapter in `folder` to an encoder. If the adapter does not fit, the encoder becomes the reason. `part` is the
+/// noun of the encoder, and `refused` names its media with a verb.
+fn adapt_encoder<F: MediumFormat>(
+    encoder: &mut Result<LazyEncoder<F>, String>,
+    (folder, part, refused): (&Path, &str, &str),
+    warnings: &mut Vec<String>,
+) {
+    let name = folder.display();
+    match encoder {
+        Ok(own) => match own.with_adapter(folder) {
+            Ok(adapted) => *own = adapted,
+            Err(error) => {
+                let reason =
+                    format!("the adapter {name} changes the {part}, but does not fit: {error}");
+                warnings.push(format!("{reason}; {refused} refused"));
+                *encoder = Err(reason);
+            }
+        },
+        Err(reason) => warnings.push(format!(
+            "the adapter {name} has factors for the {part}, which are not used: {reason}"
+        )),
     }
 }

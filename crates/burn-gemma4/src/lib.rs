@@ -29,7 +29,7 @@ pub use audio::clip::Audio;
 pub use audio::header::AudioHeader;
 pub use audio::prepared::PreparedAudio;
 pub use cancellation::Cancellation;
-pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights};
+pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights, TowerTargets};
 pub use checkpoint::media_towers::{BatchMedia, MediaKinds, MediaTowers};
 pub use checkpoint::{
     LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,

@@ -62,8 +62,8 @@ pub struct Run<'a> {
     pub resume: Option<usize>,
     /// All processes that train the model.
     pub group: &'a Arc<ProcessGroup>,
-    /// The towers that compute the soft tokens of images and audio clips, which stay frozen. `None` for a data set of
-    /// texts.
+    /// The towers that compute the soft tokens of images and audio clips. Parameters that are not frozen are trained with
+    /// the model. `None` for a data set of texts.
     pub towers: Option<MediaTowers>,
     /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. An error
     /// of the function ends the run.
@@ -74,6 +74,8 @@ pub struct Run<'a> {
 pub struct Outcome {
     /// The trained model, without autodiff.
     pub model: Gemma4Model,
+    /// The towers of [`Run::towers`] after training, without autodiff.
+    pub towers: Option<MediaTowers>,
     /// True if the run was stopped before its last step.
     pub is_interrupted: bool,
 }
@@ -132,7 +134,9 @@ impl Run<'_> {
         let size = [training.batch, training.positions];
         let in_f32 = gradients_in_f32(self.arguments, model.dtype());
         let parts = self.arguments.optimizer_parts(rank);
-        let memory = Memory::of(&model, self.arguments.step.optimizer, in_f32);
+        let trained = (model.clone(), self.towers.clone());
+        let memory = Memory::of(&trained, self.arguments.step.optimizer, in_f32);
+        drop(trained);
         note(memory.in_parts(parts));
         group.connect(first)?;
         let model = group.broadcast_model(model, first)?;
@@ -226,6 +230,7 @@ impl Run<'_> {
             Some(error) => Err(error.to_string().into()),
             None => Ok(Outcome {
                 model: result.model.model,
+                towers: result.model.towers,
                 is_interrupted: result.interrupted.is_some() || stop.end() < schedule.steps,
             }),
         }

@@ -38,8 +38,8 @@ const PREPARED: &str = "the loader prepares images and audio for this model, wit
 pub struct TrainableModel {
     /// The model.
     pub model: Gemma4Model,
-    /// The frozen towers that compute soft tokens, or `None` if the data set has no images and no audio.
-    towers: Option<MediaTowers>,
+    /// The towers that compute soft tokens, or `None` if the data set has no images and no audio.
+    pub towers: Option<MediaTowers>,
     /// The loss scale for a model in f16, or `None` for other dtypes.
     scale: Option<LossScale>,
     /// True if the gradients of a step are accumulated in f32. If this field is false, each step has exactly one batch.
@@ -108,12 +108,10 @@ impl TrainableModel {
         }
     }
 
-    /// Returns this model, which now reads images and audio clips through frozen `towers`.
+    /// Returns this model, which now reads images and audio clips through `towers`. Their trained parameters are trained
+    /// with the model.
     pub fn with_towers(self, towers: Option<MediaTowers>) -> Self {
-        Self {
-            towers: towers.map(MediaTowers::no_grad),
-            ..self
-        }
+        Self { towers, ..self }
     }
 
     /// Computes the soft tokens of a batch. Returns `None` if the data set has no images and no audio clips.
@@ -138,7 +136,7 @@ impl TrainableModel {
             let (part, gradients) = self.of_batch(model, batch, factor, records);
             loss = loss + part.mul_scalar(share);
             match self.in_f32 {
-                true => add(&mut sum, gradients, model),
+                true => add(&mut sum, gradients, &(model.clone(), self.towers.clone())),
                 // Without accumulation in f32, a step has only one batch.
                 false => sum = gradients,
             }
@@ -161,12 +159,14 @@ impl TrainableModel {
             media: media.as_ref(),
             targets: batch.targets,
         };
-        let outcome = match records {
-            true => graph_capture::gradients(model, lesson, factor, self.by_layer),
-            false => GradientRecorder::new()
-                .by_layer(self.by_layer)
-                .without_graph_capture()
-                .gradients(model, lesson, factor),
+        let mut without_graph = GradientRecorder::new()
+            .by_layer(self.by_layer)
+            .without_graph_capture();
+        let trained = self.towers.as_ref().filter(|towers| towers.is_trained());
+        let outcome = match trained {
+            Some(towers) => without_graph.gradients_with_towers(model, towers, lesson, factor),
+            None if records => graph_capture::gradients(model, lesson, factor, self.by_layer),
+            None => without_graph.gradients(model, lesson, factor),
         };
         outcome.expect(ONE_SHAPE)
     }
@@ -336,6 +336,9 @@ impl Module for TrainableModel {
         visitor.enter_module("model", "Struct:TrainableModel");
         self.model.visit(visitor);
         visitor.exit_module("model", "Struct:TrainableModel");
+        visitor.enter_module("towers", "Struct:TrainableModel");
+        self.towers.visit(visitor);
+        visitor.exit_module("towers", "Struct:TrainableModel");
         visitor.enter_module("scale", "Struct:TrainableModel");
         self.scale.visit(visitor);
         visitor.exit_module("scale", "Struct:TrainableModel");
@@ -345,11 +348,15 @@ impl Module for TrainableModel {
         mapper.enter_module("model", "Struct:TrainableModel");
         let model = self.model.map(mapper);
         mapper.exit_module("model", "Struct:TrainableModel");
+        mapper.enter_module("towers", "Struct:TrainableModel");
+        let towers = self.towers.map(|towers| towers.map(mapper));
+        mapper.exit_module("towers", "Struct:TrainableModel");
         mapper.enter_module("scale", "Struct:TrainableModel");
         let scale = self.scale.map(|scale| scale.map(mapper));
         mapper.exit_module("scale", "Struct:TrainableModel");
         Self {
             model,
+            towers,
             scale,
             ..self
         }

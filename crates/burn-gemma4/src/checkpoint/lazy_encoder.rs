@@ -1,6 +1,7 @@
 //! The encoder of images or audio of a checkpoint. Its weights are loaded when the first image or clip of a prompt needs
 //! them.
 
+use super::adapter::{check_tower_adapter, merge_tower_adapter};
 use super::files::TensorFiles;
 use super::tower::TowerWeights;
 use crate::config::Gemma4Config;
@@ -57,6 +58,8 @@ struct Shared<F: MediumFormat> {
     text: Gemma4Config,
     dtype: DType,
     device: Device,
+    /// The folders of adapters that become part of the weights when these are loaded.
+    adapters: Vec<PathBuf>,
     loaded: OnceLock<Encoder<F::Tower, F::Projected>>,
 }
 
@@ -80,9 +83,39 @@ impl<F: MediumFormat> LazyEncoder<F> {
             text: text.clone(),
             dtype,
             device: device.clone(),
+            adapters: Vec::new(),
             loaded: OnceLock::new(),
         };
         shared.check(files)?;
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Returns an encoder whose weights contain the adapter in `folder`. They are loaded again when they are needed.
+    ///
+    /// # Errors
+    /// Returns an error if the factors of the adapter do not fit the encoder.
+    pub fn with_adapter(&self, folder: &Path) -> Result<Self, Gemma4Error> {
+        let own = &self.shared;
+        let shared = Shared {
+            folder: own.folder.clone(),
+            format: own.format.clone(),
+            text: own.text.clone(),
+            dtype: own.dtype,
+            device: own.device.clone(),
+            adapters: own
+                .adapters
+                .iter()
+                .cloned()
+                .chain([folder.into()])
+                .collect(),
+            loaded: OnceLock::new(),
+        };
+        match shared.module() {
+            Encoder::Tower(tower) => check_tower_adapter(folder, &*tower, F::is_part)?,
+            Encoder::Projected(projected) => check_tower_adapter(folder, &*projected, F::is_part)?,
+        }
         Ok(Self {
             shared: Arc::new(shared),
         })
@@ -171,12 +204,20 @@ impl<F: MediumFormat> Shared<F> {
                 for ((_, clip), found) in tower.clips_mut().into_iter().zip(weights.clips()?) {
                     *clip = found;
                 }
-                Encoder::Tower(Box::new(tower))
+                Encoder::Tower(Box::new(self.adapted(tower)?))
             }
             Encoder::Projected(projected) => {
                 let projected = weights.load(*projected, text, dtype, device)?;
-                Encoder::Projected(Box::new(projected))
+                Encoder::Projected(Box::new(self.adapted(projected)?))
             }
+        })
+    }
+
+    /// Adds the adapters to loaded weights.
+    fn adapted<M: Module>(&self, module: M) -> Result<M, Gemma4Error> {
+        let mut adapters = self.adapters.iter();
+        adapters.try_fold(module, |module, folder| {
+            merge_tower_adapter(folder, module, F::is_part)
         })
     }
 }

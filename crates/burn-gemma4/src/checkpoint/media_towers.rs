@@ -3,6 +3,8 @@
 use super::audio::{AudioFormat, LazyAudio};
 use super::lazy_encoder::Encoder;
 use super::media::{MediaEncoders, MediumInput};
+use super::save::{Stored, stored};
+use super::tower::PREFIX;
 use super::vision::{ImageFormat, LazyVision};
 use crate::audio::features::Features;
 use crate::audio::prepared::PreparedAudio;
@@ -10,11 +12,15 @@ use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
 use crate::model::audio::{ProjectedAudio, TowerAudio};
 use crate::model::vision::{ProjectedVision, TowerVision, Vision};
+use crate::train::gradients::HasTrainable;
 use crate::train::media::{PlacedMedia, PlacedSoftTokens};
 use crate::vision::patches::Patches;
 use crate::vision::prepared::PreparedImage;
-use burn::{module::Module, tensor::Tensor};
-use std::ops::Range;
+use burn::{
+    module::Module,
+    tensor::{DType, Device, Tensor},
+};
+use std::{collections::BTreeSet, ops::Range};
 
 /// The kinds of media in a data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,7 +89,7 @@ impl BatchMedia {
 }
 
 /// The towers and projections of a model, which compute soft tokens from images and audio clips. In contrast to
-/// [`Gemma4::soft_tokens`](crate::Gemma4::soft_tokens), a module has their parameters.
+/// [`Gemma4::soft_tokens`](crate::Gemma4::soft_tokens), their parameters are those of a module, which is frozen at first.
 /// [`Gemma4::media_towers`](crate::Gemma4::media_towers) loads it.
 #[derive(Module, Debug)]
 pub struct MediaTowers {
@@ -139,11 +145,13 @@ impl MediaTowers {
             },
             vision: vision.map(of_vision).transpose()?,
             audio: audio.map(of_audio).transpose()?,
-        })
+        }
+        .no_grad())
     }
 
     /// Computes the soft tokens of a batch for `model`. `shape` is the shape of the batch's tokens,
-    /// `[batch, positions]`. The soft tokens are constants: no gradient reaches the towers.
+    /// `[batch, positions]`. Without trained parameters, the soft tokens are constants, and no activations of the towers
+    /// are kept.
     ///
     /// ```no_run
     /// # use burn::tensor::{Device, Int, Tensor};
@@ -172,12 +180,15 @@ impl MediaTowers {
         model: &Gemma4Model,
         shape: [usize; 2],
     ) -> Result<PlacedMedia, Gemma4Error> {
-        let frozen = self.valid();
+        let towers = match self.is_trained() {
+            true => self.clone(),
+            false => self.valid(),
+        };
         let placed = media.media.iter().map(|medium| {
             Ok(PlacedSoftTokens {
                 row: medium.row,
                 positions: medium.positions.clone(),
-                soft_tokens: frozen.soft_tokens(&medium.input)?,
+                soft_tokens: towers.soft_tokens(&medium.input)?,
                 is_bidirectional: match medium.input {
                     MediumInput::Image(_) => self.has_blocks(),
                     MediumInput::Audio(_) => false,
@@ -194,6 +205,44 @@ impl MediaTowers {
             placed,
             self.has_blocks(),
         )
+    }
+
+    /// True if a parameter is trained, such as the factors of an [`Adapter`](crate::Adapter). Loaded towers are frozen.
+    pub fn is_trained(&self) -> bool {
+        let mut trained = HasTrainable(false);
+        self.visit(&mut trained);
+        trained.0
+    }
+
+    /// Returns the path of a parameter in a checkpoint, without the prefix `model.`. `path` is its path in this module.
+    pub(crate) fn path_in_checkpoint(path: &str) -> &str {
+        // The first part is a field of this module, and the second part a variant of the field's type.
+        let mut parts = path.splitn(3, '.');
+        parts.nth(2).unwrap_or(path)
+    }
+
+    /// Returns the weights that have adapters, with the adapters merged and with their names in a checkpoint.
+    pub(super) fn adapted_weights(&self, dtype: DType) -> Vec<(String, Stored)> {
+        let plain = self.valid();
+        let adapted: BTreeSet<String> = stored(&plain, dtype)
+            .into_iter()
+            .filter_map(|(path, _)| path.strip_suffix(".lora.a").map(str::to_owned))
+            .collect();
+        let merged = stored(&plain.materialize(), dtype).into_iter();
+        let merged = merged.filter(|(path, _)| adapted.contains(path));
+        merged
+            .map(|(path, tensor)| {
+                let path = Self::path_in_checkpoint(&path);
+                (format!("{PREFIX}{path}"), tensor)
+            })
+            .collect()
+    }
+
+    /// The device that holds the towers.
+    pub(crate) fn device(&self) -> Device {
+        let devices = self.devices();
+        let device = devices.into_iter().next();
+        device.expect("the towers have parameters")
     }
 
     /// True if the soft tokens of an image see each other in both directions in sliding layers.

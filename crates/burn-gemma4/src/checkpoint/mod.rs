@@ -9,7 +9,7 @@ mod floats8;
 mod folder;
 pub(crate) mod gguf;
 mod host_table;
-mod lazy_encoder;
+pub(crate) mod lazy_encoder;
 mod load;
 mod loader;
 pub(crate) mod media;

@@ -3,6 +3,7 @@
 use super::files::TensorFiles;
 use super::floats8;
 use super::folder::Folder;
+use super::media_towers::MediaTowers;
 use super::names::{HEAD, Names};
 use super::packed;
 use super::source::WeightSource;
@@ -87,6 +88,24 @@ impl Gemma4Model {
         folder: impl AsRef<Path>,
         dtype: Option<DType>,
     ) -> Result<(), Gemma4Error> {
+        self.save_like_with_towers(base, None, folder, dtype)
+    }
+
+    /// Saves the model as [`save_like`](Self::save_like) does, with the adapters of `towers` merged into their weights.
+    /// All other tensors of the towers are those of `base`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`save_like`](Self::save_like).
+    ///
+    /// # Panics
+    /// Panics like [`save`](Self::save).
+    pub fn save_like_with_towers(
+        &self,
+        base: impl AsRef<Path>,
+        towers: Option<&MediaTowers>,
+        folder: impl AsRef<Path>,
+        dtype: Option<DType>,
+    ) -> Result<(), Gemma4Error> {
         let (base, folder) = (base.as_ref(), folder.as_ref());
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         let config = config_like(&base.join("config.json"), self.config(), dtype)?;
@@ -102,6 +121,11 @@ impl Gemma4Model {
             weights
                 .into_iter()
                 .map(|(path, tensor)| (names.in_file(&path), tensor)),
+        );
+        tensors.extend(
+            towers
+                .into_iter()
+                .flat_map(|towers| towers.adapted_weights(dtype)),
         );
         create(folder)?;
         write_tensors(&folder.join("model.safetensors"), None, tensors.into_iter())?;

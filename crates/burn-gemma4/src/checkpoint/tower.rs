@@ -19,7 +19,7 @@ use std::{
 };
 
 /// The prefix of a tower's tensors in a checkpoint, before the path of a parameter.
-const PREFIX: &str = "model.";
+pub(super) const PREFIX: &str = "model.";
 
 /// The names of a linear layer's bounds, in the order of [`Clip`]'s fields.
 const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"];

@@ -81,6 +81,25 @@ impl CallMedia {
         }
     }
 
+    /// Returns the rows of soft tokens of a training batch, if they are a leaf of the autodiff graph.
+    pub fn leaf(&self) -> Option<&Tensor<3>> {
+        match self {
+            Self::Grid(grid) => Some(&grid.rows).filter(|rows| rows.is_require_grad()),
+            Self::Each(_) => None,
+        }
+    }
+
+    /// Returns the media of a training batch as constants.
+    pub fn without_autodiff(&self) -> Self {
+        match self {
+            Self::Grid(grid) => Self::Grid(SoftTokenGrid {
+                rows: grid.rows.clone().inner(),
+                is_soft: grid.is_soft.clone(),
+            }),
+            Self::Each(_) => self.clone(),
+        }
+    }
+
     /// Returns the sequence and the columns of each image and each clip of a prompt.
     pub fn places(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let each = self.each().iter();

@@ -98,7 +98,8 @@ impl Gemma4Model {
             Some(packing) => self.packed_text(&tokens, packing),
             None => self.whole_text(&tokens),
         };
-        self.gradients_by_layer(text, asked, loss)
+        let found = self.gradients_by_layer(text, asked, loss)?;
+        Ok((found.loss, found.parameters))
     }
 
     /// Computes the [`gradients`](Self::gradients) for tensors without autodiff. Except in some mixture-of-experts
@@ -108,7 +109,7 @@ impl Gemma4Model {
         text: Text,
         asked: Logits,
         loss: impl FnOnce(Tensor<3>) -> Result<Tensor<1>, Gemma4Error>,
-    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+    ) -> Result<BatchGradients, Gemma4Error> {
         let plain = self.valid();
         let pass = Pass::new(self, &text, asked);
         let Text {
@@ -117,9 +118,9 @@ impl Gemma4Model {
             media,
             ..
         } = text;
-        let embeds = self.trains_embeddings();
+        let embeds = self.trains_embeddings() || media.leaf().is_some();
         let from_host_again = from_host.clone().filter(|_| embeds);
-        let (mut kept, stream) = pass.forward(&plain, &ids, from_host, &media);
+        let (mut kept, stream) = pass.forward(&plain, &ids, from_host, &media.without_autodiff());
         let mut sum = GradientsParams::new();
 
         let [_, hidden] = stream.dims();
@@ -148,8 +149,13 @@ impl Gemma4Model {
             of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
         }
 
+        let mut found = BatchGradients {
+            loss: loss.detach(),
+            parameters: sum,
+            soft_tokens: None,
+        };
         if !embeds {
-            return Ok((loss.detach(), sum));
+            return Ok(found);
         }
         let (stream, embeddings) = self.embedded_rows(&ids, from_host_again, &media, None, &mut ());
         let mut objective = attach(pass.zero(), stream, of_stream);
@@ -158,9 +164,11 @@ impl Gemma4Model {
             objective = attach(objective, embeddings, Tensor::cat(of_embeddings, 1));
         }
         if objective.is_tracked() {
-            add(&mut sum, objective.backward(), self);
+            let mut gradients = objective.backward();
+            found.soft_tokens = (media.leaf()).and_then(|leaf| leaf.grad_remove(&mut gradients));
+            add(&mut found.parameters, gradients, self);
         }
-        Ok((loss.detach(), sum))
+        Ok(found)
     }
 
     /// True if a parameter of the token embeddings or of the per-layer embeddings is trained. The projection and the
@@ -176,8 +184,19 @@ impl Gemma4Model {
     }
 }
 
+/// The loss of a batch, and the gradients of the loss.
+pub(crate) struct BatchGradients {
+    /// The loss, `[1]` without autodiff.
+    pub loss: Tensor<1>,
+    /// The gradients of the parameters of the text model.
+    pub parameters: GradientsParams,
+    /// The gradient of the rows of soft tokens, `[batch, positions, hidden]`, if these rows are a leaf of the autodiff
+    /// graph.
+    pub soft_tokens: Option<Tensor<3>>,
+}
+
 /// A visitor that sets its flag to true when it finds a trainable parameter.
-struct HasTrainable(bool);
+pub(crate) struct HasTrainable(pub bool);
 
 impl ModuleVisitor for HasTrainable {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -428,7 +447,7 @@ fn of_leaf<const D: usize>(leaf: &Tensor<D>, gradients: &mut Gradients) -> Tenso
 }
 
 /// Adds the gradients of a module's parameters to `sum`.
-fn add<M: Module>(sum: &mut GradientsParams, gradients: Gradients, module: &M) {
+pub(super) fn add<M: Module>(sum: &mut GradientsParams, gradients: Gradients, module: &M) {
     let mut new = GradientsParams::from_grads(gradients, module);
     module.visit(&mut Adder { sum, new: &mut new });
 }

@@ -6,8 +6,9 @@ use crate::model::forward::Text;
 use crate::model::row_rules::RowRules;
 use crate::model::soft_tokens::{CallMedia, SoftTokenGrid};
 use crate::model::tokens::Tokens;
+use crate::op::attach::attach;
 use crate::train::packing::Packing;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Gradients, Int, Tensor, TensorData};
 use std::ops::Range;
 
 /// The soft tokens of an image or an audio clip in a row of a batch.
@@ -122,6 +123,36 @@ impl PlacedMedia {
             }
         }
         Ok(())
+    }
+
+    /// True if the soft tokens depend on trained parameters of towers.
+    pub(crate) fn is_tracked(&self) -> bool {
+        self.grid.rows.is_tracked()
+    }
+
+    /// Returns the same soft tokens as a leaf of the autodiff graph.
+    pub(crate) fn leaf(&self) -> Self {
+        let rows = &self.grid.rows;
+        let leaf = rows.clone().inner().autodiff();
+        let leaf = match rows.gradient_checkpointing_strategy() {
+            Some(strategy) => leaf.with_gradient_checkpointing_strategy(strategy),
+            None => leaf,
+        };
+        Self {
+            grid: SoftTokenGrid {
+                rows: leaf.require_grad(),
+                is_soft: self.grid.is_soft.clone(),
+            },
+            ..self.clone()
+        }
+    }
+
+    /// Runs the backward of the towers from the gradient of the soft tokens, `[batch, positions, hidden]`.
+    pub(crate) fn backward(&self, gradient: Tensor<3>) -> Gradients {
+        let rows = self.grid.rows.clone();
+        let zero = Tensor::zeros([1], (&rows.device(), DType::F32));
+        let gradient = gradient.cast(rows.dtype());
+        attach(zero, rows, gradient).backward()
     }
 
     /// Returns the interval of keys that each position sees in sliding layers, `[batch, positions]`. `window` is the

@@ -5,5 +5,5 @@ pub(crate) mod graph_capture;
 pub(crate) mod media;
 pub(crate) mod packing;
 
-mod gradients;
+pub(crate) mod gradients;
 mod loss;

@@ -10,7 +10,7 @@ use crate::{
 };
 use burn::{module::Module, tensor::DType};
 use burn_gemma4::{
-    Adapter, Gemma4, Gemma4Model, LoadOptions, MediaKinds, PerLayerTable, copy_beside,
+    Adapter, Gemma4, LoadOptions, MediaKinds, PerLayerTable, TowerTargets, copy_beside,
 };
 use clap::Parser;
 use gemma4_train::{
@@ -22,7 +22,7 @@ use gemma4_train::{
         packing::{Example, pack},
     },
     distributed::ProcessGroup,
-    run::Run,
+    run::{Outcome, Run},
 };
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
@@ -60,6 +60,17 @@ pub struct Finetune {
     /// Scale of the adapter: the adapter's output is multiplied by alpha / rank.
     #[arg(long, default_value_t = 32.0)]
     alpha: f64,
+    /// Parts of the model that the adapter changes. `projector` is the projection of images and audio to the text model,
+    /// and `towers` are the vision and audio towers. Both need images or audio in the data.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PARTS",
+        value_delimiter = ',',
+        default_value = "text",
+        conflicts_with = "full"
+    )]
+    targets: Vec<Target>,
     /// Write a checkpoint with the adapter merged into the weights. Quantized weights are dequantized first.
     #[arg(long)]
     merge: bool,
@@ -80,6 +91,17 @@ pub struct Finetune {
     device: DeviceName,
     #[command(flatten)]
     training: TrainingArguments,
+}
+
+/// The values of `--targets`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Target {
+    /// The attention and the dense feed-forward networks of the text model.
+    Text,
+    /// The projections of images and audio to the text model.
+    Projector,
+    /// The linear layers of the vision and audio towers.
+    Towers,
 }
 
 impl Finetune {
@@ -129,14 +151,9 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
         true => Some(gemma.media_towers(kinds)?),
         false => None,
     };
-    if let Some(towers) = &towers {
-        note(format_args!(
-            "{} parameters of vision and audio, which stay frozen",
-            towers.num_params()
-        ));
-    }
+    refuse_missing_media(cli, kinds)?;
 
-    let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
+    let adapter = (!cli.full).then(|| cli.adapter());
     let model = gemma.model().clone();
     // `gemma` is dropped here, because it would keep the original weights in memory during the training.
     drop(gemma);
@@ -165,6 +182,18 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
             model
         }
     };
+    let towers = match (towers, &adapter) {
+        (Some(towers), Some(adapter)) => {
+            let frozen = towers.num_params();
+            let towers = adapter.attach_towers(towers)?;
+            let added = towers.num_params() - frozen;
+            note(format_args!(
+                "{added} parameters beside {frozen} of vision and audio"
+            ));
+            Some(towers)
+        }
+        (towers, _) => towers,
+    };
     let settings = arguments.settings(
         &training.rows,
         rank,
@@ -173,6 +202,7 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
             "full": cli.full,
             "rank": cli.rank,
             "alpha": cli.alpha,
+            "targets": format!("{:?}", cli.targets()),
             "quantize": cli.form(),
             "weights in bytes": bytes,
             (resume::BASE): base,
@@ -204,7 +234,7 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
         note("stopped; the weights trained so far are written, and --resume continues");
     }
     if rank.is_first() {
-        write(cli, adapter.as_ref(), &outcome.model)?;
+        write(cli, adapter.as_ref(), &outcome)?;
     }
     match outcome.is_interrupted {
         true => end_of_stopped(group),
@@ -213,10 +243,12 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
 }
 
 /// Writes the adapter, or the checkpoint with the trained weights.
-fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Result<(), Error> {
+fn write(cli: &Finetune, adapter: Option<&Adapter>, outcome: &Outcome) -> Result<(), Error> {
+    let (model, towers) = (&outcome.model, outcome.towers.as_ref());
     match adapter {
         Some(adapter) if !cli.merge => {
-            adapter.save(model, &cli.out, &cli.model.display().to_string())?;
+            let base = cli.model.display().to_string();
+            adapter.save_with_towers(model, towers, &cli.out, &base)?;
         }
         _ => {
             if model.is_quantized() {
@@ -228,7 +260,7 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Resu
             // is not used, because the CPU computes in f32 by default.
             let written = model.written_dtype().filter(|dtype| *dtype != DType::F64);
             let dtype = written.filter(|_| cli.dtype.is_none());
-            let saved = model.save_like(&cli.model, &cli.out, dtype);
+            let saved = model.save_like_with_towers(&cli.model, towers, &cli.out, dtype);
             if saved.is_err() {
                 // If the base checkpoint cannot be copied, for example because it was deleted, only the trained weights are
                 // saved.
@@ -240,6 +272,17 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Resu
     }
     note(format_args!("written to {}", cli.out.display()));
     Ok(())
+}
+
+/// Refuses `--targets` of vision and audio for a data set without images and audio.
+fn refuse_missing_media(cli: &Finetune, kinds: MediaKinds) -> Result<(), Error> {
+    match cli.adapter().towers.any() && !kinds.any() {
+        true => {
+            let reason = "--targets names projector or towers, but the data have no images and no audio; expected text only";
+            Err(WrongArgument(reason.into()).into())
+        }
+        false => Ok(()),
+    }
 }
 
 fn refuse_same_folder(cli: &Finetune) -> Result<(), Error> {
@@ -297,6 +340,26 @@ fn refuse_quantized(cli: &Finetune) -> Result<(), Error> {
 }
 
 impl Finetune {
+    /// Returns the parts that the adapter changes, each once.
+    fn targets(&self) -> Vec<Target> {
+        let all = [Target::Text, Target::Projector, Target::Towers];
+        let chosen = all.into_iter().filter(|one| self.targets.contains(one));
+        chosen.collect()
+    }
+
+    /// Returns the adapter of the requested parts.
+    fn adapter(&self) -> Adapter {
+        let mut adapter = Adapter::new(self.rank, self.alpha);
+        if !self.targets.contains(&Target::Text) {
+            adapter.modules.clear();
+        }
+        adapter.towers = TowerTargets {
+            projectors: self.targets.contains(&Target::Projector),
+            towers: self.targets.contains(&Target::Towers),
+        };
+        adapter
+    }
+
     /// Returns the requested format of the weights, or `None` for the checkpoint's format.
     fn form(&self) -> Option<WeightForm> {
         match self.full {

@@ -1,7 +1,8 @@
 //! The description of a LoRA adapter: its training on a model, and its files.
 
-use super::files::{CONFIG, FACTORS, WEIGHTS, WRAPPED};
+use super::files::{CONFIG, FACTORS, TOWERS, WEIGHTS, WRAPPED};
 use crate::checkpoint::files::TensorFiles;
+use crate::checkpoint::media_towers::MediaTowers;
 use crate::checkpoint::names::Names;
 use crate::checkpoint::{create, stored, write_file, write_tensors};
 use crate::error::Gemma4Error;
@@ -40,9 +41,41 @@ pub struct Adapter {
     pub rank: usize,
     /// The numerator `alpha` of the scale `alpha / rank`. The scale multiplies `B · A`.
     pub alpha: f64,
-    /// The adapted matrices, each named by the last part of its module's name, such as `q_proj`.
+    /// The adapted matrices of the text model, each named by the last part of its module's name, such as `q_proj`.
+    /// Without any, [`attach`](Self::attach) freezes the text model.
     pub modules: Vec<String>,
+    /// The adapted parts of vision and audio, which [`attach_towers`](Self::attach_towers) adapts.
+    pub towers: TowerTargets,
 }
+
+/// The parts of vision and audio whose linear layers an adapter adapts. The default is none of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TowerTargets {
+    /// True for the projections of soft tokens to the text model.
+    pub projectors: bool,
+    /// True for the towers, and for 12B's projection of pixels.
+    pub towers: bool,
+}
+
+impl TowerTargets {
+    /// True if a part is adapted.
+    pub fn any(self) -> bool {
+        self.projectors || self.towers
+    }
+
+    /// True if the matrix at `path` in the towers is adapted.
+    fn adapts(self, path: &str) -> bool {
+        let is_projector = PROJECTORS.iter().any(|part| path.starts_with(part));
+        path.ends_with(".weight")
+            && match is_projector {
+                true => self.projectors,
+                false => self.towers,
+            }
+    }
+}
+
+/// The beginnings of the paths of projections to the text model.
+const PROJECTORS: [&str; 2] = ["embed_vision.", "embed_audio."];
 
 impl Adapter {
     /// Creates an adapter of all attention matrices and of all matrices of the dense feed-forward networks.
@@ -60,6 +93,7 @@ impl Adapter {
             rank,
             alpha,
             modules: modules.map(String::from).into(),
+            towers: TowerTargets::default(),
         }
     }
 
@@ -75,13 +109,9 @@ impl Adapter {
     /// - The scale `alpha / rank` is not finite in f32.
     /// - The model has none of the named matrices, or the model already has an adapter.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
-        let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
-        if self.rank == 0 {
-            return refuse("rank", "has to be at least 1".into());
-        }
-        if !((self.alpha / self.rank as f64) as f32).is_finite() {
-            let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
-            return refuse("alpha", reason);
+        self.check()?;
+        if self.modules.is_empty() {
+            return Ok(model.no_grad());
         }
         let parameters = stored(&model, DType::F32);
         if parameters.iter().any(|(path, _)| path.ends_with(".lora.a")) {
@@ -102,14 +132,7 @@ impl Adapter {
                 format!("the model has none of {:?}", self.modules),
             );
         }
-        let small = |(_, shape): &&(String, Vec<usize>)| shape.iter().any(|size| *size < self.rank);
-        if let Some((path, shape)) = matrices.iter().find(small) {
-            let rank = self.rank;
-            return refuse("rank", format!("is {rank}, but {path} is {shape:?}"));
-        }
-        let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
-        let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
-        let lora = lora.set_param_group(ParamGroup::from_paths(paths));
+        let lora = self.lora(matrices)?;
         // The adapter's matrices live through all training steps, so this call allocates them in persistent memory. The
         // allocator does not search persistent memory for temporary tensors.
         let device = model.device();
@@ -123,6 +146,61 @@ impl Adapter {
         }))
     }
 
+    /// Freezes the towers of a data set and attaches adapters to the linear layers of [`towers`](Self::towers), as
+    /// [`attach`](Self::attach) does with the text model. Convolutions, norms and embeddings stay frozen.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] in the cases in which [`attach`](Self::attach) does.
+    pub fn attach_towers(&self, towers: MediaTowers) -> Result<MediaTowers, Gemma4Error> {
+        self.check()?;
+        if !self.towers.any() {
+            return Ok(towers.no_grad());
+        }
+        let parameters = stored(&towers, DType::F32).into_iter();
+        let parameters = parameters.map(|(path, tensor)| (path, tensor.shape().to_vec()));
+        let parameters: Vec<(String, Vec<usize>)> = parameters.collect();
+        if parameters.iter().any(|(path, _)| path.ends_with(".lora.a")) {
+            let reason = "has an adapter already, which has to be merged first";
+            return refuse("towers", reason.into());
+        }
+        let is_adapted = |(path, shape): &(String, Vec<usize>)| {
+            shape.len() == 2 && self.towers.adapts(MediaTowers::path_in_checkpoint(path))
+        };
+        let matrices: Vec<_> = parameters.into_iter().filter(is_adapted).collect();
+        if matrices.is_empty() {
+            let reason = format!("the towers have no matrices for {:?}", self.towers);
+            return refuse("towers", reason);
+        }
+        let lora = self.lora(matrices)?;
+        let device = towers.device();
+        Ok(device
+            .memory_persistent_allocations(towers, move |towers| towers.apply_lora(lora.clone())))
+    }
+
+    /// Checks the rank and the scale.
+    fn check(&self) -> Result<(), Gemma4Error> {
+        if self.rank == 0 {
+            return refuse("rank", "has to be at least 1".into());
+        }
+        if !((self.alpha / self.rank as f64) as f32).is_finite() {
+            let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
+            return refuse("alpha", reason);
+        }
+        Ok(())
+    }
+
+    /// Returns Burn's LoRA for some matrices, each a path and a shape.
+    fn lora(&self, matrices: Vec<(String, Vec<usize>)>) -> Result<Lora, Gemma4Error> {
+        let small = |(_, shape): &&(String, Vec<usize>)| shape.iter().any(|size| *size < self.rank);
+        if let Some((path, shape)) = matrices.iter().find(small) {
+            let rank = self.rank;
+            return refuse("rank", format!("is {rank}, but {path} is {shape:?}"));
+        }
+        let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
+        let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
+        Ok(lora.set_param_group(ParamGroup::from_paths(paths)))
+    }
+
     fn adapts(&self, path: &str) -> bool {
         let Some(path) = path.strip_suffix(".weight") else {
             return false;
@@ -134,8 +212,29 @@ impl Adapter {
     /// Returns the regular expression that PEFT matches against the names of a model's modules. The expression covers
     /// whole names, because short names such as `q_proj` would also match modules of the vision and audio towers.
     fn pattern(&self) -> String {
-        let modules = self.modules.join("|");
-        format!(r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
+        let mut patterns = Vec::new();
+        if !self.modules.is_empty() {
+            let modules = self.modules.join("|");
+            patterns.push(format!(
+                r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})"
+            ));
+        }
+        if self.towers.projectors {
+            patterns.push(r"model\.embed_(?:vision|audio)\.embedding_projection".into());
+        }
+        if self.towers.towers {
+            // The linear layers with bounds are modules named `linear` in Hugging Face Transformers.
+            patterns.push(
+                r"model\.(?:vision|audio)_tower\..*\.(?:linear|input_proj|input_proj_linear|relative_k_proj)"
+                    .into(),
+            );
+            patterns.push(r"model\.audio_tower\.output_proj".into());
+            patterns.push(r"model\.vision_embedder\.patch_dense".into());
+        }
+        match &patterns[..] {
+            [pattern] => pattern.clone(),
+            _ => patterns.join("|"),
+        }
     }
 
     /// Writes the adapter that [`attach`](Self::attach) added to `model` into `folder`, in PEFT's format and in f32.
@@ -151,6 +250,21 @@ impl Adapter {
     pub fn save(
         &self,
         model: &Gemma4Model,
+        folder: impl AsRef<Path>,
+        base: &str,
+    ) -> Result<(), Gemma4Error> {
+        self.save_with_towers(model, None, folder, base)
+    }
+
+    /// Writes the adapter as [`save`](Self::save) does, with the factors that [`attach_towers`](Self::attach_towers)
+    /// added to `towers`. They have the names of `Gemma4ForConditionalGeneration` and of its unified variant.
+    ///
+    /// # Errors
+    /// Returns the errors of [`save`](Self::save).
+    pub fn save_with_towers(
+        &self,
+        model: &Gemma4Model,
+        towers: Option<&MediaTowers>,
         folder: impl AsRef<Path>,
         base: &str,
     ) -> Result<(), Gemma4Error> {
@@ -180,17 +294,25 @@ impl Adapter {
         // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights are `[out_features, in_features]`, so
         // Burn's `a` is PEFT's `B`, and Burn's `b` is PEFT's `A`.
         let [reads, writes] = FACTORS;
-        let factors =
-            stored(&model.valid(), DType::F32)
-                .into_iter()
-                .filter_map(|(path, tensor)| {
-                    let (path, suffix) = match path.strip_suffix(".weight.lora.a") {
-                        Some(path) => (path, writes),
-                        None => (path.strip_suffix(".weight.lora.b")?, reads),
-                    };
-                    Some((format!("{WRAPPED}{prefix}{path}{suffix}"), tensor))
-                });
+        let of_model = stored(&model.valid(), DType::F32).into_iter();
+        let of_model = of_model.map(|(path, tensor)| (format!("{prefix}{path}"), tensor));
+        let of_towers = towers.map(|towers| stored(&towers.valid(), DType::F32));
+        let of_towers = of_towers.into_iter().flatten().map(|(path, tensor)| {
+            let path = MediaTowers::path_in_checkpoint(&path);
+            (format!("{TOWERS}{path}"), tensor)
+        });
+        let factors = of_model.chain(of_towers).filter_map(|(path, tensor)| {
+            let (path, suffix) = match path.strip_suffix(".weight.lora.a") {
+                Some(path) => (path, writes),
+                None => (path.strip_suffix(".weight.lora.b")?, reads),
+            };
+            Some((format!("{WRAPPED}{path}{suffix}"), tensor))
+        });
         write_tensors(&folder.join(WEIGHTS), None, factors)?;
         write_file(&folder.join(CONFIG), json.as_bytes())
     }
+}
+
+fn refuse<T>(argument: &'static str, reason: String) -> Result<T, Gemma4Error> {
+    Err(Gemma4Error::Argument { argument, reason })
 }

@@ -15,6 +15,8 @@ pub(super) const CONFIG: &str = "adapter_config.json";
 pub(super) const WEIGHTS: &str = "adapter_model.safetensors";
 /// The prefix of every module name in an adapter's file. PEFT wraps the model in a PEFT module, which adds this prefix.
 pub(super) const WRAPPED: &str = "base_model.model.";
+/// The prefix of the module names of towers, after [`WRAPPED`].
+pub(super) const TOWERS: &str = "model.";
 /// The suffixes of the tensor names in an adapter's file. The first is for `A`, `[rank, in_features]`, and the second
 /// is for `B`, `[out_features, rank]`.
 pub(super) const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
@@ -43,8 +45,43 @@ impl AdapterFiles {
         })
     }
 
-    /// Prepares the assignment of the tensors to the matrices of a model.
+    /// Prepares the assignment of the tensors to the matrices of a text model.
     pub fn reader(&self) -> Result<AdapterReader<'_>, Gemma4Error> {
+        let mut reader = self.reader_of_all()?;
+        let all = reader.rest.len();
+        let is_of_tower = |name: &String| name.strip_prefix(WRAPPED).is_some_and(is_of_tower);
+        reader.rest.retain(|name| !is_of_tower(name));
+        let of_towers = all - reader.rest.len();
+        if reader.rest.is_empty() {
+            return Err(malformed(
+                &self.path,
+                format!("has no tensors except {of_towers} of vision and audio towers"),
+            ));
+        }
+        if of_towers > 0 {
+            reader.of_towers = Some(format!(
+                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them, but images are refused if the vision has factors, and audio if the audio has factors"
+            ));
+        }
+        let rest = reader.rest.iter();
+        reader.names = Names::among(rest.filter_map(|name| name.strip_prefix(WRAPPED)));
+        Ok(reader)
+    }
+
+    /// Prepares the assignment of the tensors to the matrices of the vision or the audio. `is_part` is true for the names
+    /// of its tensors.
+    pub fn reader_of_part(
+        &self,
+        is_part: fn(&str) -> bool,
+    ) -> Result<AdapterReader<'_>, Gemma4Error> {
+        let mut reader = self.reader_of_all()?;
+        let is_part = |name: &String| name.strip_prefix(WRAPPED).is_some_and(is_part);
+        reader.rest.retain(is_part);
+        Ok(reader)
+    }
+
+    /// Prepares the assignment of all tensors.
+    fn reader_of_all(&self) -> Result<AdapterReader<'_>, Gemma4Error> {
         let malformed = |reason| malformed(&self.path, reason);
         let tensors = SafeTensors::deserialize(&self.bytes)
             .map_err(|error| malformed(format!("not a whole safetensors file: {error}")))?;
@@ -59,28 +96,14 @@ impl AdapterFiles {
                 )));
             }
         }
-        let mut warnings = self.config.warnings.clone();
-        let mut rest: BTreeSet<String> = in_file.keys().cloned().collect();
-        rest.retain(|name| !name.strip_prefix(WRAPPED).is_some_and(is_of_tower));
-        let of_towers = in_file.len() - rest.len();
-        if rest.is_empty() {
-            return Err(malformed(format!(
-                "has no tensors except {of_towers} of vision and audio towers"
-            )));
-        }
-        if of_towers > 0 {
-            warnings.push(format!(
-                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them, but images are refused if the vision has factors, and audio if the audio has factors"
-            ));
-        }
-        let names = Names::among(rest.iter().filter_map(|name| name.strip_prefix(WRAPPED)));
         Ok(AdapterReader {
             files: self,
             tensors,
+            rest: in_file.keys().cloned().collect(),
             in_file,
-            names,
-            warnings,
-            rest,
+            names: Names::of_text(),
+            warnings: self.config.warnings.clone(),
+            of_towers: None,
             is_applied: false,
             problems: Vec::new(),
             refusal: None,
@@ -88,13 +111,14 @@ impl AdapterFiles {
     }
 }
 
-/// The towers of a model for which an adapter has factors.
-pub(crate) struct AdaptedTowers {
+/// The parts of a model for which an adapter has factors.
+pub(crate) struct AdaptedParts {
+    pub text: bool,
     pub vision: bool,
     pub audio: bool,
 }
 
-impl AdaptedTowers {
+impl AdaptedParts {
     /// Reads the names of the factors of the adapter in `folder`.
     ///
     /// # Errors
@@ -109,6 +133,7 @@ impl AdaptedTowers {
             names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_part))
         };
         Ok(Self {
+            text: has(|name| !is_of_tower(name)),
             vision: has(is_of_vision),
             audio: has(is_of_audio),
         })
@@ -144,6 +169,8 @@ pub(super) struct AdapterReader<'a> {
     names: Names,
     /// Warnings for the user.
     pub warnings: Vec<String>,
+    /// A warning about factors of towers, if the file has such factors besides those of the text model.
+    pub of_towers: Option<String>,
     /// Tensors of the file that have not been assigned to a matrix yet.
     rest: BTreeSet<String>,
     /// True if a tensor of the file belongs to a matrix of the model.
@@ -270,6 +297,19 @@ impl AdapterReader<'_> {
     /// Returns an error that lists the tensors that do not fit the model. Returns an error if no tensor belongs to a
     /// matrix of the model.
     pub fn finish(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
+        self.finish_with(|name, names| is_unread(name, names, config))
+    }
+
+    /// Ends the assignment to the vision or the audio.
+    ///
+    /// # Errors
+    /// Returns the errors of [`finish`](Self::finish).
+    pub fn finish_part(self) -> Result<(), Gemma4Error> {
+        self.finish_with(|_, _| false)
+    }
+
+    /// Ends the assignment. `is_unread` is true for tensors that no matrix of the model reads.
+    fn finish_with(self, is_unread: impl Fn(&str, &Names) -> bool) -> Result<(), Gemma4Error> {
         if let Some(reason) = self.refusal {
             return Err(malformed(&self.files.config_path, reason));
         }
@@ -277,7 +317,7 @@ impl AdapterReader<'_> {
         let (unread, extra): (Vec<_>, Vec<_>) = self
             .rest
             .into_iter()
-            .partition(|name| is_unread(name, &self.names, config));
+            .partition(|name| is_unread(name, &self.names));
         problems.extend(extra.into_iter().map(|name| TensorProblem::Extra { name }));
         let path = self.files.path.clone();
         match problems.is_empty() {

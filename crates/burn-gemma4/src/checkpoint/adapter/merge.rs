@@ -21,7 +21,7 @@ impl Gemma4Model {
     /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not
     /// fit the model or the rank in `adapter_config.json`, the error lists all such tensors.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_adapter(folder.as_ref(), Way::Merged)
+        self.with_adapter(folder.as_ref(), Placement::Merged, true)
     }
 
     /// Attaches the LoRA adapter in `folder` without merging it into the layers' quantized weights.
@@ -33,10 +33,17 @@ impl Gemma4Model {
     /// # Errors
     /// Returns the errors of [`merge_adapter`](Self::merge_adapter).
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        self.with_adapter(folder.as_ref(), Way::Beside)
+        self.with_adapter(folder.as_ref(), Placement::Beside, true)
     }
 
-    fn with_adapter(self, folder: &Path, way: Way) -> Result<Self, Gemma4Error> {
+    /// Adds the factors of the text model. `warns` is true if factors of towers, which this model lacks, are worth a
+    /// warning.
+    pub(crate) fn with_adapter(
+        self,
+        folder: &Path,
+        placement: Placement,
+        warns: bool,
+    ) -> Result<Self, Gemma4Error> {
         let files = AdapterFiles::open(folder)?;
         let mut merger = Merger {
             reader: files.reader()?,
@@ -44,6 +51,8 @@ impl Gemma4Model {
         };
         let mut model = self;
         model.warnings.append(&mut merger.reader.warnings);
+        let of_towers = merger.reader.of_towers.take();
+        model.warnings.extend(of_towers.filter(|_| warns));
         for (path, weight) in model.weights_mut() {
             let Some(matrix) = path.strip_suffix(".weight") else {
                 continue;
@@ -53,7 +62,7 @@ impl Gemma4Model {
             }
             // The adapter of a layer's quantized linear projection can stay beside the weight. The adapters of all
             // other matrices are merged into the weights.
-            let beside = match way == Way::Beside && path.starts_with("layers.") {
+            let beside = match placement == Placement::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,
             };
@@ -74,9 +83,9 @@ impl Gemma4Model {
     }
 }
 
-/// The way in which a loaded adapter is applied to the weights.
+/// The place of a loaded adapter: in the weights, or beside quantized weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+pub(crate) enum Placement {
     /// Adds the adapter's update `B · A · scale` to every adapted weight.
     Merged,
     /// Keeps the adapter's `A` and `B` beside the layers' quantized weights, and adds `B · A · scale` to all other
@@ -85,9 +94,9 @@ enum Way {
 }
 
 /// A module mapper that adds `B · A · scale` to each parameter that the adapter changes.
-struct Merger<'a> {
-    reader: AdapterReader<'a>,
-    path: Vec<String>,
+pub(super) struct Merger<'a> {
+    pub reader: AdapterReader<'a>,
+    pub path: Vec<String>,
 }
 
 impl Merger<'_> {

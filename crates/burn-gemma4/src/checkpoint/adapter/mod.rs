@@ -6,7 +6,10 @@ mod description;
 mod files;
 mod merge;
 mod request;
+mod towers;
 
-pub use description::Adapter;
-pub(crate) use files::AdaptedTowers;
+pub use description::{Adapter, TowerTargets};
+pub(crate) use files::AdaptedParts;
+pub(crate) use merge::Placement;
 pub use request::{AdapterTargets, AdapterWeights};
+pub(super) use towers::{check_tower_adapter, merge_tower_adapter};

@@ -1,6 +1,6 @@
 //! Adapters that each request selects: read on any thread, and uploaded by the thread that owns the model.
 
-use super::files::{AdaptedTowers, AdapterFiles, MatrixFactors};
+use super::files::{AdaptedParts, AdapterFiles, MatrixFactors};
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
@@ -68,7 +68,7 @@ pub struct AdapterWeights {
     factors: Vec<(ParamId, [TensorData; 2])>,
     warnings: Vec<String>,
     /// The towers for which the adapter has factors, which are not read.
-    towers: AdaptedTowers,
+    towers: AdaptedParts,
 }
 
 impl fmt::Debug for AdapterWeights {
@@ -126,13 +126,14 @@ impl AdapterTargets {
             }
         }
         reader.refuse_unserved(is_unserved);
-        let warnings = std::mem::take(&mut reader.warnings);
+        let mut warnings = std::mem::take(&mut reader.warnings);
+        warnings.extend(reader.of_towers.take());
         reader.finish(&self.config)?;
         Ok(AdapterWeights {
             model: self.model.clone(),
             factors,
             warnings,
-            towers: AdaptedTowers::of(folder.as_ref())?,
+            towers: AdaptedParts::of(folder.as_ref())?,
         })
     }
 

@@ -3,6 +3,7 @@
 use crate::error::Gemma4Error;
 use crate::model::forward::Text;
 use crate::model::{Gemma4Model, Logits};
+use crate::train::gradients::BatchGradients;
 use crate::train::media::PlacedMedia;
 use crate::train::packing::Packing;
 use burn::{
@@ -83,15 +84,20 @@ impl Read {
         model: &Gemma4Model,
         by_layer: bool,
         scaled: impl FnOnce(Tensor<1>) -> Tensor<1>,
-    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+    ) -> Result<BatchGradients, Gemma4Error> {
         let Self { text, targets } = self;
         let asked = Logits::Last(targets.dims()[1]);
         if !by_layer {
+            let leaf = text.media.leaf().cloned();
             let hidden = model.hidden_states(text, None, asked, &mut ());
             let loss = model.loss(hidden, targets)?;
             let plain = loss.clone().inner();
-            let gradients = scaled(loss).backward();
-            return Ok((plain, GradientsParams::from_grads(gradients, model)));
+            let mut gradients = scaled(loss).backward();
+            return Ok(BatchGradients {
+                loss: plain,
+                soft_tokens: leaf.and_then(|leaf| leaf.grad_remove(&mut gradients)),
+                parameters: GradientsParams::from_grads(gradients, model),
+            });
         }
         let mut plain = None;
         let of_states = |hidden| {
@@ -99,7 +105,10 @@ impl Read {
             plain = Some(loss.clone().inner());
             Ok(scaled(loss))
         };
-        let (scaled, gradients) = model.gradients_by_layer(text, asked, of_states)?;
-        Ok((plain.unwrap_or(scaled), gradients))
+        let found = model.gradients_by_layer(text, asked, of_states)?;
+        Ok(BatchGradients {
+            loss: plain.unwrap_or(found.loss),
+            ..found
+        })
     }
 }

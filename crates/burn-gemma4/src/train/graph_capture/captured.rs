@@ -285,10 +285,10 @@ impl Computation for Step {
         let read = Read { text, targets };
         let scaled = |loss: Tensor<1>| loss * factor.autodiff();
         let outcome = read.gradients(&model, self.by_layer, scaled);
-        let (loss, gradients) = outcome.expect("the batch was checked when it was read");
+        let found = outcome.expect("the batch was checked when it was read");
         Outputs {
-            loss,
-            gradients: Rc::new(gradients),
+            loss: found.loss,
+            gradients: Rc::new(found.parameters),
         }
     }
 

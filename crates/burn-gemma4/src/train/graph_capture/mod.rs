@@ -9,6 +9,8 @@ mod buffers;
 #[cfg(feature = "cube")]
 mod captured;
 
+use super::gradients;
+use crate::checkpoint::media_towers::MediaTowers;
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
 use batch::Read;
@@ -134,7 +136,45 @@ impl GradientRecorder {
         if let Some(outcome) = self.of_graph(model, &read, factor) {
             return Ok(outcome);
         }
-        read.gradients(model, self.by_layer, |loss| loss * factor)
+        let found = read.gradients(model, self.by_layer, |loss| loss * factor)?;
+        Ok((found.loss, found.parameters))
+    }
+
+    /// Computes the loss and the gradients of a batch as [`gradients`](Self::gradients) does, with the gradients of the
+    /// parameters of `towers` that are trained. The media of the batch come from [`MediaTowers::place`] of these towers.
+    /// No graph is used if a parameter of the towers is trained.
+    ///
+    /// # Errors
+    /// Passes on the errors of [`gradients`](Self::gradients).
+    ///
+    /// # Panics
+    /// Panics in the cases in which [`gradients`](Self::gradients) does.
+    pub fn gradients_with_towers(
+        &mut self,
+        model: &Gemma4Model,
+        towers: &MediaTowers,
+        lesson: TrainBatch<'_>,
+        factor: f64,
+    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        let placed = lesson.media.filter(|media| media.is_tracked());
+        let Some(placed) = placed else {
+            return self.gradients(model, lesson, factor);
+        };
+        // The backward of the towers begins from the gradient of the soft tokens, whether or not the backward of the
+        // text model recomputes its layers.
+        let leaf = placed.leaf();
+        let lesson = TrainBatch {
+            media: Some(&leaf),
+            ..lesson
+        };
+        let read = Read::new(model, lesson)?;
+        let found = read.gradients(model, self.by_layer, |loss| loss * factor)?;
+        let mut parameters = found.parameters;
+        if let Some(of_rows) = found.soft_tokens {
+            let gradients = placed.backward(of_rows);
+            gradients::add(&mut parameters, gradients, towers);
+        }
+        Ok((found.loss, parameters))
     }
 
     /// Computes the gradients of a batch with the recorder's graph. If no step has been captured yet, first captures
