@@ -48,8 +48,9 @@ pub use generate::decode::{
     Batch, DecodeMode, Decoder, DraftTokens, Next, Prefill, PrefixCache, RowChoice, RowLogits,
     RowResult,
 };
-pub use generate::encoded::{EncodedPrompt, MediaLayout};
+pub use generate::encoded::EncodedPrompt;
 pub use generate::logprobs::TokenLogprobs;
+pub use generate::media_layout::MediaLayout;
 pub use generate::sampling::sampler::Sampler;
 pub use generate::{
     FinishReason, GenerateOptions, Generation, PromptEncoder, PromptGraphs, Timings, Token,

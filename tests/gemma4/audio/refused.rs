@@ -169,9 +169,9 @@ fn load_with_crossed_bounds_refuses_audio() {
     );
 }
 
-/// Audio would run through a tower that lacks the adapter's changes. Images still run.
+/// Audio would run through a tower that lacks the adapter's changes: `B` is missing. Images still run.
 #[test]
-fn audio_with_adapter_of_the_audio_is_refused() {
+fn audio_with_unfit_adapter_of_the_audio_is_refused() {
     let load = |device: &Device| Fixture::open("audio-ple").load(device, DType::F32);
     let written = tempfile::tempdir().expect("a folder is creatable");
     let adapter = Adapter::new(2, 4.0);

@@ -160,9 +160,10 @@ fn logits_of_wrong_prompt_are_refused() {
     }
 }
 
-/// Images would run through a vision that lacks the adapter's changes.
+/// Images would run through a vision that lacks the adapter's changes: `B` is missing. An adapter of a request does not
+/// change the vision.
 #[test]
-fn image_with_adapter_of_the_vision_is_refused() {
+fn image_with_unfit_adapter_of_the_vision_is_refused() {
     let load = |device: &Device| Fixture::open("vision-ple").load(device, DType::F32);
     let written = tempfile::tempdir().expect("a folder is creatable");
     let adapter = Adapter::new(2, 4.0);

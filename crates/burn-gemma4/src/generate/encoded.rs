@@ -1,5 +1,6 @@
 //! An encoded prompt: token ids, and the images and audio clips whose soft tokens stand in the place of some of them.
 
+use super::media_layout::{Around, Replacements, replace};
 use crate::audio::prepared::PreparedAudio;
 use crate::checkpoint::media::{MediaEncoders, MediaFormats, MediumInput};
 use crate::error::Gemma4Error;
@@ -32,82 +33,6 @@ pub struct EncodedPrompt {
     pub(crate) media: Vec<PlacedMedium>,
     /// The input of each of `media`, from which the model computes soft tokens.
     pub(crate) inputs: Vec<MediumInput>,
-}
-
-/// Tokens in which images and audio clips have their places, as [`PromptEncoder::layout`](crate::PromptEncoder::layout)
-/// computes them. The images and clips themselves need not be in memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MediaLayout {
-    /// The tokens. An image or a clip is a begin token, one placeholder for each soft token, and an end token.
-    pub tokens: Vec<u32>,
-    /// The placeholders of each image, in ascending order.
-    pub images: Vec<Range<usize>>,
-    /// The placeholders of each audio clip, in ascending order.
-    pub audio: Vec<Range<usize>>,
-}
-
-impl MediaLayout {
-    /// Gives each image and each clip in `tokens` its place. `images` and `audio` are their numbers of tokens, with the
-    /// begin tokens and the end tokens.
-    pub(crate) fn new(
-        tokens: Vec<u32>,
-        images: &[usize],
-        audio: &[usize],
-        formats: &MediaFormats,
-    ) -> Self {
-        let of_kind = |around: Option<Around>, tokens: &[usize]| Replacements {
-            around,
-            media: tokens.iter().map(|tokens| tokens - 2).collect(),
-        };
-        let kinds = vec![
-            of_kind(Around::images(formats), images),
-            of_kind(Around::audio(formats), audio),
-        ];
-        let (tokens, placed) = replace(tokens, kinds, |count| *count);
-        let of_kind = |kind: usize| {
-            let places = placed.iter().filter(|(of, ..)| *of == kind);
-            places.map(|(_, place, _)| place.clone()).collect()
-        };
-        Self {
-            images: of_kind(0),
-            audio: of_kind(1),
-            tokens,
-        }
-    }
-}
-
-/// The tokens around the soft tokens of one kind of media.
-#[derive(Clone, Copy)]
-struct Around {
-    placeholder: u32,
-    begin: u32,
-    end: u32,
-}
-
-/// The media that replace the placeholders of one kind in order. The kind has no tokens if the model does not read it.
-struct Replacements<T> {
-    around: Option<Around>,
-    media: Vec<T>,
-}
-
-impl Around {
-    fn images(formats: &MediaFormats) -> Option<Self> {
-        let config = &formats.vision.as_ref().ok()?.config;
-        Some(Self {
-            placeholder: config.image_token,
-            begin: config.begin_token,
-            end: config.end_token,
-        })
-    }
-
-    fn audio(formats: &MediaFormats) -> Option<Self> {
-        let config = &formats.audio.as_ref().ok()?.config;
-        Some(Self {
-            placeholder: config.audio_token,
-            begin: config.begin_token,
-            end: config.end_token,
-        })
-    }
 }
 
 /// An image or an audio clip that replaces a placeholder.
@@ -215,37 +140,6 @@ impl EncodedPrompt {
     pub(crate) fn common(&self, tokens: &[u32], media: &[PlacedMedium]) -> usize {
         common_prefix((&self.tokens, &self.media), (tokens, media))
     }
-}
-
-/// Replaces the placeholders of each of some kinds of media. `count` returns the number of soft tokens of a medium.
-/// Returns the tokens, and the index of the kind, the placeholders and the value of each medium.
-fn replace<T>(
-    tokens: Vec<u32>,
-    kinds: Vec<Replacements<T>>,
-    count: impl Fn(&T) -> usize,
-) -> (Vec<u32>, Vec<(usize, Range<usize>, T)>) {
-    let kinds = kinds.into_iter().enumerate();
-    let mut kinds: Vec<_> = kinds
-        .filter_map(|(index, kind)| Some((index, kind.around?, kind.media.into_iter())))
-        .collect();
-    let (mut expanded, mut placed) = (Vec::with_capacity(tokens.len()), Vec::new());
-    for token in tokens {
-        let mut kinds = kinds.iter_mut();
-        let kind = kinds.find(|(_, around, _)| around.placeholder == token);
-        let Some((index, around, medium)) =
-            kind.and_then(|(index, around, media)| Some((*index, *around, media.next()?)))
-        else {
-            expanded.push(token);
-            continue;
-        };
-        expanded.push(around.begin);
-        let start = expanded.len();
-        let end = start + count(&medium);
-        expanded.resize(end, token);
-        expanded.push(around.end);
-        placed.push((index, start..end, medium));
-    }
-    (expanded, placed)
 }
 
 /// Returns the length of the common prefix of the tokens and media of two prompts. The prefix contains each of its

@@ -6,6 +6,7 @@ pub(crate) mod decode;
 pub(crate) mod encoded;
 mod generation;
 pub(crate) mod logprobs;
+pub(crate) mod media_layout;
 mod options;
 mod prefill;
 mod prompt_encoder;

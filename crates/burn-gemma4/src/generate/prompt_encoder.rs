@@ -1,6 +1,7 @@
 //! Puts images and audio clips in the place of the placeholders in a prompt, without the weights of the model.
 
-use super::encoded::{EncodedPrompt, MediaLayout};
+use super::encoded::EncodedPrompt;
+use super::media_layout::MediaLayout;
 use crate::audio::clip::Audio;
 use crate::audio::header::AudioHeader;
 use crate::audio::prepared::PreparedAudio;
