@@ -1,7 +1,7 @@
 //! The encoder of images or audio of a checkpoint. Its weights are loaded when the first image or clip of a prompt needs
 //! them.
 
-use super::adapter::{check_tower_adapter, merge_tower_adapter};
+use super::adapter::{PartNames, check_tower_adapter, merge_tower_adapter};
 use super::files::TensorFiles;
 use super::tower::TowerWeights;
 use crate::config::Gemma4Config;
@@ -113,8 +113,10 @@ impl<F: MediumFormat> LazyEncoder<F> {
             loaded: OnceLock::new(),
         };
         match shared.module() {
-            Encoder::Tower(tower) => check_tower_adapter(folder, &*tower, F::is_part)?,
-            Encoder::Projected(projected) => check_tower_adapter(folder, &*projected, F::is_part)?,
+            Encoder::Tower(tower) => check_tower_adapter(folder, &*tower, part::<F>(false))?,
+            Encoder::Projected(projected) => {
+                check_tower_adapter(folder, &*projected, part::<F>(true))?;
+            }
         }
         Ok(Self {
             shared: Arc::new(shared),
@@ -204,20 +206,27 @@ impl<F: MediumFormat> Shared<F> {
                 for ((_, clip), found) in tower.clips_mut().into_iter().zip(weights.clips()?) {
                     *clip = found;
                 }
-                Encoder::Tower(Box::new(self.adapted(tower)?))
+                Encoder::Tower(Box::new(self.adapted(tower, false)?))
             }
             Encoder::Projected(projected) => {
                 let projected = weights.load(*projected, text, dtype, device)?;
-                Encoder::Projected(Box::new(self.adapted(projected)?))
+                Encoder::Projected(Box::new(self.adapted(projected, true)?))
             }
         })
     }
 
     /// Adds the adapters to loaded weights.
-    fn adapted<M: Module>(&self, module: M) -> Result<M, Gemma4Error> {
+    fn adapted<M: Module>(&self, module: M, is_projected: bool) -> Result<M, Gemma4Error> {
         let mut adapters = self.adapters.iter();
         adapters.try_fold(module, |module, folder| {
-            merge_tower_adapter(folder, module, F::is_part)
+            merge_tower_adapter(folder, module, part::<F>(is_projected))
         })
+    }
+}
+
+fn part<F: MediumFormat>(is_projected: bool) -> PartNames {
+    PartNames {
+        is_part: F::is_part,
+        is_projected,
     }
 }

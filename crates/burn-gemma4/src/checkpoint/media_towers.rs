@@ -3,6 +3,7 @@
 use super::audio::{AudioFormat, LazyAudio};
 use super::lazy_encoder::Encoder;
 use super::media::{MediaEncoders, MediumInput};
+use super::names::projected_name;
 use super::save::{Stored, stored};
 use super::tower::PREFIX;
 use super::vision::{ImageFormat, LazyVision};
@@ -212,6 +213,16 @@ impl MediaTowers {
         let mut trained = HasTrainable(false);
         self.visit(&mut trained);
         trained.0
+    }
+
+    /// Returns the name of a parameter in Hugging Face Transformers, without the prefix `model.`. `path` is its path in
+    /// this module.
+    pub(super) fn name_in_transformers(path: &str) -> String {
+        let in_checkpoint = Self::path_in_checkpoint(path);
+        match path.split('.').nth(1) == Some("Projected") {
+            true => projected_name(in_checkpoint),
+            false => in_checkpoint.into(),
+        }
     }
 
     /// Returns the path of a parameter in a checkpoint, without the prefix `model.`. `path` is its path in this module.

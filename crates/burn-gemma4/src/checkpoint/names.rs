@@ -28,6 +28,26 @@ const AUDIO: [&str; 2] = ["audio_tower.", "embed_audio."];
 /// tensors.
 const OTHERS: [&str; 1] = ["multi_modal_projector."];
 
+/// The modules of vision without a tower whose names in Hugging Face Transformers differ from those in checkpoints: the
+/// path in a checkpoint, and the name.
+const PROJECTED: [(&str, &str); 2] = [
+    ("vision_embedder.patch_dense", "embed_vision.patch_dense"),
+    (
+        "embed_vision.embedding_projection",
+        "embed_vision.multimodal_embedder.embedding_projection",
+    ),
+];
+
+/// Returns the name in Hugging Face Transformers of a module, or of a tensor in it, in vision or audio without a tower.
+pub(super) fn projected_name(path: &str) -> String {
+    let mut modules = PROJECTED.iter();
+    let found = modules.find_map(|(own, name)| Some((path.strip_prefix(own)?, name)));
+    match found {
+        Some((rest, name)) => format!("{name}{rest}"),
+        None => path.into(),
+    }
+}
+
 /// True if a tensor is part of a vision or audio tower, or of the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
     is_of_vision(name) || is_of_audio(name) || is_of(name, &OTHERS)

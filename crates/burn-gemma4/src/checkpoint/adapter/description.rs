@@ -220,7 +220,10 @@ impl Adapter {
             ));
         }
         if self.towers.projectors {
-            patterns.push(r"model\.embed_(?:vision|audio)\.embedding_projection".into());
+            patterns.push(
+                r"model\.embed_(?:vision|audio)\.(?:multimodal_embedder\.)?embedding_projection"
+                    .into(),
+            );
         }
         if self.towers.towers {
             // The linear layers with bounds are modules named `linear` in Hugging Face Transformers.
@@ -229,7 +232,7 @@ impl Adapter {
                     .into(),
             );
             patterns.push(r"model\.audio_tower\.output_proj".into());
-            patterns.push(r"model\.vision_embedder\.patch_dense".into());
+            patterns.push(r"model\.embed_vision\.patch_dense".into());
         }
         match &patterns[..] {
             [pattern] => pattern.clone(),
@@ -298,8 +301,8 @@ impl Adapter {
         let of_model = of_model.map(|(path, tensor)| (format!("{prefix}{path}"), tensor));
         let of_towers = towers.map(|towers| stored(&towers.valid(), DType::F32));
         let of_towers = of_towers.into_iter().flatten().map(|(path, tensor)| {
-            let path = MediaTowers::path_in_checkpoint(&path);
-            (format!("{TOWERS}{path}"), tensor)
+            let name = MediaTowers::name_in_transformers(&path);
+            (format!("{TOWERS}{name}"), tensor)
         });
         let factors = of_model.chain(of_towers).filter_map(|(path, tensor)| {
             let (path, suffix) = match path.strip_suffix(".weight.lora.a") {

@@ -2,7 +2,9 @@
 
 use super::config::{AdapterConfig, Scaling};
 use crate::checkpoint::files::uncompiled;
-use crate::checkpoint::names::{HEAD, Names, is_of_audio, is_of_tower, is_of_vision};
+use crate::checkpoint::names::{
+    HEAD, Names, is_of_audio, is_of_tower, is_of_vision, projected_name,
+};
 use crate::checkpoint::source::floats;
 use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem, read};
@@ -69,12 +71,14 @@ impl AdapterFiles {
     }
 
     /// Prepares the assignment of the tensors to the matrices of the vision or the audio. `is_part` is true for the names
-    /// of its tensors.
+    /// of its tensors, and `is_projected` if the part has no tower.
     pub fn reader_of_part(
         &self,
         is_part: fn(&str) -> bool,
+        is_projected: bool,
     ) -> Result<AdapterReader<'_>, Gemma4Error> {
         let mut reader = self.reader_of_all()?;
+        reader.is_projected = is_projected;
         let is_part = |name: &String| name.strip_prefix(WRAPPED).is_some_and(is_part);
         reader.rest.retain(is_part);
         Ok(reader)
@@ -104,6 +108,7 @@ impl AdapterFiles {
             names: Names::of_text(),
             warnings: self.config.warnings.clone(),
             of_towers: None,
+            is_projected: false,
             is_applied: false,
             problems: Vec::new(),
             refusal: None,
@@ -171,6 +176,8 @@ pub(super) struct AdapterReader<'a> {
     pub warnings: Vec<String>,
     /// A warning about factors of towers, if the file has such factors besides those of the text model.
     pub of_towers: Option<String>,
+    /// True for the modules of vision or audio without a tower, which have other names in Hugging Face Transformers.
+    is_projected: bool,
     /// Tensors of the file that have not been assigned to a matrix yet.
     rest: BTreeSet<String>,
     /// True if a tensor of the file belongs to a matrix of the model.
@@ -189,6 +196,7 @@ impl AdapterReader<'_> {
         // `lm_head` is outside of this module.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
+            false if self.is_projected => format!("{}{}", self.names.prefix, projected_name(path)),
             false => format!("{}{path}", self.names.prefix),
         }
     }

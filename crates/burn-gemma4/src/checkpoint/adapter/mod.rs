@@ -12,4 +12,4 @@ pub use description::{Adapter, TowerTargets};
 pub(crate) use files::AdaptedParts;
 pub(crate) use merge::Placement;
 pub use request::{AdapterTargets, AdapterWeights};
-pub(super) use towers::{check_tower_adapter, merge_tower_adapter};
+pub(super) use towers::{PartNames, check_tower_adapter, merge_tower_adapter};

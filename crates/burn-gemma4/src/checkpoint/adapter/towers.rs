@@ -9,18 +9,26 @@ use burn::{
 };
 use std::path::Path;
 
-/// Checks that the adapter in `folder` fits the modules of the vision or the audio, without their weights. `is_part` is
-/// true for the names of the part's tensors.
+/// The names of a part of a checkpoint that sees images or hears audio.
+#[derive(Clone, Copy)]
+pub(crate) struct PartNames {
+    /// A predicate that is true for the names of the part's tensors.
+    pub is_part: fn(&str) -> bool,
+    /// True if the part has no tower.
+    pub is_projected: bool,
+}
+
+/// Checks that the adapter in `folder` fits the modules of the vision or the audio, without their weights.
 ///
 /// # Errors
 /// Returns an error if a file is malformed, or an error that lists all tensors that do not fit.
 pub(crate) fn check_tower_adapter<M: Module>(
     folder: &Path,
     module: &M,
-    is_part: fn(&str) -> bool,
+    names: PartNames,
 ) -> Result<(), Gemma4Error> {
     let files = AdapterFiles::open(folder)?;
-    let mut reader = files.reader_of_part(is_part)?;
+    let mut reader = files.reader_of_part(names.is_part, names.is_projected)?;
     let mut matrices = Matrices::default();
     module.visit(&mut matrices);
     for (path, shape) in matrices.found {
@@ -36,11 +44,11 @@ pub(crate) fn check_tower_adapter<M: Module>(
 pub(crate) fn merge_tower_adapter<M: Module>(
     folder: &Path,
     module: M,
-    is_part: fn(&str) -> bool,
+    names: PartNames,
 ) -> Result<M, Gemma4Error> {
     let files = AdapterFiles::open(folder)?;
     let mut merger = Merger {
-        reader: files.reader_of_part(is_part)?,
+        reader: files.reader_of_part(names.is_part, names.is_projected)?,
         path: Vec::new(),
     };
     let merged = module.map(&mut merger);
