@@ -127,3 +127,29 @@ impl CallMedia {
         }
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::tensor::Device;
+
+    /// Rows outside of images and clips are not read: they may be NaN.
+    #[test]
+    fn placed_rows_of_grid_read_only_soft_tokens() {
+        let device = Device::flex().autodiff();
+        let rows = Tensor::<3>::from_data([[[f32::NAN], [5.0], [f32::NAN]]], &device);
+        let rows = rows.require_grad();
+        let embedded = Tensor::<3>::from_data([[[1.0], [2.0], [3.0]]], &device).require_grad();
+        let media = CallMedia::Grid(SoftTokenGrid {
+            rows: rows.clone(),
+            is_soft: Tensor::from_data([[0, 1, 0]], &device),
+        });
+        let placed = media.placed(embedded.clone());
+        let values = |tensor: Tensor<3>| tensor.into_data().iter::<f32>().collect::<Vec<_>>();
+        assert_eq!(values(placed.clone()), [1.0, 5.0, 3.0]);
+        let gradients = (placed * 2.0).sum().backward();
+        let of = |leaf: &Tensor<3>| values(leaf.grad(&gradients).expect("a leaf has a gradient"));
+        assert_eq!(of(&rows), [0.0, 2.0, 0.0]);
+        assert_eq!(of(&embedded), [2.0, 0.0, 2.0]);
+    }
+}
