@@ -1,6 +1,6 @@
 //! An encoded prompt: token ids, and the images and audio clips whose soft tokens stand in the place of some of them.
 
-use super::media_layout::{Around, Replacements, replace};
+use super::media_layout::{Around, Replaced, Replacements, replace};
 use crate::audio::prepared::PreparedAudio;
 use crate::checkpoint::media::{MediaEncoders, MediaFormats, MediumInput};
 use crate::error::Gemma4Error;
@@ -122,10 +122,10 @@ impl EncodedPrompt {
 
     /// Replaces the placeholders of each of some kinds of media.
     fn replace(tokens: Vec<u32>, kinds: Vec<Replacements<Replacement>>) -> Self {
-        let (tokens, placed) = replace(tokens, kinds, |medium| medium.count);
-        let placed = placed.into_iter().map(|(_, tokens, medium)| {
-            let hash = medium.hash;
-            (PlacedMedium { tokens, hash }, medium.input)
+        let Replaced { tokens, placed } = replace(tokens, kinds, |medium| medium.count);
+        let placed = placed.into_iter().map(|one| {
+            let (tokens, hash) = (one.tokens, one.medium.hash);
+            (PlacedMedium { tokens, hash }, one.medium.input)
         });
         let (media, inputs) = placed.unzip();
         Self {

@@ -32,10 +32,10 @@ impl MediaLayout {
             of_kind(Around::images(formats), images),
             of_kind(Around::audio(formats), audio),
         ];
-        let (tokens, placed) = replace(tokens, kinds, |count| *count);
+        let Replaced { tokens, placed } = replace(tokens, kinds, |count| *count);
         let of_kind = |kind: usize| {
-            let places = placed.iter().filter(|(of, ..)| *of == kind);
-            places.map(|(_, place, _)| place.clone()).collect()
+            let places = placed.iter().filter(|one| one.kind == kind);
+            places.map(|one| one.tokens.clone()).collect()
         };
         Self {
             images: of_kind(0),
@@ -79,13 +79,28 @@ impl Around {
     }
 }
 
+/// Tokens whose placeholders have been replaced.
+pub(super) struct Replaced<T> {
+    pub tokens: Vec<u32>,
+    pub placed: Vec<Placed<T>>,
+}
+
+/// A medium in the place of its placeholders.
+#[derive(Debug, PartialEq)]
+pub(super) struct Placed<T> {
+    /// The index of the kind.
+    kind: usize,
+    /// The placeholders.
+    pub tokens: Range<usize>,
+    pub medium: T,
+}
+
 /// Replaces the placeholders of each of some kinds of media. `count` returns the number of soft tokens of a medium.
-/// Returns the tokens, and the index of the kind, the placeholders and the value of each medium.
 pub(super) fn replace<T>(
     tokens: Vec<u32>,
     kinds: Vec<Replacements<T>>,
     count: impl Fn(&T) -> usize,
-) -> (Vec<u32>, Vec<(usize, Range<usize>, T)>) {
+) -> Replaced<T> {
     let kinds = kinds.into_iter().enumerate();
     let mut kinds: Vec<_> = kinds
         .filter_map(|(index, kind)| Some((index, kind.around?, kind.media.into_iter())))
@@ -105,9 +120,16 @@ pub(super) fn replace<T>(
         let end = start + count(&medium);
         expanded.resize(end, token);
         expanded.push(around.end);
-        placed.push((index, start..end, medium));
+        placed.push(Placed {
+            kind: index,
+            tokens: start..end,
+            medium,
+        });
     }
-    (expanded, placed)
+    Replaced {
+        tokens: expanded,
+        placed,
+    }
 }
 
 #[cfg(test)]
@@ -133,8 +155,10 @@ mod tests {
                 media: vec![1],
             },
         ];
-        let (tokens, placed) = replace(vec![8, 7, 5, 5], kinds, |count| *count);
+        let Replaced { tokens, placed } = replace(vec![8, 7, 5, 5], kinds, |count| *count);
         assert_eq!(tokens, [1, 8, 2, 7, 1, 5, 5, 2, 5]);
-        assert_eq!(placed, [(1, 1..2, 1), (0, 5..7, 2)]);
+        let placed = placed.into_iter();
+        let placed = placed.map(|one| (one.kind, one.tokens, one.medium));
+        assert_eq!(placed.collect::<Vec<_>>(), [(1, 1..2, 1), (0, 5..7, 2)]);
     }
 }

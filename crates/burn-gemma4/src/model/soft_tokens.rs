@@ -33,7 +33,7 @@ pub(crate) enum CallMedia {
     /// Each image and each clip of a prompt. The list is empty in most calls.
     Each(Vec<SoftTokens>),
     /// The images and clips of a training batch.
-    Grid(SoftTokenGrid),
+    Grid(Box<SoftTokenGrid>),
 }
 
 impl Default for CallMedia {
@@ -92,10 +92,10 @@ impl CallMedia {
     /// Returns the media of a training batch as constants.
     pub fn without_autodiff(&self) -> Self {
         match self {
-            Self::Grid(grid) => Self::Grid(SoftTokenGrid {
+            Self::Grid(grid) => Self::Grid(Box::new(SoftTokenGrid {
                 rows: grid.rows.clone().inner(),
                 is_soft: grid.is_soft.clone(),
-            }),
+            })),
             Self::Each(_) => self.clone(),
         }
     }
@@ -140,10 +140,10 @@ mod tests {
         let rows = Tensor::<3>::from_data([[[f32::NAN], [5.0], [f32::NAN]]], &device);
         let rows = rows.require_grad();
         let embedded = Tensor::<3>::from_data([[[1.0], [2.0], [3.0]]], &device).require_grad();
-        let media = CallMedia::Grid(SoftTokenGrid {
+        let media = CallMedia::Grid(Box::new(SoftTokenGrid {
             rows: rows.clone(),
             is_soft: Tensor::from_data([[0, 1, 0]], &device),
-        });
+        }));
         let placed = media.placed(embedded.clone());
         let values = |tensor: Tensor<3>| tensor.into_data().iter::<f32>().collect::<Vec<_>>();
         assert_eq!(values(placed.clone()), [1.0, 5.0, 3.0]);

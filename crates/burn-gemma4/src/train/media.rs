@@ -170,7 +170,7 @@ impl PlacedMedia {
         for row in 0..batch {
             let documents = match packing {
                 Some(packing) => packing.documents(row),
-                None => vec![0..positions],
+                None => std::iter::once(0..positions).collect(),
             };
             for document in documents {
                 for position in document.clone() {
@@ -224,7 +224,7 @@ impl Gemma4Model {
                 sliding: media.intervals(packing, self.config().sliding_window, &device),
                 ..text.rules
             },
-            media: CallMedia::Grid(media.grid.clone()),
+            media: CallMedia::Grid(Box::new(media.grid.clone())),
             ..text
         }
     }

@@ -264,10 +264,10 @@ impl Computation for Step {
             sliding: (self.tensors.intervals).then(|| [(); 2].map(|()| buffers.integers())),
         };
         let media = match self.tensors.soft_tokens {
-            true => CallMedia::Grid(SoftTokenGrid {
+            true => CallMedia::Grid(Box::new(SoftTokenGrid {
                 is_soft: buffers.integers(),
                 rows: buffers.floats(),
-            }),
+            })),
             false => CallMedia::default(),
         };
         let tables = [(); 4].map(|()| buffers.floats());
