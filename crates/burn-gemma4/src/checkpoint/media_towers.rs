@@ -108,12 +108,20 @@ struct Formats {
 }
 
 #[derive(Module, Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a run has one value, and Burn derives no module from boxes"
+)]
 enum VisionModules {
     Tower(TowerVision),
     Projected(ProjectedVision),
 }
 
 #[derive(Module, Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a run has one value, and Burn derives no module from boxes"
+)]
 enum AudioModules {
     Tower(TowerAudio),
     Projected(ProjectedAudio),
