@@ -23,6 +23,7 @@ mod drafted_batches;
 mod drafter;
 mod drafts;
 mod draws;
+mod embedding;
 mod endings;
 #[cfg(feature = "training")]
 mod evaluation;

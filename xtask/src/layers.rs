@@ -95,7 +95,7 @@ const CRATES: &[Crate] = &[
             &["speculative::drafter"],
             &["checkpoint", "train"],
             &["generate", "speculative"],
-            &["gemma", "session"],
+            &["embedding_gemma", "gemma", "session"],
             &["lib"],
         ],
         tests: &[],

@@ -2,12 +2,13 @@
 //! generates text and trains models.
 //!
 //! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model without tokenizer
-//! and chat template.
+//! and chat template. [`EmbeddingGemma`] is a loaded checkpoint of EmbeddingGemma 2, which computes embeddings of texts.
 
 mod audio;
 mod cancellation;
 mod checkpoint;
 mod config;
+mod embedding_gemma;
 mod error;
 mod escaped;
 mod gemma;
@@ -40,7 +41,9 @@ pub use config::sampling::Sampling;
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
     drafter::{DrafterConfig, OrderedEmbeddings},
+    embedding_gemma::EmbeddingGemmaConfig,
 };
+pub use embedding_gemma::{EmbedOptions, EmbeddingGemma};
 pub use error::{Gemma4Error, TensorProblem, catch_panic};
 pub use escaped::Escaped;
 pub use gemma::{Gemma4, Prompt};
@@ -62,6 +65,7 @@ pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
     Gemma4Model, Logits,
     cache::{Cache, kind::CacheKind, precision::KvPrecision},
+    embedding_gemma::{EmbeddingGemmaModel, PerLayerProjection},
     layer, observe,
     observe::Part,
 };

@@ -3,6 +3,7 @@
 pub(crate) mod adapter;
 mod audio;
 mod drafter;
+mod embedding_gemma;
 mod export;
 mod files;
 mod floats8;

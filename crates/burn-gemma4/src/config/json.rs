@@ -4,7 +4,7 @@
 mod rope;
 
 use super::quantization::schemes_of;
-use super::unknown_models::refuse_drafter;
+use super::unknown_models::refuse_other_model;
 use super::validate::number_of_layers;
 use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 use crate::config::unknown_files::missing;
@@ -136,7 +136,7 @@ impl Gemma4Config {
         match file.model_type.as_deref() {
             Some(model_type) if MODEL_TYPES.contains(&model_type) => {}
             Some(other) => {
-                refuse_drafter(other)?;
+                refuse_other_model(other)?;
                 return Err(Gemma4Error::Config(format!(
                     "model_type is {other:?}; expected one of {MODEL_TYPES:?}"
                 )));
@@ -177,6 +177,44 @@ impl Text {
         self.hidden_size_per_layer_input.get_or_insert(0);
         self.sliding_window.get_or_insert(1024);
         self.max_position_embeddings.get_or_insert(262_144);
+    }
+
+    /// Sets the dtype of the weights, if the fields have none.
+    pub(super) fn fill_dtype(&mut self, dtype: Option<String>) {
+        self.dtype = self.dtype.take().or(dtype);
+    }
+
+    /// Fills missing fields with the defaults of Hugging Face Transformers' class for embedding models. Returns the
+    /// radius of the window, which this class calls `sliding_window`.
+    pub(super) fn fill_embedding_defaults(&mut self) -> Result<usize, Gemma4Error> {
+        self.hidden_size_per_layer_input.get_or_insert(512);
+        self.max_position_embeddings.get_or_insert(262_144);
+        // Files on the Hub may give the heads of full layers by two fields of their own. The last layer is full, and
+        // all full layers have equal heads.
+        if self.per_layer_config.is_none() {
+            let last = self.num_hidden_layers.saturating_sub(1).to_string();
+            let heads = PerLayer {
+                head_dim: Some(self.global_head_dim.unwrap_or(512)),
+                num_key_value_heads: Some(self.num_global_key_value_heads.unwrap_or(1)),
+            };
+            self.per_layer_config = Some(BTreeMap::from([(last, heads)]));
+        }
+        let kinds = [LayerType::Sliding, LayerType::Full].map(|kind| kind.to_string());
+        match &self.rope_parameters {
+            Some(found) => {
+                if let Some(kind) = kinds.iter().find(|kind| !found.contains_key(*kind)) {
+                    return Err(Gemma4Error::Config(format!(
+                        "rope_parameters has no {kind:?}; expected the rotation of both layer types"
+                    )));
+                }
+            }
+            None => {
+                let rotations = kinds.into_iter().zip([1e4, 1e6]);
+                let rotations = rotations.map(|(kind, theta)| (kind, Rope::of(theta)));
+                self.rope_parameters = Some(rotations.collect());
+            }
+        }
+        Ok(self.sliding_window.unwrap_or(512))
     }
 
     /// Converts the fields of the file to a configuration. A missing field gets the default value of Hugging Face

@@ -2,6 +2,7 @@
 
 pub(crate) mod audio;
 pub(crate) mod drafter;
+pub(crate) mod embedding_gemma;
 pub(crate) mod generation;
 mod json;
 mod multimodal;
@@ -9,6 +10,7 @@ pub(crate) mod placeholders;
 mod presets;
 pub(crate) mod quantization;
 pub(crate) mod sampling;
+pub(crate) mod sentence_transformers;
 pub(crate) mod unknown_files;
 mod unknown_models;
 pub(crate) mod unsupported;

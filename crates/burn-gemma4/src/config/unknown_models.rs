@@ -1,5 +1,5 @@
-//! Refuses configurations that do not describe a supported text model. These are the configurations of drafters, and of
-//! models whose weights were quantized by an unsupported method.
+//! Refuses configurations that do not describe a supported text model. These are the configurations of drafters, of
+//! embedding models, and of models whose weights were quantized by an unsupported method.
 
 use crate::error::Gemma4Error;
 use serde::Deserialize;
@@ -8,11 +8,19 @@ use serde_json::Value;
 /// The model types of drafters, the small models that propose draft tokens in speculative decoding.
 pub(super) const DRAFTERS: [&str; 2] = ["gemma4_assistant", "gemma4_unified_assistant"];
 
-/// Returns an error if the model type is that of a drafter.
-pub(super) fn refuse_drafter(model_type: &str) -> Result<(), Gemma4Error> {
-    match DRAFTERS.contains(&model_type) {
-        true => Err(Gemma4Error::Config(format!(
+/// The model types of embedding models, which compute embeddings of texts and generate nothing.
+pub(super) const EMBEDDING_MODELS: [&str; 2] = ["embedding_gemma2", "embedding_gemma2_text"];
+
+/// Returns an error if the model type is that of a drafter or of an embedding model.
+pub(super) fn refuse_other_model(model_type: &str) -> Result<(), Gemma4Error> {
+    if DRAFTERS.contains(&model_type) {
+        return Err(Gemma4Error::Config(format!(
             "model_type is {model_type:?}, a drafter; it reads the KV cache of its target model and cannot run alone"
+        )));
+    }
+    match EMBEDDING_MODELS.contains(&model_type) {
+        true => Err(Gemma4Error::Config(format!(
+            "model_type is {model_type:?}, an embedding model, which generates no text; load it as an embedding model"
         ))),
         false => Ok(()),
     }

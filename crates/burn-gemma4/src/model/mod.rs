@@ -7,6 +7,7 @@ pub(crate) mod cache;
 mod calls;
 #[cfg(feature = "cube")]
 pub(crate) mod decode_ops;
+pub(crate) mod embedding_gemma;
 #[cfg(feature = "cube")]
 mod embeddings;
 pub(crate) mod forward;

@@ -8,6 +8,7 @@ use super::cache::key_values::KeyValues;
 use super::cache::packed::destination::PackedDestination;
 use super::cache::slots::Slots;
 use super::cache::{Cache, Call};
+use super::embedding_gemma::PackedTexts;
 use super::layer::experts::Mixture;
 use super::layer::ops::LayerOps;
 #[cfg(feature = "cube")]
@@ -57,6 +58,8 @@ pub(crate) struct PrefillOps<'a, O> {
 pub(crate) enum KvDestination<'a> {
     /// The call drops the keys and values, as in training.
     Dropped,
+    /// The call drops the keys and values, as in an encoder. A token sees its text in both directions.
+    Encoder(&'a PackedTexts),
     /// The KV cache.
     Cache(&'a mut Cache, Box<Call>),
     /// The keys and values of packed prompts.
@@ -166,6 +169,10 @@ impl<O: Observer> PrefillOps<'_, O> {
             #[cfg(feature = "cube")]
             KvDestination::History(continuation) => {
                 return continuation.extend(layer, kind, self.window, key, value);
+            }
+            KvDestination::Encoder(texts) => {
+                let visible = texts.visible(kind, self.window);
+                return KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible);
             }
             KvDestination::Dropped => (),
         }

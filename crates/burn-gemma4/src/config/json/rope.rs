@@ -14,6 +14,16 @@ pub(super) struct Rope {
 }
 
 impl Rope {
+    /// Creates the rotation of all channel pairs with the frequency base `theta`.
+    pub fn of(theta: f64) -> Self {
+        Self {
+            rope_type: None,
+            rope_theta: Some(theta),
+            partial_rotary_factor: None,
+            factor: None,
+        }
+    }
+
     /// Returns the rotation of the layers of the type `kind`. A missing frequency base has its value in `default`.
     pub fn config(&self, kind: &str, default: RopeConfig) -> Result<RopeConfig, Gemma4Error> {
         let partial_rotary_factor = match self.rope_type.as_deref() {

@@ -48,6 +48,9 @@ pub(crate) struct Visible {
     pub causal: bool,
     /// The largest number of keys that a query sees, including the key at its own position. `None` means no window.
     pub window: Option<usize>,
+    /// The largest distance of a key before or after the query that a query sees, as in an encoder. `None` means no
+    /// such window.
+    pub radius: Option<usize>,
     /// The number of valid keys in each sequence, `[batch]`, or `None` if all keys are valid.
     pub lengths: Option<Tensor<1, Int>>,
     /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous launch
@@ -83,6 +86,9 @@ impl Visible {
         }
         if let Some(window) = self.window {
             options = options.window(Some(window - 1), Some(0));
+        }
+        if let Some(radius) = self.radius {
+            options = options.window(Some(radius), Some(radius));
         }
         if let Some(lengths) = &self.lengths {
             options = options.kv_lengths(lengths.clone());

@@ -4,6 +4,7 @@ mod kind;
 mod longest;
 mod marking;
 pub(crate) mod stream;
+pub(crate) mod template;
 
 pub use marking::Marking;
 
