@@ -474,3 +474,29 @@ fn unsupported_modules_are_refused_by_name() {
     let tokens = |options| model.tokens("the cat", &options).expect("the text encodes");
     assert_eq!(tokens(EmbedOptions::new()), tokens(document));
 }
+
+/// Images and audio are not supported. Their placeholders would otherwise be embedded as ordinary tokens.
+#[test]
+fn placeholders_of_media_are_refused_by_name() {
+    let copied = Copied::of("embedding");
+    let device = Device::flex();
+    let id = |token: &str| {
+        let model = load("embedding", &device, DType::F32);
+        let id = model.tokenizer().id(token);
+        id.expect("the tokenizer has the token")
+    };
+    let (image, audio) = (id("<|image|>"), id("<|audio|>"));
+    copied.change("config.json", |json| {
+        json["image_token_id"] = image.into();
+        json["audio_token_id"] = audio.into();
+    });
+    let model = EmbeddingGemma::from_pretrained(copied.path(), &device).expect("it loads");
+    for (text, medium) in [("a <|image|>", "image"), ("<|audio|>", "audio")] {
+        let error = model.embed(&["x", text], &EmbedOptions::new());
+        let message = error.expect_err("there is no medium").to_string();
+        assert!(
+            message.contains("text 1") && message.contains(medium),
+            "{message}"
+        );
+    }
+}

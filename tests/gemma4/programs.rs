@@ -5,6 +5,7 @@
 mod answers;
 mod audio;
 mod doctor;
+mod embed;
 pub mod folder;
 mod images;
 #[cfg(feature = "training")]

@@ -20,7 +20,7 @@ pub(super) fn refuse_other_model(model_type: &str) -> Result<(), Gemma4Error> {
     }
     match EMBEDDING_MODELS.contains(&model_type) {
         true => Err(Gemma4Error::Config(format!(
-            "model_type is {model_type:?}, an embedding model, which generates no text; load it as an embedding model"
+            "model_type is {model_type:?}, an embedding model, which generates no text; use EmbeddingGemma, or the command `gemma4 embed`"
         ))),
         false => Ok(()),
     }

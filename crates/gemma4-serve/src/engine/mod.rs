@@ -14,6 +14,8 @@
 //! A prompt may have images and audio. Their towers run in steps that take about as long as a chunk of a prompt, so
 //! they do not delay other answers for longer.
 //!
+//! An [`EmbeddingEngine`] embeds the texts of many requests together.
+//!
 //! A request may select a LoRA adapter. Answers of all adapters, and answers without one, are decoded in the same step.
 
 mod adapters;
@@ -26,6 +28,7 @@ mod constraint;
 #[cfg(all(test, feature = "flex"))]
 mod constraint_tests;
 mod device_adapters;
+mod embeddings;
 mod front;
 mod handle;
 mod load;
@@ -42,6 +45,8 @@ mod supervise;
 
 pub use adapters::ServedAdapter;
 pub use constraint::{Constraint, Grammar, Grammars};
+pub(crate) use embeddings::at_input;
+pub use embeddings::{EmbeddingEngine, EmbeddingRequest, Embeddings};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use media_memory::{MediaMemory, MediaPool};
 pub(crate) use media_memory::{permits, reserved_bytes};

@@ -60,7 +60,7 @@ fn respond(done: &str, outcome: Result<String, RequestError>) -> Response {
 
 async fn try_load(app: Arc<App>, request: Request<Body>) -> Result<String, RequestError> {
     let root = root(&app)?;
-    let (request, _) = read_json::<LoadRequest>(request, &app).await?;
+    let (request, _) = read_json::<LoadRequest>(request, &*app).await?;
     if request.load_inplace == Some(true) {
         let reason = "is not supported; unload the adapter, then load it";
         return Err(RequestError::field("load_inplace", reason));
@@ -78,7 +78,7 @@ async fn try_load(app: Arc<App>, request: Request<Body>) -> Result<String, Reque
 
 async fn try_unload(app: Arc<App>, request: Request<Body>) -> Result<String, RequestError> {
     root(&app)?;
-    let (request, _) = read_json::<UnloadRequest>(request, &app).await?;
+    let (request, _) = read_json::<UnloadRequest>(request, &*app).await?;
     app.engines.unload_adapter(&request.lora_name)?;
     Ok(request.lora_name)
 }

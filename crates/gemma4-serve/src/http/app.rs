@@ -63,6 +63,25 @@ impl Default for ServerOptions {
     }
 }
 
+/// The state that the handlers of every kind of server need.
+pub(crate) trait HttpApp: Send + Sync + 'static {
+    /// The options of the server.
+    fn options(&self) -> &ServerOptions;
+
+    /// The memory of the bodies of requests.
+    fn bodies(&self) -> &BodyPool;
+}
+
+impl HttpApp for App {
+    fn options(&self) -> &ServerOptions {
+        &self.options
+    }
+
+    fn bodies(&self) -> &BodyPool {
+        &self.bodies
+    }
+}
+
 /// The state that all HTTP handlers share.
 #[derive(Debug)]
 pub(crate) struct App {

@@ -1,7 +1,7 @@
 //! Reads the bodies of requests: checks the size, the memory, the time limit and the JSON. Error messages name the
 //! request field that caused the error.
 
-use super::app::App;
+use super::app::HttpApp;
 use super::body_memory::{BodyMemory, BodyPool, GrowingMemory, LONG_BODY, parsed_bytes};
 use crate::error::{ErrorKind, RequestError};
 use axum::body::{Body, BodyDataStream, HttpBody};
@@ -30,7 +30,7 @@ const DISCARDED: usize = 128 << 20;
 /// been prepared.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     request: Request<Body>,
-    app: &App,
+    app: &impl HttpApp,
 ) -> Result<(T, BodyMemory), RequestError> {
     let media_type = request.headers().get(header::CONTENT_TYPE);
     let media_type = media_type.and_then(|value| value.to_str().ok());
@@ -42,7 +42,7 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
         let message = "Content-Type: expected application/json";
         return Err(RequestError::new(ErrorKind::MediaType, message));
     }
-    let (limit, seconds) = (app.options.max_body, app.options.body_timeout);
+    let (limit, seconds) = (app.options().max_body, app.options().body_timeout);
     // A client that waits for "100 Continue" does not send a body that is refused.
     let waits = request.headers().contains_key(header::EXPECT);
     let body = request.into_body();
@@ -54,7 +54,7 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
         true => Err(too_large(limit)),
         false => {
             let expected = length.unwrap_or(limit);
-            collect(&mut rest, expected, limit, seconds, &app.bodies).await
+            collect(&mut rest, expected, limit, seconds, app.bodies()).await
         }
     };
     let error = match collected {

@@ -1,6 +1,6 @@
 //! The log of requests: one line of JSON for each request to an API.
 
-use super::app::{App, now};
+use super::app::{HttpApp, now};
 use super::form::{ErrorText, Form};
 use crate::engine::AnswerUsage;
 use axum::{
@@ -150,13 +150,14 @@ fn api(path: &str) -> Option<&'static str> {
         "/v1/responses" => Some("responses"),
         "/v1/messages" => Some("messages"),
         "/v1/messages/count_tokens" => Some("count_tokens"),
+        "/v1/embeddings" => Some("embeddings"),
         _ => None,
     }
 }
 
 /// Creates the log entry of a request to an API, and adds the response's status and error to the entry.
-pub(crate) async fn log_request(
-    State(app): State<Arc<App>>,
+pub(crate) async fn log_request<A: HttpApp>(
+    State(app): State<Arc<A>>,
     mut request: Request<Body>,
     next: Next,
 ) -> Response {
@@ -165,7 +166,7 @@ pub(crate) async fn log_request(
         return next.run(request).await;
     };
     let name = Form::of_path(path).id_header();
-    let log = RequestLog::new(api, app.options.model.clone());
+    let log = RequestLog::new(api, app.options().model.clone());
     request.extensions_mut().insert(log.clone());
     let mut response = next.run(request).await;
     let error = response.extensions_mut().remove::<ErrorText>();

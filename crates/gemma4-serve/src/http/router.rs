@@ -1,6 +1,6 @@
 //! Routes paths to handlers, and checks API keys.
 
-use super::app::App;
+use super::app::{App, HttpApp};
 use super::form::Form;
 use super::request_log::log_request;
 use super::{adapters, anthropic, openai, page};
@@ -31,21 +31,26 @@ pub(crate) fn router(app: Arc<App>) -> Router {
             "/v1/messages/count_tokens",
             post(anthropic::messages::count),
         )
+        .route("/v1/embeddings", post(embeddings))
         .route("/v1/load_lora_adapter", post(adapters::load))
         .route("/v1/unload_lora_adapter", post(adapters::unload))
         .route("/metrics", get(metrics))
-        .layer(from_fn_with_state(app.clone(), check_key))
+        .layer(from_fn_with_state(app.clone(), check_key::<App>))
         .route("/health", get(health))
         .route("/", get(page::page))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
-        .layer(from_fn_with_state(app.clone(), log_request))
+        .layer(from_fn_with_state(app.clone(), log_request::<App>))
         .with_state(app)
 }
 
 /// Refuses a request without an accepted API key.
-async fn check_key(State(app): State<Arc<App>>, request: Request<Body>, next: Next) -> Response {
-    let keys = &app.options.api_keys;
+pub(super) async fn check_key<A: HttpApp>(
+    State(app): State<Arc<A>>,
+    request: Request<Body>,
+    next: Next,
+) -> Response {
+    let keys = &app.options().api_keys;
     if keys.is_empty() || has_key(request.headers(), keys) {
         return next.run(request).await;
     }
@@ -73,31 +78,52 @@ fn has_key(headers: &HeaderMap, keys: &[String]) -> bool {
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let (status, text) = match (app.engines.failure(), app.engines.is_draining()) {
-        (Some(_), _) => (StatusCode::INTERNAL_SERVER_ERROR, "failed"),
-        (None, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
-        (None, false) => (StatusCode::OK, "ok"),
+    let engines = &app.engines;
+    health_of(
+        engines.failure().is_some(),
+        engines.is_draining(),
+        engines.devices(),
+    )
+}
+
+/// Returns the response of `/health`.
+pub(super) fn health_of(has_failed: bool, is_draining: bool, devices: &[String]) -> Response {
+    let (status, text) = match (has_failed, is_draining) {
+        (true, _) => (StatusCode::INTERNAL_SERVER_ERROR, "failed"),
+        (false, true) => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        (false, false) => (StatusCode::OK, "ok"),
     };
     let mut health = json!({"status": text});
-    if let devices @ [_, _, ..] = app.engines.devices() {
+    if let devices @ [_, _, ..] = devices {
         health["devices"] = json!(devices);
     }
     (status, Json(health)).into_response()
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let media_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4")];
-    (media_type, app.engines.metrics_text()).into_response()
+    metrics_of(app.engines.metrics_text())
 }
 
-async fn not_found(request: Request<Body>) -> Response {
+/// Returns the response of `/metrics`.
+pub(super) fn metrics_of(text: String) -> Response {
+    let media_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4")];
+    (media_type, text).into_response()
+}
+
+/// Refuses embeddings, which a model that generates text does not compute.
+async fn embeddings() -> Response {
+    let message = "/v1/embeddings: this server's model generates text; embeddings need a server with an embedding model";
+    Form::OpenAi.response(&RequestError::new(ErrorKind::NotFound, message))
+}
+
+pub(super) async fn not_found(request: Request<Body>) -> Response {
     let path = request.uri().path();
     let message = format!("path: {path:?} does not exist");
     let error = RequestError::new(ErrorKind::NotFound, message);
     Form::of_path(path).response(&error)
 }
 
-async fn wrong_method(request: Request<Body>) -> Response {
+pub(super) async fn wrong_method(request: Request<Body>) -> Response {
     let path = request.uri().path();
     let message = format!("method: {path:?} does not serve {}", request.method());
     let error = RequestError::new(ErrorKind::MethodNotAllowed, message);

@@ -1,9 +1,8 @@
 //! The server: accepts connections, and shuts down together with its engine.
 
 use super::app::{App, ServerOptions};
-use super::connections::Connections;
-use super::listener::LimitedListener;
 use super::router::router;
+use super::serving::serve_until;
 use crate::engine::{EngineOptions, EnginePool, PoolEnd};
 use crate::error::RequestError;
 use crate::text::TextModel;
@@ -12,9 +11,7 @@ use burn_gemma4::{AdapterTargets, ChatTemplate, Gemma4, Gemma4Error};
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::time::{Instant, sleep_until, timeout_at};
 
 /// A server of one model.
 ///
@@ -124,46 +121,19 @@ impl Server {
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), String> {
         let Self { app, end } = self;
-        let (engines, drain_timeout) = (app.engines.clone(), app.options.drain_timeout);
-        let mut listener = LimitedListener::new(listener, app.options.max_connections);
-        let mut connections = Connections::new(router(app.clone()), app.options.header_timeout);
-        tokio::pin!(end, shutdown);
-        let ended = tokio::select! {
-            never = connections.accept(&mut listener) => match never {},
-            () = &mut shutdown => None,
-            outcome = &mut end => Some(outcome),
-        };
-        // The listener stays open, so that new requests get an error that says that the server is shutting down.
-        engines.drain();
-        connections.close_after_answers();
-        let deadline = Instant::now() + drain_timeout;
-        let ended = match ended {
-            Some(ended) => ended,
-            None => tokio::select! {
-                never = connections.accept(&mut listener) => match never {},
-                outcome = &mut end => outcome,
-                () = sleep_until(deadline) => {
-                    log::warn!("the drain timeout has passed; open requests are cancelled");
-                    return Ok(());
-                }
-            },
-        };
-        drop(listener);
-        // The last bytes of an answer, or of the error, may still be on their way to a client. Open connections
-        // therefore get some time to receive these bytes.
-        let moment = match ended {
-            Ok(()) => deadline,
-            Err(_) => Instant::now() + LAST_MOMENT,
-        };
-        // Connections that are still open at `moment` are cut.
-        let _ = timeout_at(moment, connections.closed()).await;
-        ended
+        let engines = app.engines.clone();
+        let drain = || engines.drain();
+        serve_until(
+            router(app.clone()),
+            &app.options,
+            listener,
+            shutdown,
+            end,
+            drain,
+        )
+        .await
     }
 }
-
-/// After the engine has failed, open connections are cut after this time. Until then, clients can still receive the
-/// reason of the failure.
-const LAST_MOMENT: Duration = Duration::from_millis(200);
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {

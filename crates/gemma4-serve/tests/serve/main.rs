@@ -13,6 +13,7 @@ mod audio;
 mod bodies;
 mod concurrency;
 mod devices;
+mod embeddings;
 mod files;
 mod images;
 mod malformed;

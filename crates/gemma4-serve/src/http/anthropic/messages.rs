@@ -39,7 +39,7 @@ pub(crate) async fn handle(
 /// Handles a request to `/v1/messages/count_tokens`.
 pub(crate) async fn count(State(app): State<Arc<App>>, request: Request<Body>) -> Response {
     let counted = async {
-        let (request, memory) = read_json::<MessagesRequest>(request, &app).await?;
+        let (request, memory) = read_json::<MessagesRequest>(request, &*app).await?;
         let app = app.clone();
         // The guard lives until the client leaves, or until the tokens have been counted.
         let guard = ClientGuard::default();
@@ -65,7 +65,7 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let (request, memory) = read_json::<MessagesRequest>(request, &app).await?;
+    let (request, memory) = read_json::<MessagesRequest>(request, &*app).await?;
     let (events, prompt_tokens, context) = app
         .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;

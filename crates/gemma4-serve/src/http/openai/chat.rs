@@ -40,7 +40,7 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let (request, memory) = read_json::<ChatRequest>(request, &app).await?;
+    let (request, memory) = read_json::<ChatRequest>(request, &*app).await?;
     let (events, prompt_tokens, context) = app
         .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;

@@ -39,7 +39,7 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let (request, memory) = read_json::<CompletionRequest>(request, &app).await?;
+    let (request, memory) = read_json::<CompletionRequest>(request, &*app).await?;
     let (context, prompts) = request.split()?;
     let adapter = app.select_adapter(context.model())?;
     let mut submitted = Vec::new();

@@ -35,7 +35,7 @@ async fn answer(
     log: RequestLog,
     request: Request<Body>,
 ) -> Result<Response, RequestError> {
-    let (request, memory) = read_json::<ResponsesRequest>(request, &app).await?;
+    let (request, memory) = read_json::<ResponsesRequest>(request, &*app).await?;
     let (mut events, prompt_tokens, context) = app
         .submit(&log, memory, |app, client| request.prepare(app, client))
         .await?;
