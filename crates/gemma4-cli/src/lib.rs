@@ -17,6 +17,7 @@ pub mod commands;
 pub mod device;
 pub mod device_list;
 mod dtype;
+mod embedding;
 mod error;
 pub mod generation;
 mod host_memory;

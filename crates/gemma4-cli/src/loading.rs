@@ -5,9 +5,9 @@ use crate::host_memory::host_memory;
 use crate::model::{ModelArguments, progress_bar, tell_dtype};
 use crate::terminal::{is_wrong_argument, note};
 use crate::{Dtype, Error, hub};
-use burn_gemma4::{DeviceMemory, DeviceUse, Gemma4, LoadOptions, LoadProgress};
+use burn_gemma4::{DeviceMemory, DeviceUse, EmbeddingGemma, Gemma4, LoadOptions, LoadProgress};
 use indicatif::ProgressBar;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -30,7 +30,35 @@ impl Loaded {
     }
 }
 
+/// The path of a model that is in this machine's file system, after a download if one was necessary.
+pub struct ResolvedModel {
+    path: Option<PathBuf>,
+    /// The devices, if their memory decided which of several GGUF files to take.
+    opened: Option<Vec<Chosen>>,
+}
+
+impl ResolvedModel {
+    /// Returns the model's folder if it has an embedding model, and `None` for a model that generates text.
+    ///
+    /// # Errors
+    /// Returns an error if the folder's `config.json` cannot be read or is not JSON.
+    pub fn embedding_folder(&self) -> Result<Option<&Path>, Error> {
+        Ok(match self.path.as_deref() {
+            Some(path) if EmbeddingGemma::is_at(path)? => Some(path),
+            _ => None,
+        })
+    }
+}
+
 impl ModelArguments {
+    /// Finds the model, and downloads a model of the Hub that its cache lacks.
+    ///
+    /// # Errors
+    /// Returns an error if the model cannot be found, or if a device does not exist.
+    pub fn resolve_all(&self) -> Result<ResolvedModel, Error> {
+        self.resolve(|| self.device.choose_all())
+    }
+
     /// Loads the model, and attaches the adapter in the folder `adapter`. A progress bar is shown on standard error if
     /// that is a terminal.
     ///
@@ -38,25 +66,29 @@ impl ModelArguments {
     /// Returns an error if the arguments name several devices, if the device does not exist, or if the checkpoint or the
     /// adapter is invalid.
     pub fn load(&self, adapter: Option<&Path>) -> Result<Loaded, Error> {
-        let mut loaded = self.load_to(|| Ok(vec![self.device.choose_one()?]), adapter)?;
+        let devices = || Ok(vec![self.device.choose_one()?]);
+        let mut loaded = self.load_to(self.resolve(devices)?, devices, adapter)?;
         Ok(loaded.remove(0))
     }
 
-    /// Loads the model to each device, and attaches the adapter in the folder `adapter`. The devices are loaded at the
+    /// Loads a resolved model to each device, and attaches the adapter in the folder `adapter`. The devices are loaded at the
     /// same time, each by a thread of its own. The threads share the pages of the memory-mapped checkpoint, so host memory
     /// holds one copy of the weights at most. Engines on the CPU share one copy of the weights.
     ///
     /// # Errors
     /// Returns an error if a device does not exist, or if the checkpoint or the adapter is invalid.
-    pub fn load_all(&self, adapter: Option<&Path>) -> Result<Vec<Loaded>, Error> {
-        self.load_to(|| self.device.choose_all(), adapter)
-    }
-
-    fn load_to(
+    pub fn load_all(
         &self,
-        devices: impl FnOnce() -> Result<Vec<Chosen>, Error>,
+        resolved: ResolvedModel,
         adapter: Option<&Path>,
     ) -> Result<Vec<Loaded>, Error> {
+        self.load_to(resolved, || self.device.choose_all(), adapter)
+    }
+
+    fn resolve(
+        &self,
+        devices: impl FnOnce() -> Result<Vec<Chosen>, Error>,
+    ) -> Result<ResolvedModel, Error> {
         // The memory of the devices is asked only if one of several GGUF files must be chosen. The devices are opened
         // once, after a wrong path was refused.
         let mut opened = None;
@@ -71,10 +103,18 @@ impl ModelArguments {
         let path = path
             .map(|path| hub::resolve(path, &mut memory))
             .transpose()?;
-        let devices = match (opened, devices) {
-            (Some(opened), _) => opened,
-            (None, Some(devices)) => devices()?,
-            (None, None) => unreachable!("the devices are opened once"),
+        Ok(ResolvedModel { path, opened })
+    }
+
+    fn load_to(
+        &self,
+        ResolvedModel { path, opened }: ResolvedModel,
+        devices: impl FnOnce() -> Result<Vec<Chosen>, Error>,
+        adapter: Option<&Path>,
+    ) -> Result<Vec<Loaded>, Error> {
+        let devices = match opened {
+            Some(opened) => opened,
+            None => devices()?,
         };
         devices.iter().for_each(note);
         if path.is_none() {

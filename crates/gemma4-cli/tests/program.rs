@@ -19,7 +19,7 @@ fn help_lists_each_command_in_one_line() {
     let output = gemma4(&["--help"]);
     assert!(output.status.success(), "{output:?}");
     let help = text(&output.stdout);
-    let commands = ["run", "chat"];
+    let commands = ["run", "chat", "embed"];
     #[cfg(feature = "serve")]
     let commands = [&commands[..], &["serve"]].concat();
     #[cfg(feature = "training")]

@@ -2,6 +2,7 @@
 
 mod chat;
 mod doctor;
+mod embed;
 #[cfg(feature = "training")]
 mod evaluate;
 #[cfg(feature = "training")]
@@ -14,12 +15,15 @@ mod run;
 #[cfg(feature = "serve")]
 mod serve;
 #[cfg(feature = "serve")]
+mod serve_embeddings;
+#[cfg(feature = "serve")]
 mod served_media;
 #[cfg(feature = "training")]
 mod train;
 
 pub use chat::Chat;
 pub use doctor::Doctor;
+pub use embed::Embed;
 #[cfg(feature = "training")]
 pub use evaluate::Evaluate;
 #[cfg(feature = "training")]
@@ -47,6 +51,7 @@ pub struct Gemma4 {
 enum Command {
     Run(Box<Run>),
     Chat(Box<Chat>),
+    Embed(Box<Embed>),
     #[cfg(feature = "serve")]
     Serve(Box<Serve>),
     #[cfg(feature = "training")]
@@ -66,6 +71,7 @@ impl Gemma4 {
         match self.command {
             Command::Run(command) => command.execute(),
             Command::Chat(command) => command.execute(),
+            Command::Embed(command) => command.execute(),
             #[cfg(feature = "serve")]
             Command::Serve(command) => command.execute(),
             #[cfg(feature = "training")]

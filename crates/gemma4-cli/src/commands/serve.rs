@@ -1,5 +1,6 @@
 //! The command `gemma4 serve`: a server with the APIs of OpenAI and Anthropic.
 
+use super::serve_embeddings;
 use super::served_media::ServedMedia;
 use crate::{
     Error,
@@ -12,8 +13,9 @@ use crate::{
 use burn_gemma4::{CacheKind, ChatTemplate};
 use clap::Parser;
 use gemma4_serve::engine::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
-use gemma4_serve::{Server, ServerOptions};
+use gemma4_serve::{EmbeddingServer, Server, ServerOptions};
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -21,6 +23,9 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 /// Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
+///
+/// An embedding model, such as google/embeddinggemma-2, is served by /v1/embeddings alone. The arguments of generation,
+/// images and audio then have no effect.
 ///
 /// --device cuda:0,cuda:1 serves on several devices, each with a copy of the model and an engine of its own.
 ///
@@ -266,6 +271,34 @@ impl Serve {
     pub fn execute(&self) -> ExitCode {
         exit_code(|| run(self))
     }
+
+    /// Prints the address of the server, and a warning if other machines can use the server without a key.
+    fn tell_address(&self, name: &str, local: SocketAddr) {
+        note(format_args!("serving {name} on http://{local}"));
+        if !local.ip().is_loopback() && self.api_key.is_empty() && self.api_key_file.is_none() {
+            note("warning: other machines can use this server without a key; --api-key sets one");
+        }
+    }
+
+    /// Refuses arguments that an embedding model cannot have, because it generates no text.
+    fn refuse_generation(&self) -> Result<(), WrongArgument> {
+        let (adapters, engine, cache) = (&self.adapters, &self.engine, &self.cache);
+        let given = [
+            ("--chat-template", self.chat_template.is_some()),
+            ("--adapter", !adapters.adapter.is_empty()),
+            ("--adapter-root", adapters.adapter_root.is_some()),
+            ("--kv-tokens", engine.kv_tokens.is_some()),
+            ("--prefill-chunk", engine.prefill_chunk.is_some()),
+            ("--kv", cache.kv == Kv::Q8),
+            ("--compact-keys", cache.compact_keys),
+        ];
+        match given.iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => Err(WrongArgument(format!(
+                "{name}: the model computes embeddings and generates no text"
+            ))),
+            None => Ok(()),
+        }
+    }
 }
 
 fn run(cli: &Serve) -> Result<(), Error> {
@@ -297,7 +330,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
     cli.adapters.check()?;
     let media = cli.media.options()?;
     let (of_model, adapter_root) = (cli.adapters.of_model()?, cli.adapters.root()?);
-    let loaded = cli.model.load_all(of_model)?;
+    let resolved = cli.model.resolve_all()?;
     let name = cli.name.clone();
     let name = name.unwrap_or_else(|| default_name(cli.model.model.as_deref()));
     let options = ServerOptions {
@@ -311,6 +344,19 @@ fn run(cli: &Serve) -> Result<(), Error> {
         media,
         ..ServerOptions::default()
     };
+    let shutdown = async move {
+        // Ignore the error of `wait_for`. It occurs only if the sender of the stop signal is dropped, at the end of the
+        // program.
+        let _ = stopped.wait_for(|stop| *stop).await;
+    };
+    if let Some(folder) = resolved.embedding_folder()? {
+        cli.refuse_generation()?;
+        let models = serve_embeddings::load(folder, &cli.model)?;
+        let server = EmbeddingServer::of_devices(models, cli.engine.max_queue, options)?;
+        cli.tell_address(&name, local);
+        return Ok(runtime.block_on(server.serve(listener, shutdown))?);
+    }
+    let loaded = cli.model.load_all(resolved, of_model)?;
     let cache = CacheKind {
         compact_keys: cli.cache.compact_keys,
         precision: cli.cache.kv.into(),
@@ -324,21 +370,13 @@ fn run(cli: &Serve) -> Result<(), Error> {
     let models: Vec<_> = models.map(|one| (one.chosen.label(), one.gemma)).collect();
     let server = Server::of_devices(models, engine, options, template)?;
     cli.adapters.load(&server)?;
-    note(format_args!("serving {name} on http://{local}"));
+    cli.tell_address(&name, local);
     if let devices @ [_, _, ..] = server.engines().devices() {
         let count = devices.len();
         note(format_args!(
             "{count} engines, one a device; the limits of running, queued and cached tokens hold for each"
         ));
     }
-    if !local.ip().is_loopback() && cli.api_key.is_empty() && cli.api_key_file.is_none() {
-        note("warning: other machines can use this server without a key; --api-key sets one");
-    }
-    let shutdown = async move {
-        // Ignore the error of `wait_for`. It occurs only if the sender of the stop signal is dropped, at the end of the
-        // program.
-        let _ = stopped.wait_for(|stop| *stop).await;
-    };
     Ok(runtime.block_on(server.serve(listener, shutdown))?)
 }
 

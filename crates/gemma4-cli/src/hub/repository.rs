@@ -41,7 +41,7 @@ pub(super) struct RemoteFile {
 }
 
 /// The files beside the weights that a model has, as far as the program reads them.
-const SMALL: [&str; 9] = [
+const SMALL: [&str; 13] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -50,6 +50,10 @@ const SMALL: [&str; 9] = [
     "chat_template.json",
     "processor_config.json",
     "preprocessor_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
     INDEX,
 ];
 const INDEX: &str = "model.safetensors.index.json";

@@ -1,0 +1,251 @@
+//! The command `gemma4 embed`: embeddings of texts as lines of JSON.
+
+use crate::{
+    Dtype, Error,
+    device_list::{DeviceList, DeviceListParser},
+    embedding, hub,
+    model::positive,
+    signals::Stopped,
+    terminal::{Interrupt, Output, WrongArgument, exit_code, note},
+};
+use burn_gemma4::{EmbedOptions, EmbeddingGemma};
+use clap::Parser;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Compute embeddings of texts with an embedding model, such as google/embeddinggemma-2.
+///
+/// Each output line is a JSON object with the index of a text, its embedding and its number of tokens.
+#[derive(Parser)]
+#[command(version)]
+pub struct Embed {
+    /// Checkpoint of an embedding model: a folder in Hugging Face's layout, or the name of a model on the Hugging Face
+    /// Hub. The model is downloaded if the Hub's cache lacks it.
+    #[arg(long, value_name = "PATH", help_heading = "Model")]
+    model: PathBuf,
+    /// Device to run on. NAME:NUMBER takes one of several devices, such as cuda:1.
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = DeviceListParser, help_heading = "Model")]
+    device: DeviceList,
+    /// Compute type [default: the checkpoint's; on a CPU f32].
+    #[arg(long, value_enum, help_heading = "Model")]
+    dtype: Option<Dtype>,
+    /// Name of the checkpoint's prompt that stands before each text, such as SearchQuery or Document [default: the
+    /// checkpoint's default prompt, usually none].
+    #[arg(long, value_name = "NAME")]
+    prompt_name: Option<String>,
+    /// Number of elements to which embeddings are truncated. Truncated embeddings are normalized again [default: all].
+    #[arg(long, value_name = "COUNT", value_parser = positive)]
+    dimensions: Option<usize>,
+    /// Drop the last tokens of texts that have more tokens than the model reads [default: such a text is an error].
+    #[arg(long)]
+    truncate: bool,
+    /// Text to embed. The option may be repeated.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    text: Vec<String>,
+    /// File with one text per line, or one JSON object per line (.jsonl): {"text": "…"}, with an optional "id" that the
+    /// output repeats, and an optional "prompt_name" that takes precedence [default: lines of standard input].
+    #[arg(value_name = "FILE", conflicts_with = "text")]
+    file: Option<PathBuf>,
+}
+
+/// The texts of one call of the model have together about this many tokens.
+const CALL_TOKENS: usize = 8192;
+
+/// A line of a JSONL file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    text: String,
+    id: Option<Value>,
+    prompt_name: Option<String>,
+}
+
+/// A line of the output.
+#[derive(Serialize)]
+struct Embedded<'a> {
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a Value>,
+    embedding: &'a [f32],
+    tokens: usize,
+}
+
+/// A text that waits for its embedding.
+struct Waiting {
+    id: Option<Value>,
+    tokens: Vec<u32>,
+}
+
+impl Embed {
+    /// Executes the command and returns its exit code.
+    pub fn execute(&self) -> ExitCode {
+        exit_code(|| run(self))
+    }
+
+    fn options(&self, prompt_name: Option<String>) -> EmbedOptions {
+        let mut options = EmbedOptions::new().truncate(self.truncate);
+        if let Some(name) = prompt_name.or_else(|| self.prompt_name.clone()) {
+            options = options.prompt(name);
+        }
+        if let Some(dimensions) = self.dimensions {
+            options = options.dimensions(dimensions);
+        }
+        options
+    }
+
+    /// Returns the texts, each with the name of its source for errors.
+    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<(Line, String), Error>>>, Error> {
+        let of_text = |text: String| Line {
+            text,
+            id: None,
+            prompt_name: None,
+        };
+        if !self.text.is_empty() {
+            let texts = self.text.clone().into_iter();
+            return Ok(Box::new(
+                texts.map(move |text| Ok((of_text(text), "--text".into()))),
+            ));
+        }
+        let (name, input): (String, Box<dyn BufRead>) = match &self.file {
+            Some(path) => {
+                let file = File::open(path)
+                    .map_err(|error| WrongArgument(format!("{}: {error}", path.display())))?;
+                (path.display().to_string(), Box::new(BufReader::new(file)))
+            }
+            None => (
+                "standard input".into(),
+                Box::new(BufReader::new(io::stdin())),
+            ),
+        };
+        let is_jsonl = self.file.as_deref().is_some_and(is_jsonl);
+        let lines = input.lines().enumerate();
+        Ok(Box::new(lines.map(move |(index, line)| {
+            let place = format!("{name}: line {}", index + 1);
+            let wrong = |error: &dyn std::fmt::Display| WrongArgument(format!("{place}: {error}"));
+            let line = line.map_err(|error| wrong(&error))?;
+            let line = match is_jsonl {
+                true => serde_json::from_str(&line).map_err(|error| wrong(&error))?,
+                false => of_text(line),
+            };
+            Ok((line, place))
+        })))
+    }
+}
+
+fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "jsonl")
+}
+
+/// The progress of the command.
+struct Embedder<'a> {
+    cli: &'a Embed,
+    model: EmbeddingGemma,
+    output: Output,
+    waiting: Vec<Waiting>,
+    waiting_tokens: usize,
+    texts: usize,
+    tokens: usize,
+    /// The time in the model, without the reading and the encoding of texts.
+    time: Duration,
+}
+
+fn run(cli: &Embed) -> Result<(), Error> {
+    let interrupt = Interrupt::new()?;
+    // Open the file before the model is loaded, so that a wrong path is reported early.
+    let texts = cli.texts()?;
+    let path = hub::resolve_folder(&cli.model)?;
+    let chosen = cli.device.choose_one()?;
+    note(&chosen);
+    let start = Instant::now();
+    let model = embedding::load(&path, &chosen, cli.dtype)?;
+    let loaded = start.elapsed();
+    if let Some(dimensions) = cli.dimensions {
+        model.config().check_dimensions(dimensions)?;
+    }
+    let dtype = model.model().dtype();
+    let mut embedder = Embedder {
+        cli,
+        model,
+        output: Output::default(),
+        waiting: Vec::new(),
+        waiting_tokens: 0,
+        texts: 0,
+        tokens: 0,
+        time: Duration::ZERO,
+    };
+    interrupt.catch(|| -> Result<(), Error> {
+        for text in texts {
+            let (line, place) = text?;
+            embedder.push(line, &place)?;
+            if interrupt.flow().is_break() || embedder.output.is_closed() {
+                return Ok(());
+            }
+        }
+        embedder.embed()
+    })?;
+    note(format_args!(
+        "loaded in {:.2} s as {}; {} texts with {} tokens in {:.2} s, {:.0} tokens/s",
+        loaded.as_secs_f64(),
+        dtype.name(),
+        embedder.texts,
+        embedder.tokens,
+        embedder.time.as_secs_f64(),
+        embedder.tokens as f64 / embedder.time.as_secs_f64().max(1e-9),
+    ));
+    match interrupt.rest() {
+        Some(signal) => Err(Stopped(signal).into()),
+        None => embedder.output.finish(),
+    }
+}
+
+impl Embedder<'_> {
+    /// Encodes a text. When enough tokens wait, embeds all texts that wait.
+    fn push(&mut self, line: Line, place: &str) -> Result<(), Error> {
+        let options = self.cli.options(line.prompt_name);
+        let tokens = self.model.tokens(&line.text, &options);
+        let tokens = tokens.map_err(|error| WrongArgument(format!("{place}: {error}")))?;
+        if self.waiting_tokens + tokens.len() > CALL_TOKENS {
+            self.embed()?;
+        }
+        self.waiting_tokens += tokens.len();
+        self.waiting.push(Waiting {
+            id: line.id,
+            tokens,
+        });
+        Ok(())
+    }
+
+    /// Embeds the texts that wait, and prints their lines.
+    fn embed(&mut self) -> Result<(), Error> {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.tokens += std::mem::take(&mut self.waiting_tokens);
+        let mut ids = Vec::with_capacity(waiting.len());
+        let mut tokens = Vec::with_capacity(waiting.len());
+        for text in waiting {
+            ids.push(text.id);
+            tokens.push(text.tokens);
+        }
+        let start = Instant::now();
+        let embeddings = self.model.embed_tokens(&tokens, self.cli.dimensions)?;
+        self.time += start.elapsed();
+        for ((id, tokens), embedding) in ids.iter().zip(&tokens).zip(&embeddings) {
+            let line = Embedded {
+                index: self.texts,
+                id: id.as_ref(),
+                embedding,
+                tokens: tokens.len(),
+            };
+            self.texts += 1;
+            let line = serde_json::to_string(&line)?;
+            if self.output.write(&format!("{line}\n")).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
