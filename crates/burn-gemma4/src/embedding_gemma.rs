@@ -1,5 +1,10 @@
 //! A loaded checkpoint of EmbeddingGemma 2: the model, the tokenizer and the settings of sentence-transformers.
 
+mod options;
+mod passes;
+
+pub use options::EmbedOptions;
+
 use crate::checkpoint::LoadOptions;
 use crate::config::embedding_gemma::EmbeddingGemmaConfig;
 use crate::config::placeholders::Placeholders;
@@ -10,11 +15,8 @@ use crate::model::embedding_gemma::EmbeddingGemmaModel;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tokenizer::template::TextTemplate;
 use burn::tensor::Device;
-use std::{fs, ops::Range, path::Path};
-
-/// The largest number of tokens of several texts in one pass of [`EmbeddingGemma::embed`]. It bounds the memory: the per-layer embeddings of the
-/// published model are 400 MB in f32 for 8,192 tokens.
-const PASS_TOKENS: usize = 8192;
+use passes::{PASS_TOKENS, passes};
+use std::{fs, path::Path};
 
 /// The smallest norm by which an embedding is divided, as in PyTorch's `normalize`.
 const SMALLEST_NORM: f64 = 1e-12;
@@ -44,41 +46,6 @@ pub struct EmbeddingGemma {
     template: TextTemplate,
     placeholders: Placeholders,
     settings: SentenceTransformers,
-}
-
-/// The options of embeddings.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct EmbedOptions {
-    prompt: Option<String>,
-    dimensions: Option<usize>,
-    truncate: bool,
-}
-
-impl EmbedOptions {
-    /// Creates the default options: the checkpoint's default prompt, usually none, and whole embeddings. Texts with too
-    /// many tokens are errors.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Sets the name of the prompt that stands before each text, one of [`EmbeddingGemma::prompts`].
-    pub fn prompt(mut self, name: impl Into<String>) -> Self {
-        self.prompt = Some(name.into());
-        self
-    }
-
-    /// Truncates embeddings to their first elements (Matryoshka embeddings; Kusupati et al. 2022, arXiv:2205.13147).
-    /// Truncated embeddings are normalized again.
-    pub fn dimensions(mut self, dimensions: usize) -> Self {
-        self.dimensions = Some(dimensions);
-        self
-    }
-
-    /// Drops the last tokens of a text that has more than [`EmbeddingGemma::max_tokens`], as sentence-transformers does.
-    pub fn truncate(mut self, truncate: bool) -> Self {
-        self.truncate = truncate;
-        self
-    }
 }
 
 impl EmbeddingGemma {
@@ -407,35 +374,5 @@ fn at_text(index: usize, error: Gemma4Error) -> Gemma4Error {
             reason: format!("text {index} {reason}"),
         },
         other => other,
-    }
-}
-
-/// Divides texts into consecutive passes of up to [`PASS_TOKENS`] tokens. A longer text is a pass of its own.
-fn passes(texts: &[Vec<u32>]) -> Vec<Range<usize>> {
-    let mut passes: Vec<Range<usize>> = Vec::new();
-    let mut tokens = 0;
-    for (index, text) in texts.iter().enumerate() {
-        tokens += text.len();
-        match passes.last_mut() {
-            Some(pass) if tokens <= PASS_TOKENS => pass.end = index + 1,
-            _ => {
-                passes.push(index..index + 1);
-                tokens = text.len();
-            }
-        }
-    }
-    passes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn passes_hold_texts_up_to_the_limit() {
-        let text = |tokens: usize| vec![0; tokens];
-        let all = [PASS_TOKENS - 1, 1, 1, PASS_TOKENS + 5, 2, 3].map(text);
-        assert_eq!(passes(&all), [0..2, 2..3, 3..4, 4..6]);
-        assert!(passes(&[]).is_empty());
     }
 }

@@ -93,14 +93,14 @@ impl EmbeddingGemmaModel {
         if folder.is_file() {
             return Err(Gemma4Error::Unsupported {
                 path: folder.into(),
-                reason: "is a file; expected an embedding model's folder in Hugging Face's layout, with safetensors files"
+                reason: "is a file; expected an embedding model's folder in Hugging Face's layout, with safetensors"
                     .into(),
             });
         }
         if let Quantization::Q8 | Quantization::Q4 = options.quantization {
             return Err(Gemma4Error::Argument {
                 argument: "quantization",
-                reason: "is set, but the weights of embedding models are not quantized; expected the checkpoint's format"
+                reason: "is set, but embedding models are not quantized; expected the checkpoint's format"
                     .into(),
             });
         }

@@ -65,6 +65,9 @@ struct Line {
     prompt_name: Option<String>,
 }
 
+/// The texts of the input, each with the name of its source for errors.
+type Texts = Box<dyn Iterator<Item = Result<(Line, String), Error>>>;
+
 /// A line of the output.
 #[derive(Serialize)]
 struct Embedded<'a> {
@@ -98,8 +101,8 @@ impl Embed {
         options
     }
 
-    /// Returns the texts, each with the name of its source for errors.
-    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<(Line, String), Error>>>, Error> {
+    /// Opens the input.
+    fn texts(&self) -> Result<Texts, Error> {
         let of_text = |text: String| Line {
             text,
             id: None,

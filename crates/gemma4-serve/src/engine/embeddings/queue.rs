@@ -303,7 +303,7 @@ mod tests {
         }
         let (third, _) = job(&[1]);
         assert!(!queue.push(third, 2, &metrics), "the queue is full");
-        let mut next = || queue.next_pass(10, &metrics).expect("there are texts");
+        let next = || queue.next_pass(10, &metrics).expect("there are texts");
         let passes = [next(), next(), next()];
         assert_eq!(
             passes.each_ref().map(lengths),
