@@ -8,6 +8,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod accumulator;
+pub mod matrix;
 #[cfg(feature = "cuda")]
 pub mod mbarrier;
 #[cfg(feature = "cuda")]

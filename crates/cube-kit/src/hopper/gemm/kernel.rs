@@ -14,13 +14,14 @@
 
 use super::mainloop::{SUBTILE_BYTES, multiply_matrices};
 use super::ring::{Ring, prepare_ring};
-use crate::hopper::gemm::plan::{Major, MatrixTiles};
+use crate::hopper::gemm::plan::MatrixTiles;
 use crate::hopper::pipeline::pipeline_state;
 use crate::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
 use crate::hopper::tma::{await_stores, store_tma_tiles};
 use crate::hopper::wgmma::{descriptor, transposed_descriptor};
 use crate::hopper::{PRODUCT_ROWS, WARPGROUP};
 use crate::nvidia::accumulator::pair;
+use crate::nvidia::matrix::Major;
 use crate::nvidia::ptx::uniform;
 use crate::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;

@@ -6,57 +6,13 @@ use crate::hopper::gemm::plan::{MatrixTiles, TOGETHER};
 use crate::hopper::{PRODUCT_ROWS, is_hopper, multiprocessors};
 use crate::launch::empty;
 use crate::nvidia::Half;
-use burn::backend::TensorMetadata;
+use crate::nvidia::matrix::{MatrixError, check_operands};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::prelude::CubeCount;
 use cubecl::prelude::CubeDim;
-
-/// The reason why a GEMM was refused: the argument, its value, and the expected value.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum MatrixError {
-    /// An operand is not a matrix, or the operands differ in inner size.
-    #[error(
-        "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
-    )]
-    Shape {
-        /// The argument's name.
-        argument: &'static str,
-        /// The argument's shape.
-        has: Vec<usize>,
-        /// The dimension that does not fit.
-        dimension: &'static str,
-        /// The size of the dimension that does not fit.
-        found: usize,
-        /// The expected size, and the reason for it.
-        expected: String,
-    },
-    /// The operands differ in dtype.
-    #[error("{argument} has dtype {has:?}, and it should have {expected}")]
-    Dtype {
-        /// The argument's name.
-        argument: &'static str,
-        /// The argument's dtype.
-        has: DType,
-        /// The expected dtype.
-        expected: String,
-    },
-    /// The operands are on different devices.
-    #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
-    Device {
-        /// The argument's name.
-        argument: &'static str,
-        /// The argument's device.
-        has: String,
-        /// The name of the left operand. The right operand must be on the same device.
-        whose: &'static str,
-        /// The device of the left operand.
-        expected: String,
-    },
-}
 
 /// Multiplies f16 or bf16 matrices on Hopper's tensor cores. Accumulates in f32 and rounds the result once.
 ///
@@ -109,47 +65,6 @@ pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize])
     };
     let whole = |columns: &usize| columns.is_multiple_of(MatrixTiles::NARROWEST);
     is_hopper(client) && Half::of(dtype).is_some() && others.len() < 3 && others.iter().all(whole)
-}
-
-fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError> {
-    for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
-        let shape = matrix.shape();
-        if shape.num_dims() != 2 {
-            return Err(MatrixError::Shape {
-                argument,
-                has: shape.to_vec(),
-                dimension: "rank",
-                found: shape.num_dims(),
-                expected: "2".into(),
-            });
-        }
-    }
-    let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
-    if found != inner {
-        return Err(MatrixError::Shape {
-            argument: "rhs",
-            has: vec![found, columns],
-            dimension: "inner size",
-            found,
-            expected: format!("{inner}, the lhs's"),
-        });
-    }
-    if rhs.dtype != lhs.dtype {
-        return Err(MatrixError::Dtype {
-            argument: "rhs",
-            has: rhs.dtype,
-            expected: format!("{:?} (the lhs's)", lhs.dtype),
-        });
-    }
-    if rhs.device != lhs.device {
-        return Err(MatrixError::Device {
-            argument: "rhs",
-            has: format!("{:?}", rhs.device),
-            whose: "lhs",
-            expected: format!("{:?}", lhs.device),
-        });
-    }
-    Ok(())
 }
 
 /// Returns the result for operands that fit each other, or `None` if no kernel of this module can compute the result.

@@ -3,11 +3,11 @@
 //! descriptors and fragments.
 
 use crate::hopper::PRODUCT_ROWS;
-use crate::hopper::gemm::plan::Major;
 use crate::hopper::ptx::{arrive_text, arrive_where_text, wait_text};
 use crate::hopper::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, descriptor_text, instruction, registers, units,
 };
+use crate::nvidia::matrix::Major;
 use crate::nvidia::ptx::value_of;
 use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;

@@ -19,4 +19,4 @@ pub mod ring;
 #[cfg(feature = "cuda")]
 pub use grouped_launch::{grouped_inner, grouped_rows};
 #[cfg(feature = "cuda")]
-pub use launch::{MatrixError, matrix_product, matrix_products, multiplies_side_by_side};
+pub use launch::{matrix_product, matrix_products, multiplies_side_by_side};

@@ -1,8 +1,9 @@
 //! An operand or the result of a GEMM, as TMA accesses it.
 
-use super::plan::{Major, MatrixTiles};
+use super::plan::MatrixTiles;
 use crate::hopper::tma::boxes;
 use crate::nvidia::SUBTILE;
+use crate::nvidia::matrix::Major;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::{TensorMapArg, Tiled};
 

@@ -3,16 +3,8 @@
 #[cfg(feature = "cuda")]
 use crate::hopper::gemm::mainloop::Mainloop;
 use crate::hopper::{PRODUCT_ROWS, WARPGROUP};
+use crate::nvidia::matrix::Major;
 use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
-
-/// The dimension along which an operand is contiguous.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Major {
-    /// The inner dimension. The GEMM sums over the inner dimension.
-    Inner,
-    /// The outer dimension: the rows of the left operand, or the columns of the right operand.
-    Outer,
-}
 
 /// The dimension of a grouped GEMM that is divided into groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

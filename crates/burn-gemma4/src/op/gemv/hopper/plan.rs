@@ -3,9 +3,10 @@
 use super::super::launch_options::Shape;
 use cube_kit::hopper::gemm::{
     mainloop::{Mainloop, SUBTILE_BYTES},
-    plan::{Major, RingLayout},
+    plan::RingLayout,
 };
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
+use cube_kit::nvidia::matrix::Major;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::CubeDim;
 
