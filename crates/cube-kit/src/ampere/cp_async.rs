@@ -10,7 +10,7 @@ pub const PIECE_BYTES: usize = 16;
 /// The number of columns in a 16-byte piece, in half precision (f16 or bf16).
 pub const PIECE: usize = PIECE_BYTES / 2;
 
-/// Returns the global address of the element at `index` of a tensor in half precision.
+/// Returns the global address of the element at `index` of a tensor in half precision, to read from it.
 #[cube]
 pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
     // SAFETY: this expression only takes the address of `tensor` and reads no memory. A caller that reads from the
@@ -34,9 +34,9 @@ pub fn copy_piece(target: u32, source: u64, bytes: u32) {
     );
 }
 
-/// Copies `bytes` bytes from `source` to the `size` bytes at the shared-memory address `target`, and fills the rest with
-/// zeros. `size` is 4 or 8, and both addresses must be multiples of it. Unlike [`copy_piece()`], the copy goes through the
-/// L1 cache.
+/// Copies `bytes` bytes from `source` to the `size` bytes at the shared-memory address `target`, and fills the rest
+/// with zeros. `size` is 4 or 8, and both addresses must be multiples of it. Unlike [`copy_piece()`], the copy goes
+/// through the L1 cache.
 #[cube]
 pub fn copy_small(target: u32, source: u64, bytes: u32, #[comptime] size: usize) {
     gpu_asm!(
@@ -44,6 +44,36 @@ pub fn copy_small(target: u32, source: u64, bytes: u32, #[comptime] size: usize)
         target = in(_) value_of::<u32>(target),
         source = in(_) value_of::<u64>(source),
         bytes = in(_) value_of::<u32>(bytes)
+    );
+}
+
+/// Copies 16 bytes from the shared-memory address `source` to the global address `target`, through registers.
+#[cube]
+pub fn store_piece(target: u64, source: u32) {
+    let text = comptime!(store_text());
+    gpu_asm!(
+        "{text} // {target} {source}\n",
+        target = in(_) value_of::<u64>(target),
+        source = in(_) value_of::<u32>(source)
+    );
+}
+
+/// Returns the PTX of [`store_piece()`]. Inputs: the global address and the shared-memory address.
+fn store_text() -> String {
+    "{\n.reg .b32 w<4>;\nld.shared.v4.b32 {w0, w1, w2, w3}, [%1];\n\
+     st.global.v4.b32 [%0], {w0, w1, w2, w3};\n}\n"
+        .into()
+}
+
+/// Stores two f32 values at a global address, which must be a multiple of 8.
+#[cube]
+pub fn store_pair(target: u64, first: f32, second: f32) {
+    let text = comptime!("st.global.v2.f32 [%0], {%1, %2};".to_string());
+    gpu_asm!(
+        "{text} // {target} {first} {second}\n",
+        target = in(_) value_of::<u64>(target),
+        first = in(_) value_of::<f32>(first),
+        second = in(_) value_of::<f32>(second)
     );
 }
 

@@ -89,8 +89,8 @@ fn piece_text(offset: usize) -> String {
     )
 }
 
-/// Loads 8 bytes at `offset` bytes after a global address, and 8 bytes `apart` bytes further on. If `is_there` is 0, the
-/// function reads no memory and returns zeros.
+/// Loads 8 bytes at `offset` bytes after a global address, and 8 bytes `apart` bytes further on. If `is_there` is 0,
+/// the function reads no memory and returns zeros.
 #[cube]
 pub fn read_half_pieces_if(
     address: u64,
@@ -109,8 +109,8 @@ pub fn read_half_pieces_if(
     piece
 }
 
-/// Returns the PTX of [`read_half_pieces_if()`]. As in [`read_piece_if()`], the PTX reads the condition before it writes
-/// any word.
+/// Returns the PTX of [`read_half_pieces_if()`]. As in [`read_piece_if()`], the PTX reads the condition before it
+/// writes any word.
 fn half_pieces_text(offset: usize, apart: usize) -> String {
     let zeros: String = (0..4).map(|i| format!("mov.b32 %{i}, 0;\n")).collect();
     format!(

@@ -1,7 +1,7 @@
 //! Tensor cores and asynchronous copies of NVIDIA GPUs of sm_80 (Ampere) or later: `mma.sync`, `ldmatrix` and
 //! `cp.async`.
 //!
-//! Operands lie in shared memory as subtiles of 64 columns, with the 128-byte swizzle of [`hopper`](crate::hopper).
+//! Operands of attention lie in shared memory as subtiles of 64 columns, with the 128-byte swizzle of [`hopper`](crate::hopper).
 //! This swizzle permutes the eight 16-byte pieces of each row, and the permutation depends on the row's index. The
 //! swizzle avoids bank conflicts of `cp.async` and `ldmatrix`.
 
@@ -16,6 +16,8 @@ pub mod code_operand;
 pub mod cp_async;
 #[cfg(feature = "cuda")]
 pub mod exchange;
+#[cfg(feature = "cuda")]
+pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod gemv;
 #[cfg(feature = "cuda")]

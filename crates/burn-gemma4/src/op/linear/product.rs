@@ -3,7 +3,7 @@
 //! - Burn rounds f32 matrices to tf32. A significand has 24 bits in f32, and 11 bits in tf32. No setting disables the
 //!   rounding.
 //! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes
-//!   minutes.
+//!   minutes. On other GPUs since Ampere, they need the same tuning.
 //!
 //! Each GEMM is an operator with its own backward, so that the gradients are also computed by these GEMMs.
 
@@ -126,7 +126,12 @@ impl<B: Backend> Parts<B> {
 #[cfg(feature = "cuda")]
 impl ProductBackend for burn_cubecl::CubeBackend {
     fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        match cube_kit::hopper::gemm::matrix_product(&lhs, &rhs) {
+        use cube_kit::{ampere, hopper};
+        let product = match hopper::gemm::matrix_product(&lhs, &rhs) {
+            Ok(None) => ampere::gemm::matrix_product(&lhs, &rhs),
+            other => other,
+        };
+        match product {
             Ok(Some(product)) => product,
             Ok(None) => Self::float_matmul(lhs, rhs),
             Err(error) => panic!("{error}"),
