@@ -3,8 +3,9 @@
 use crate::{
     Dtype, Error,
     device_list::{DeviceList, DeviceListParser},
-    embedding, hub,
-    model::positive,
+    embedding,
+    generation::positive,
+    hub,
     signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note},
 };
@@ -161,7 +162,7 @@ fn run(cli: &Embed) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
     // Open the file before the model is loaded, so that a wrong path is reported early.
     let texts = cli.texts()?;
-    let path = hub::resolve_folder(&cli.model)?;
+    let path = hub::resolve_folder("--model", &cli.model)?;
     let chosen = cli.device.choose_one()?;
     note(&chosen);
     let start = Instant::now();

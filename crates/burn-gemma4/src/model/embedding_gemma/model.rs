@@ -7,6 +7,7 @@ use crate::model::layer::ops::ResidualStream;
 use crate::model::layer::{DecoderLayer, Embedding, Linear, RmsNorm};
 use crate::model::observe::{Observer, Site};
 use crate::model::prefill_ops::{KvDestination, PrefillOps, Rotations};
+use crate::model::row_rules::RowRules;
 use crate::op::column_slice::ColumnSlice;
 use crate::op::flat_rows;
 use crate::op::linear::{self, Matrix};
@@ -225,7 +226,7 @@ impl EmbeddingGemmaModel {
             batch: 1,
             rotations: Rotations::new(&self.rope, &packed.positions(), self.dtype(), &device),
             window: text.sliding_window,
-            segments: None,
+            rules: RowRules::default(),
             destination: KvDestination::Encoder(packed),
             adapters: None,
             mlp_recompute: false,

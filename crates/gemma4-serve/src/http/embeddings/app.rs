@@ -1,7 +1,7 @@
 //! The state that the handlers of a server of an embedding model share.
 
 use super::super::app::{HttpApp, ServerOptions, now};
-use super::super::body::BodyPool;
+use super::super::body_memory::BodyPool;
 use super::super::media::shown;
 use crate::engine::EmbeddingEngine;
 use crate::error::{ErrorKind, RequestError};
@@ -29,7 +29,7 @@ impl EmbeddingApp {
     pub fn new(engine: EmbeddingEngine, options: ServerOptions) -> Self {
         Self {
             engine,
-            bodies: BodyPool::new(options.body_memory),
+            bodies: BodyPool::new(options.body_memory, options.max_body),
             started: now().as_secs(),
             options,
         }
