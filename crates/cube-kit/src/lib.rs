@@ -1,7 +1,7 @@
 //! Building blocks of CubeCL kernels for Burn: [launches](launch), [rounding] and [programmatic dependent launch](pdl).
 //!
 //! For NVIDIA GPUs, the crate has items common to all tensor cores ([nvidia]), the instructions of [Ampere](ampere) and
-//! [Hopper](hopper), and a [GEMM](ampere::gemm) for Ampere and another [GEMM](hopper::gemm) for Hopper.
+//! [Hopper](hopper), and a GEMM for each of them.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 
