@@ -58,8 +58,8 @@ impl EmbeddingGemmaConfig {
         })
     }
 
-    /// Parses the text of a `config.json`. A missing field gets the default value of Hugging Face Transformers'
-    /// configuration class.
+    /// Parses the text of a `config.json`. The sizes of the layers and the number of layers and heads are required. Any
+    /// other missing field gets the default value of Hugging Face Transformers' configuration class.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Config`], which names the field at fault.

@@ -54,6 +54,8 @@ pub(super) struct Text {
     per_layer_config: Option<BTreeMap<String, PerLayer>>,
     layer_types: Option<Vec<String>>,
     sliding_window: Option<usize>,
+    /// Only the class for embedding models reads this field.
+    sliding_window_pattern: Option<usize>,
     num_kv_shared_layers: Option<usize>,
     use_double_wide_mlp: Option<bool>,
     hidden_size_per_layer_input: Option<usize>,
@@ -200,6 +202,18 @@ impl Text {
             self.per_layer_config = Some(BTreeMap::from([(last, heads)]));
         }
         let kinds = [LayerType::Sliding, LayerType::Full].map(|kind| kind.to_string());
+        if self.layer_types.is_none()
+            && let Some(period) = self.sliding_window_pattern
+        {
+            if period == 0 {
+                let reason = "sliding_window_pattern is 0; expected a number of layers";
+                return Err(Gemma4Error::Config(reason.into()));
+            }
+            number_of_layers(self.num_hidden_layers)?;
+            let layers = 1..=self.num_hidden_layers;
+            let names = layers.map(|layer| kinds[usize::from(layer % period == 0)].clone());
+            self.layer_types = Some(names.collect());
+        }
         match &self.rope_parameters {
             Some(found) => {
                 if let Some(kind) = kinds.iter().find(|kind| !found.contains_key(*kind)) {
