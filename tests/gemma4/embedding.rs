@@ -5,7 +5,8 @@ use crate::devices::devices;
 use crate::fixture::{Reference, assert_close, folder, read, values};
 use burn::tensor::{DType, Device, Tensor};
 use burn_gemma4::{
-    EmbedOptions, EmbeddingGemma, EmbeddingGemmaConfig, Gemma4, LoadOptions, Quantization,
+    EmbedOptions, EmbeddingGemma, EmbeddingGemmaConfig, Gemma4, LayerType, LoadOptions,
+    Quantization,
     observe::{LayerSite, Observer, Site},
 };
 use safetensors::SafeTensors;
@@ -288,6 +289,12 @@ fn invalid_arguments_are_refused_by_name() {
         .expect("the text is truncated");
     assert_eq!(tokens.len(), 96);
     assert_eq!((tokens[0], tokens[95]), (2, 1), "the added tokens stay");
+    let endless = "é".repeat((1 << 20) + 1);
+    let message = error(&[&endless], &options);
+    assert!(
+        message.contains("text 0 has 1048577 characters") && message.contains("1048576"),
+        "{message}"
+    );
 
     let outcome = model.embed_tokens(&[vec![2], vec![]], None);
     let message = outcome.expect_err("a text is empty").to_string();
@@ -331,6 +338,26 @@ fn unsupported_configurations_are_refused_by_name() {
     refused("use_double_wide_mlp", true.into());
     refused("hidden_size_per_layer_input", 0.into());
     refused("embedding_dim", 0.into());
+    let mut changed = base.clone();
+    let fields = changed["text_config"].as_object_mut().expect("an object");
+    fields.remove("layer_types");
+    fields.remove("per_layer_config");
+    let mut with_period = |period: usize| {
+        changed["text_config"]["sliding_window_pattern"] = period.into();
+        EmbeddingGemmaConfig::from_json(&changed.to_string())
+    };
+    let config = with_period(2).expect("the field is supported");
+    let full = config
+        .text
+        .layer_types
+        .iter()
+        .map(|kind| *kind == LayerType::Full);
+    assert!(
+        full.enumerate()
+            .all(|(index, is_full)| is_full == (index % 2 == 1))
+    );
+    let message = with_period(0).expect_err("no layer is full").to_string();
+    assert!(message.contains("sliding_window_pattern"), "{message}");
     refused("use_bidirectional_attention", "all".into());
     refused(
         "rope_parameters",
@@ -363,10 +390,10 @@ fn other_kinds_of_models_are_refused() {
 }
 
 /// A copy of a fixture whose JSON files change.
-struct Copied(TempDir);
+pub struct Copied(TempDir);
 
 impl Copied {
-    fn of(name: &str) -> Self {
+    pub fn of(name: &str) -> Self {
         fn copy(from: &Path, to: &Path) {
             fs::create_dir_all(to).expect("the folder is writable");
             for entry in fs::read_dir(from).expect("the fixture is readable") {
@@ -383,7 +410,7 @@ impl Copied {
         Self(copied)
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.0.path()
     }
 
@@ -398,7 +425,7 @@ impl Copied {
 
 impl Copied {
     /// Sets a row of a bf16 matrix to NaN.
-    fn poison(&self, tensor: &str, row: usize) {
+    pub fn poison(&self, tensor: &str, row: usize) {
         let path = self.path().join("model.safetensors");
         let mut bytes = fs::read(&path).expect("the fixture is readable");
         let tensors = SafeTensors::deserialize(&bytes).expect("the fixture parses");
@@ -418,7 +445,46 @@ impl Copied {
 fn unsupported_modules_are_refused_by_name() {
     type Change = fn(&mut serde_json::Value);
     let device = Device::flex();
-    let cases: [(&str, Change, &str); 6] = [
+    let cases: [(&str, Change, &str); 13] = [
+        (
+            "modules.json",
+            |json| json[0]["kwargs"] = serde_json::json!(["task"]),
+            "kwargs",
+        ),
+        (
+            "sentence_bert_config.json",
+            |json| json["query_length"] = 32.into(),
+            "query_length",
+        ),
+        (
+            "sentence_bert_config.json",
+            |json| json["module_output_name"] = "sentence_embedding".into(),
+            "module_output_name",
+        ),
+        (
+            "sentence_bert_config.json",
+            |json| {
+                let text =
+                    serde_json::json!({"method": "get_text_features", "method_output_name": null});
+                json["modality_config"] = serde_json::json!({"text": text});
+            },
+            "modality_config",
+        ),
+        (
+            "sentence_bert_config.json",
+            |json| json["model_kwargs"] = serde_json::json!({"add_pooling_layer": true}),
+            "model_kwargs",
+        ),
+        (
+            "sentence_bert_config.json",
+            |json| json["max_seq_length"] = 2.into(),
+            "at least 3",
+        ),
+        (
+            "tokenizer_config.json",
+            |json| json["truncation_side"] = "middle".into(),
+            "middle",
+        ),
         (
             "modules.json",
             |json| json[2]["type"] = "x.Dense".into(),
@@ -459,6 +525,21 @@ fn unsupported_modules_are_refused_by_name() {
             .to_string();
         assert!(message.contains(word), "{file}: {message}");
     }
+    // Settings that do not change the embeddings.
+    let copied = Copied::of("embedding");
+    copied.change("modules.json", |json| {
+        json[0]["kwargs"] = serde_json::json!([])
+    });
+    copied.change("sentence_bert_config.json", |json| {
+        let forward =
+            serde_json::json!({"method": "forward", "method_output_name": "last_hidden_state"});
+        json["modality_config"] = serde_json::json!({"text": forward, "image": {}});
+        json["module_output_name"] = "token_embeddings".into();
+        json["processing_kwargs"] = serde_json::json!({});
+        json["unpad_inputs"] = true.into();
+        json["model_kwargs"] = serde_json::json!({"dtype": "auto", "attn_implementation": "sdpa"});
+    });
+    EmbeddingGemma::from_pretrained(copied.path(), &device).expect("it loads");
     // The older dialect of the same settings.
     let copied = Copied::of("embedding");
     copied.change("1_Pooling/config.json", |json| {
@@ -473,6 +554,32 @@ fn unsupported_modules_are_refused_by_name() {
     let document = EmbedOptions::new().prompt("Document");
     let tokens = |options| model.tokens("the cat", &options).expect("the text encodes");
     assert_eq!(tokens(EmbedOptions::new()), tokens(document));
+}
+
+/// The side of truncation is that of `tokenizer_config.json`, or else that of `tokenizer.json`.
+#[test]
+fn truncation_drops_the_tokens_of_the_checkpoints_side() {
+    let device = Device::flex();
+    let text = "one ".repeat(200) + "end";
+    let tokens = |copied: &Copied| {
+        let model = EmbeddingGemma::from_pretrained(copied.path(), &device).expect("it loads");
+        let all = model.tokenizer().encode(&text).expect("the text encodes");
+        let tokens = model.tokens(&text, &EmbedOptions::new().truncate(true));
+        (all, tokens.expect("the text is truncated"))
+    };
+    let copied = Copied::of("embedding");
+    copied.change("tokenizer.json", |json| {
+        json["truncation"] = serde_json::json!({
+            "direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
+        });
+    });
+    let (all, left) = tokens(&copied);
+    assert_eq!(left, [&[2], &all[all.len() - 94..], &[1]].concat());
+    copied.change("tokenizer_config.json", |json| {
+        json["truncation_side"] = "right".into();
+    });
+    let (all, right) = tokens(&copied);
+    assert_eq!(right, [&[2], &all[..94], &[1]].concat());
 }
 
 /// Images and audio are not supported. Their placeholders would otherwise be embedded as ordinary tokens.

@@ -2,6 +2,7 @@
 
 mod options;
 mod passes;
+mod tokens;
 
 pub use options::EmbedOptions;
 
@@ -15,7 +16,7 @@ use crate::model::embedding_gemma::EmbeddingGemmaModel;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tokenizer::template::TextTemplate;
 use burn::tensor::Device;
-use passes::{PASS_TOKENS, passes};
+use passes::{PASS_TEXTS, PASS_TOKENS, is_finite, passes, rows_of};
 use std::{fs, path::Path};
 
 /// The smallest norm by which an embedding is divided, as in PyTorch's `normalize`.
@@ -46,11 +47,15 @@ pub struct EmbeddingGemma {
     template: TextTemplate,
     placeholders: Placeholders,
     settings: SentenceTransformers,
+    max_tokens: usize,
 }
 
 impl EmbeddingGemma {
     /// The largest number of tokens of several texts in one pass. A longer text is a pass of its own.
     pub const PASS_TOKENS: usize = PASS_TOKENS;
+
+    /// The largest number of texts in one pass.
+    pub const PASS_TEXTS: usize = PASS_TEXTS;
 
     /// Loads a checkpoint from a Hugging Face folder. The model computes in the checkpoint's dtype, or in f32 on a CPU
     /// and on devices that do not support that dtype.
@@ -83,7 +88,21 @@ impl EmbeddingGemma {
         let tokenizer = Tokenizer::from_file(&path)?;
         let template = TextTemplate::from_file(&path)?;
         let settings = SentenceTransformers::from_folder(folder, config.embedding_dim)?;
+        let limit = settings.max_tokens.unwrap_or(usize::MAX);
+        let limit = limit.min(config.text.max_position_embeddings);
+        if limit <= template.len() {
+            return Err(Gemma4Error::Malformed {
+                path: folder.to_owned(),
+                reason: format!(
+                    "max_seq_length, model_max_length or max_position_embeddings is {limit}; expected at least {}, \
+                     because the tokenizer adds {} tokens to a text",
+                    template.len() + 1,
+                    template.len()
+                ),
+            });
+        }
         Ok(Self {
+            max_tokens: limit,
             model: EmbeddingGemmaModel::load(folder, device, options)?,
             tokenizer,
             template,
@@ -134,63 +153,29 @@ impl EmbeddingGemma {
 
     /// Returns the largest number of tokens of a text, with its prompt and the tokens that the tokenizer adds.
     pub fn max_tokens(&self) -> usize {
-        let positions = self.config().text.max_position_embeddings;
-        let limit = self.settings.max_tokens;
-        limit.map_or(positions, |limit| limit.min(positions))
+        self.max_tokens
     }
 
-    /// Encodes a text, after the prompt that the options select. Special tokens in the text, such as `<eos>`, become
-    /// their ids, as in sentence-transformers. The tokens that the tokenizer adds, such as `<bos>`, are in the result.
+    /// Lowers [`max_tokens`](Self::max_tokens), which bounds the memory of a text's pass. A larger number has no effect.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the checkpoint lacks the prompt, if the text has too many tokens, or if it
-    /// has a placeholder of an image, of audio or of a video. Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects
-    /// the text.
-    pub fn tokens(&self, text: &str, options: &EmbedOptions) -> Result<Vec<u32>, Gemma4Error> {
-        let prompt = self.prompt(options)?;
-        let limit = self.max_tokens();
-        let fewest = self.tokenizer.fewest_tokens(text);
-        if fewest > limit && !options.truncate {
-            // Do not encode a text that is far too long.
-            return Err(self.too_long(format!("at least {fewest}")));
-        }
-        let mut tokens = self.tokenizer.encode(&format!("{prompt}{text}"))?;
-        let count = tokens.len() + self.template.len();
-        if count > limit {
-            if !options.truncate {
-                return Err(self.too_long(format!("{count}")));
-            }
-            tokens.truncate(limit.saturating_sub(self.template.len()));
-        }
-        let tokens = self.template.around(&tokens);
-        self.check_tokens(&tokens)?;
-        Ok(tokens)
-    }
-
-    /// Checks tokens that [`tokens`](Self::tokens) has not encoded.
-    ///
-    /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if there are no tokens or too many, if a token is outside the vocabulary, or if
-    /// a token is a placeholder of an image, of audio or of a video.
-    pub fn check_tokens(&self, tokens: &[u32]) -> Result<(), Gemma4Error> {
-        if tokens.is_empty() {
+    /// Returns [`Gemma4Error::Argument`] if a text of one token would not fit, with the tokens that the tokenizer adds.
+    pub fn with_max_tokens(mut self, tokens: usize) -> Result<Self, Gemma4Error> {
+        let fewest = self.template.len() + 1;
+        if tokens < fewest {
             return Err(Gemma4Error::Argument {
-                argument: "text",
-                reason: "has no tokens; expected at least one".into(),
+                argument: "context",
+                reason: format!("is {tokens}; expected at least {fewest}"),
             });
         }
-        if tokens.len() > self.max_tokens() {
-            return Err(self.too_long(format!("{}", tokens.len())));
-        }
-        let ids = tokens.iter().map(|token| i64::from(*token));
-        self.config().text.check_tokens(ids)?;
-        self.placeholders.check(tokens)
+        self.max_tokens = self.max_tokens.min(tokens);
+        Ok(self)
     }
 
     /// Computes the embeddings of texts. An embedding has [`embedding_dim`](EmbeddingGemmaConfig::embedding_dim)
     /// elements, or as many as the options say. Its norm is 1, unless the checkpoint's `modules.json` has no `Normalize`.
     ///
-    /// The texts run in passes of up to 8,192 tokens, without padding. Another text in a pass changes an embedding by
+    /// The texts run in passes of up to 8,192 tokens and 512 texts, without padding. Another text in a pass changes an embedding by
     /// rounding at most.
     ///
     /// # Errors
@@ -249,25 +234,16 @@ impl EmbeddingGemma {
         }
         let mut embeddings = Vec::with_capacity(texts.len());
         for pass in passes(texts) {
-            let texts = &texts[pass];
-            let pooled = self.pooled(texts)?;
-            for (text, pooled) in texts.iter().zip(pooled) {
-                // An activation that is not finite can reach the other texts of a pass: a hidden key has the probability
-                // 0, and 0 · NaN is NaN. Alone, a text has its own result.
-                let pooled = match is_finite(&pooled) || texts.len() == 1 {
-                    true => pooled,
-                    false => self.pooled(std::slice::from_ref(text))?.concat(),
-                };
-                embeddings.push(self.embedding(pooled));
-            }
+            let texts: Vec<&[u32]> = texts[pass].iter().map(Vec::as_slice).collect();
+            let pooled = rows_of(&texts, &mut |texts| self.pooled(texts))?;
+            embeddings.extend(pooled.into_iter().map(|row| self.embedding(row)));
         }
         Ok(embeddings)
     }
 
     /// Runs one pass. Returns the pooled row of each text.
-    fn pooled(&self, texts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Gemma4Error> {
-        let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
-        let pooled = self.model.forward(&texts)?.try_into_data();
+    fn pooled(&self, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, Gemma4Error> {
+        let pooled = self.model.forward(texts)?.try_into_data();
         let pooled = pooled.map_err(|error| {
             Gemma4Error::Device(format!("computing the embeddings failed: {error}"))
         })?;
@@ -325,42 +301,6 @@ impl EmbeddingGemma {
         }
         work()
     }
-
-    fn prompt(&self, options: &EmbedOptions) -> Result<&str, Gemma4Error> {
-        let prompts = &self.settings.prompts;
-        let Some(name) = options
-            .prompt
-            .as_ref()
-            .or(self.settings.default_prompt.as_ref())
-        else {
-            return Ok("");
-        };
-        prompts.get(name).map(String::as_str).ok_or_else(|| {
-            let known: Vec<&String> = prompts.keys().collect();
-            let known = match known.is_empty() {
-                true => "this checkpoint has no prompts".to_owned(),
-                false => format!("expected one of {known:?}"),
-            };
-            Gemma4Error::Argument {
-                argument: "prompt_name",
-                reason: format!("is {name:?}; {known}"),
-            }
-        })
-    }
-
-    fn too_long(&self, count: String) -> Gemma4Error {
-        Gemma4Error::Argument {
-            argument: "text",
-            reason: format!(
-                "has {count} tokens, but the model reads at most {} of a text",
-                self.max_tokens()
-            ),
-        }
-    }
-}
-
-fn is_finite(row: &[f32]) -> bool {
-    row.iter().all(|element| element.is_finite())
 }
 
 /// Adds the number of a text to an error about its tokens or its embedding.

@@ -21,12 +21,16 @@ pub(crate) struct SentenceTransformers {
     pub default_prompt: Option<String>,
     /// The largest number of tokens of a text, if the files have it.
     pub max_tokens: Option<usize>,
+    /// True if the first tokens of a text that is too long are dropped, and not the last.
+    pub truncates_left: bool,
 }
 
 #[derive(Deserialize)]
 struct Part {
     path: String,
     r#type: String,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -34,6 +38,8 @@ struct Transformer {
     max_seq_length: Option<usize>,
     do_lower_case: Option<bool>,
     transformer_task: Option<String>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -46,6 +52,17 @@ struct Prompts {
 struct Tokenizer {
     /// A float, because files without a limit have 10³⁰.
     model_max_length: Option<f64>,
+    truncation_side: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct TokenizerFile {
+    truncation: Option<Truncation>,
+}
+
+#[derive(Deserialize)]
+struct Truncation {
+    direction: Option<String>,
 }
 
 impl Default for SentenceTransformers {
@@ -55,6 +72,7 @@ impl Default for SentenceTransformers {
             prompts: BTreeMap::new(),
             default_prompt: None,
             max_tokens: None,
+            truncates_left: false,
         }
     }
 }
@@ -82,15 +100,12 @@ impl SentenceTransformers {
                     "transformer_task is {task:?}; only \"feature-extraction\" is supported"
                 ));
             }
+            if let Err(reason) = check_transformer(&fields.others) {
+                return refuse(reason);
+            }
             settings.max_tokens = fields.max_seq_length;
         }
-        if settings.max_tokens.is_none()
-            && let Some(fields) = file::<Tokenizer>(folder, "tokenizer_config.json")?
-        {
-            let limit = fields.model_max_length;
-            let limit = limit.filter(|limit| (1.0..f64::from(i32::MAX)).contains(limit));
-            settings.max_tokens = limit.map(|limit| limit as usize);
-        }
+        settings.read_tokenizer(folder)?;
         if settings.max_tokens == Some(0) {
             let reason = "max_seq_length is 0; expected a number of tokens".into();
             return malformed(folder, "sentence_bert_config.json", reason);
@@ -106,6 +121,37 @@ impl SentenceTransformers {
             }
         }
         Ok(settings)
+    }
+
+    /// Reads the limit and the side of truncation of the tokenizer's files.
+    fn read_tokenizer(&mut self, folder: &Path) -> Result<(), Gemma4Error> {
+        let fields = file::<Tokenizer>(folder, "tokenizer_config.json")?;
+        let (limit, side) = match fields {
+            Some(fields) => (fields.model_max_length, fields.truncation_side),
+            None => (None, None),
+        };
+        let limit = limit.filter(|limit| (1.0..f64::from(i32::MAX)).contains(limit));
+        self.max_tokens = self.max_tokens.or(limit.map(|limit| limit as usize));
+        let (name, side) = match side {
+            Some(side) => ("tokenizer_config.json", Some(side)),
+            // Transformers takes the side of this file if the other one has none.
+            None => {
+                let file = file::<TokenizerFile>(folder, "tokenizer.json")?;
+                let truncation = file.and_then(|file| file.truncation);
+                let side = truncation.and_then(|truncation| truncation.direction);
+                ("tokenizer.json", side.map(|side| side.to_lowercase()))
+            }
+        };
+        self.truncates_left = match side.as_deref() {
+            None | Some("right") => false,
+            Some("left") => true,
+            Some(other) => {
+                let reason =
+                    format!("the side of truncation is {other:?}; expected \"left\" or \"right\"");
+                return malformed(folder, name, reason);
+            }
+        };
+        Ok(())
     }
 
     /// Reads and checks the list of modules.
@@ -130,6 +176,19 @@ impl SentenceTransformers {
                 return malformed(folder, "modules.json", reason);
             }
         };
+        for part in parts {
+            let unknown = part
+                .others
+                .iter()
+                .find(|(name, value)| !matches!(name.as_str(), "idx" | "name") && !is_empty(value));
+            if let Some((name, value)) = unknown {
+                let reason = format!(
+                    "{name} of the module {} is {value}; expected none",
+                    part.r#type
+                );
+                return malformed(folder, "modules.json", reason);
+            }
+        }
         let [transformer, pooling] = [&parts[0].path, &parts[1].path];
         if !transformer.is_empty() {
             let reason = format!(
@@ -156,6 +215,52 @@ impl SentenceTransformers {
                 format!("{pooling}/config.json is missing"),
             ),
         }
+    }
+}
+
+/// The arguments of models in `sentence_bert_config.json` that do not change the embeddings beyond rounding.
+const HARMLESS_ARGUMENTS: [&str; 4] = [
+    "attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "trust_remote_code",
+];
+
+/// Checks the further fields of `sentence_bert_config.json`. The model must give its last hidden states of texts, which
+/// only the pooling changes.
+fn check_transformer(fields: &Map<String, Value>) -> Result<(), String> {
+    for (name, value) in fields {
+        let is_supported = match name.as_str() {
+            // The embeddings are the same without padding.
+            "unpad_inputs" => true,
+            "module_output_name" => value == "token_embeddings",
+            // Other modalities are not supported, whatever their settings are.
+            "modality_config" => value.get("text").is_some_and(|text| {
+                text["method"] == "forward" && text["method_output_name"] == "last_hidden_state"
+            }),
+            "model_args" | "model_kwargs" | "config_args" | "config_kwargs" => {
+                value.as_object().is_some_and(|arguments| {
+                    let mut names = arguments.keys();
+                    names.all(|name| HARMLESS_ARGUMENTS.contains(&name.as_str()))
+                })
+            }
+            _ => false,
+        };
+        if !is_supported && !is_empty(value) {
+            return Err(format!("{name} is {value}, which is not supported"));
+        }
+    }
+    Ok(())
+}
+
+/// True for a value that sets nothing.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(values) => values.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        _ => false,
     }
 }
 

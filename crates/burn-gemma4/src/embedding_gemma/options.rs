@@ -23,14 +23,15 @@ impl EmbedOptions {
     }
 
     /// Truncates embeddings to their first elements (Matryoshka embeddings; Kusupati et al. 2022, arXiv:2205.13147).
-    /// Truncated embeddings are normalized again.
+    /// Truncated embeddings are normalized again if the checkpoint's `modules.json` has `Normalize`.
     pub fn dimensions(mut self, dimensions: usize) -> Self {
         self.dimensions = Some(dimensions);
         self
     }
 
     /// Drops the last tokens of a text that has more than
-    /// [`EmbeddingGemma::max_tokens`](super::EmbeddingGemma::max_tokens), as sentence-transformers does.
+    /// [`EmbeddingGemma::max_tokens`](super::EmbeddingGemma::max_tokens), as sentence-transformers does. A checkpoint
+    /// with the `truncation_side` `left` drops the first tokens.
     pub fn truncate(mut self, truncate: bool) -> Self {
         self.truncate = truncate;
         self
