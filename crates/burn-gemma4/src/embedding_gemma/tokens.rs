@@ -18,8 +18,8 @@ impl EmbeddingGemma {
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the checkpoint lacks the prompt, if the text has too many tokens, or if it
     /// has a placeholder of an image, of audio or of a video. A text to truncate may have 1,048,576 characters, or 64
-    /// for each of [`max_tokens`](Self::max_tokens) if that is more. Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects
-    /// the text.
+    /// for each of [`max_tokens`](Self::max_tokens) if that is more. Returns [`Gemma4Error::Tokenizer`] if the tokenizer
+    /// rejects the text.
     pub fn tokens(&self, text: &str, options: &EmbedOptions) -> Result<Vec<u32>, Gemma4Error> {
         let prompt = self.prompt(options)?;
         let limit = self.max_tokens();
