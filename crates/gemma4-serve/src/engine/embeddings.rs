@@ -9,6 +9,7 @@ use burn_gemma4::{DeviceUse, EmbeddingGemma, Gemma4Error};
 use metrics::EmbeddingMetrics;
 use queue::{Job, Pass, Queue};
 use std::future::Future;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use tokio::sync::oneshot;
 
@@ -26,7 +27,8 @@ pub struct EmbeddingRequest<M = ()> {
 /// The embeddings of the texts of a request, in the order of the texts.
 pub type Embeddings = Vec<Vec<f32>>;
 
-/// The engine of an embedding model. Clones share the engine.
+/// The engine of an embedding model. Clones share the engine. The engine [drains](Self::drain) when the last clone is
+/// dropped.
 ///
 /// The engine has a thread for each device. A thread takes texts from the queue for a pass of up to
 /// [`EmbeddingGemma::PASS_TOKENS`] tokens. After each pass the next request is first, so that a request with many texts
@@ -34,12 +36,13 @@ pub type Embeddings = Vec<Vec<f32>>;
 ///
 /// ```no_run
 /// use burn_gemma4::{EmbedOptions, EmbeddingGemma};
-/// use gemma4_serve::engine::{EmbeddingEngine, EmbeddingRequest};
+/// use gemma4_serve::engine::{EmbeddingEngine, EmbeddingEngineOptions, EmbeddingRequest};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let model = EmbeddingGemma::from_pretrained("embeddinggemma-2", &Default::default())?;
 /// let texts = vec![model.tokens("Mars is red.", &EmbedOptions::new())?];
-/// let (engine, end) = EmbeddingEngine::start(vec![("cpu".to_owned(), model)], 256)?;
+/// let models = vec![("cpu".to_owned(), model)];
+/// let (engine, end) = EmbeddingEngine::start(models, EmbeddingEngineOptions::default())?;
 /// let request = EmbeddingRequest { texts, dimensions: Some(256), memory: () };
 /// let runtime = tokio::runtime::Builder::new_current_thread().build()?;
 /// let embeddings = runtime.block_on(engine.submit(request)?)?;
@@ -50,7 +53,45 @@ pub type Embeddings = Vec<Vec<f32>>;
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct EmbeddingEngine(Arc<Shared>);
+pub struct EmbeddingEngine(Arc<Owner>);
+
+/// The options of the engine of an embedding model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EmbeddingEngineOptions {
+    /// The largest number of requests that wait. Further requests are refused.
+    pub max_queue: usize,
+    /// The largest number of tokens of a text, which bounds the memory of a pass. The checkpoint's limit holds if it is
+    /// smaller.
+    pub context: usize,
+}
+
+impl Default for EmbeddingEngineOptions {
+    /// 256 requests, and texts of up to [`EmbeddingGemma::PASS_TOKENS`] tokens.
+    fn default() -> Self {
+        Self {
+            max_queue: 256,
+            context: EmbeddingGemma::PASS_TOKENS,
+        }
+    }
+}
+
+/// The part of the engine that its threads do not own. Dropping the last clone of the engine thus ends the threads.
+#[derive(Debug)]
+struct Owner(Arc<Shared>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.queue.drain();
+    }
+}
+
+impl Deref for Owner {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -63,15 +104,15 @@ struct Shared {
 
 impl EmbeddingEngine {
     /// Starts a thread for each model. All models have been loaded from the same checkpoint. `models` holds the name of
-    /// each model's device. The queue has up to `max_queue` requests. The returned future completes with the reason when
-    /// a thread fails, or with `Ok` after a [drain](Self::drain).
+    /// each model's device. The returned future completes with the reason when a thread fails, or with `Ok` after a
+    /// [drain](Self::drain).
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if there is no model, if the models differ, or if `max_queue` is 0. Returns
-    /// [`Gemma4Error::Device`] if a thread cannot be started.
+    /// Returns [`Gemma4Error::Argument`] if there is no model, if the models differ, if `max_queue` is 0, or if `context`
+    /// is too small for any text. Returns [`Gemma4Error::Device`] if a thread cannot be started.
     pub fn start(
         models: Vec<(String, EmbeddingGemma)>,
-        max_queue: usize,
+        options: EmbeddingEngineOptions,
     ) -> Result<
         (
             Self,
@@ -92,30 +133,37 @@ impl EmbeddingEngine {
         if models.iter().any(|(_, model)| is_other(model)) {
             return refuse("models", "differ; expected the same checkpoint and dtype");
         }
-        if max_queue == 0 {
+        if options.max_queue == 0 {
             return refuse("max_queue", "is 0; expected at least 1");
         }
-        let engine = Self(Arc::new(Shared {
+        let first = first.clone().with_max_tokens(options.context)?;
+        let limit = |(device, model): (String, EmbeddingGemma)| {
+            Ok((device, model.with_max_tokens(options.context)?))
+        };
+        let models = models.into_iter().map(limit);
+        let models = models.collect::<Result<Vec<_>, Gemma4Error>>()?;
+        let shared = Arc::new(Shared {
             queue: Queue::default(),
-            model: first.clone(),
+            model: first,
             devices: models.iter().map(|(device, _)| device.clone()).collect(),
-            max_queue,
+            max_queue: options.max_queue,
             metrics: EmbeddingMetrics::new(),
-        }));
+        });
+        let engine = Self(Arc::new(Owner(shared.clone())));
         let (ended, outcome) = oneshot::channel();
         let ended = Arc::new(End {
             sender: Mutex::new(Some(ended)),
         });
         let is_single = models.len() == 1;
         for (device, model) in models {
-            let (shared, ended) = (engine.0.clone(), ended.clone());
+            let (shared, ended) = (shared.clone(), ended.clone());
+            let place = match is_single {
+                true => String::new(),
+                false => format!("{device}: "),
+            };
             let work = move || {
-                let outcome = supervise(|| model.on_stream_of_weights(|| shared.run(&model)));
-                let outcome = outcome.map_err(|reason| match is_single {
-                    true => reason,
-                    false => format!("{device}: {reason}"),
-                });
-                if let Err(reason) = outcome {
+                let run = || shared.run(&model, &place);
+                if let Err(reason) = supervise(|| model.on_stream_of_weights(run)) {
                     shared.queue.fail(reason.clone());
                     ended.send(Err(reason));
                 }
@@ -170,12 +218,12 @@ impl EmbeddingEngine {
             self.check_open()?;
             return Err(self.refuse_full());
         }
-        let engine = self.clone();
+        let shared = shared.0.clone();
         Ok(async move {
             match receiver.await {
                 Ok(outcome) => outcome,
                 // The job was dropped without an outcome, because the engine has ended.
-                Err(_) => Err(engine.failure().unwrap_or_else(draining)),
+                Err(_) => Err(shared.failure().unwrap_or_else(draining)),
             }
         })
     }
@@ -192,7 +240,7 @@ impl EmbeddingEngine {
         if self.is_draining() {
             return Err(draining());
         }
-        match self.0.queue.len() < self.0.max_queue {
+        match self.0.queue.has_place(self.0.max_queue, &self.0.metrics) {
             true => Ok(()),
             false => Err(self.refuse_full()),
         }
@@ -219,9 +267,7 @@ impl EmbeddingEngine {
 
     /// Returns the reason why a thread has failed, or `None` if no thread has failed.
     pub fn failure(&self) -> Option<RequestError> {
-        let reason = self.0.queue.failure()?;
-        let message = format!("the engine has failed: {reason}");
-        Some(RequestError::new(ErrorKind::Internal, message))
+        self.0.failure()
     }
 
     /// The model, with its tokenizer and prompts.
@@ -241,33 +287,34 @@ impl EmbeddingEngine {
 }
 
 impl Shared {
-    /// Embeds texts until the engine has drained or failed.
-    fn run(&self, model: &EmbeddingGemma) -> Result<(), Gemma4Error> {
+    fn failure(&self) -> Option<RequestError> {
+        let reason = self.queue.failure()?;
+        let message = format!("the engine has failed: {reason}");
+        Some(RequestError::new(ErrorKind::Internal, message))
+    }
+
+    /// Embeds texts until the engine has drained or failed. Returns the reason of a failure, after `place`.
+    fn run(&self, model: &EmbeddingGemma, place: &str) -> Result<(), String> {
         let device = model.model().device();
         while let Some(pass) = self
             .queue
             .next_pass(EmbeddingGemma::PASS_TOKENS, &self.metrics)
         {
             self.metrics.begin(&pass);
-            // The use ends with the pass, because other threads wait for it, such as one that opens another device.
-            let in_use = DeviceUse::begin(&device);
-            let embeddings = model.try_embed_tokens(pass.texts());
-            drop(in_use);
-            let embeddings = match embeddings {
-                Ok(embeddings) => embeddings,
-                Err(error) => {
-                    // The requests of the pass learn the reason from the queue, before they are dropped.
-                    self.queue.fail(error.to_string());
-                    return Err(error);
-                }
-            };
-            self.finish(pass, embeddings);
+            self.queue.run(pass, place, |pass| {
+                // The use ends with the pass, because other threads wait for it, such as one that opens another device.
+                let in_use = DeviceUse::begin(&device);
+                let embeddings = model.try_embed_tokens(pass.texts());
+                drop(in_use);
+                self.finish(pass, embeddings?);
+                Ok(())
+            })?;
         }
         Ok(())
     }
 
-    /// Gives the embeddings of a pass to their requests.
-    fn finish(&self, pass: Pass, embeddings: Vec<Result<Vec<f32>, Gemma4Error>>) {
+    /// Sends the embeddings of a pass to their requests.
+    fn finish(&self, pass: &Pass, embeddings: Vec<Result<Vec<f32>, Gemma4Error>>) {
         for (place, embedding) in pass.places().iter().zip(embeddings) {
             let embedding = embedding.map(|embedding| match place.job.dimensions {
                 Some(dimensions) => self.model.truncated(embedding, dimensions),

@@ -46,7 +46,7 @@ mod supervise;
 pub use adapters::ServedAdapter;
 pub use constraint::{Constraint, Grammar, Grammars};
 pub(crate) use embeddings::at_input;
-pub use embeddings::{EmbeddingEngine, EmbeddingRequest, Embeddings};
+pub use embeddings::{EmbeddingEngine, EmbeddingEngineOptions, EmbeddingRequest, Embeddings};
 pub use handle::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, Engine, EngineOptions};
 pub use media_memory::{MediaMemory, MediaPool};
 pub(crate) use media_memory::{permits, reserved_bytes};

@@ -32,6 +32,15 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     request: Request<Body>,
     app: &impl HttpApp,
 ) -> Result<(T, BodyMemory), RequestError> {
+    let (parsed, memory) = read_growing(request, app).await?;
+    Ok((parsed, memory.finish()))
+}
+
+/// Reads a body as [`read_json`] does. The memory can grow, such as by that of the answer.
+pub(crate) async fn read_growing<T: DeserializeOwned + Send + 'static>(
+    request: Request<Body>,
+    app: &impl HttpApp,
+) -> Result<(T, GrowingMemory), RequestError> {
     let media_type = request.headers().get(header::CONTENT_TYPE);
     let media_type = media_type.and_then(|value| value.to_str().ok());
     let is_json = media_type.is_some_and(|value| {
@@ -85,7 +94,7 @@ async fn collect(
     limit: usize,
     longest: Duration,
     pool: &BodyPool,
-) -> Result<(Vec<u8>, BodyMemory), RequestError> {
+) -> Result<(Vec<u8>, GrowingMemory), RequestError> {
     let mut deadline = Instant::now() + longest;
     let (mut bytes, mut memory) = (Vec::new(), GrowingMemory::default());
     loop {
@@ -118,7 +127,7 @@ async fn collect(
     if bytes.len() >= LONG_BODY || parsed >= 2 * LONG_BODY {
         grow(&mut memory, all, &mut deadline, pool).await?;
     }
-    Ok((bytes, memory.finish()))
+    Ok((bytes, memory))
 }
 
 /// Waits for memory until the deadline, which moves by the wait, because the client does not answer for the wait.
@@ -221,7 +230,7 @@ mod tests {
     async fn collected(
         body: Vec<u8>,
         pool: &BodyPool,
-    ) -> Result<(Vec<u8>, BodyMemory), RequestError> {
+    ) -> Result<(Vec<u8>, GrowingMemory), RequestError> {
         let (length, longest) = (body.len(), Duration::from_millis(20));
         let mut body = Body::from(body).into_data_stream();
         collect(&mut body, length, length, longest, pool).await

@@ -40,7 +40,7 @@ pub(crate) struct BodyMemory {
 
 /// The memory of a body that is arriving.
 #[derive(Debug, Default)]
-pub(super) struct GrowingMemory {
+pub(crate) struct GrowingMemory {
     units: u32,
     shared: Option<OwnedSemaphorePermit>,
     last: Option<OwnedSemaphorePermit>,
@@ -86,6 +86,11 @@ impl GrowingMemory {
             }
         }
         self.units += more;
+    }
+
+    /// The number of bytes that the body has.
+    pub fn bytes(&self) -> usize {
+        self.units as usize * reserved_bytes(1)
     }
 
     /// Returns the memory for the rest of the request.

@@ -9,7 +9,7 @@ use axum::http::{Request, StatusCode};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use burn::tensor::Device;
 use burn_gemma4::{EmbedOptions, EmbeddingGemma};
-use gemma4_serve::engine::{EmbeddingEngine, EmbeddingRequest};
+use gemma4_serve::engine::{EmbeddingEngine, EmbeddingEngineOptions, EmbeddingRequest};
 use gemma4_serve::{EmbeddingServer, ErrorKind, ServerOptions};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
@@ -23,12 +23,19 @@ fn model() -> EmbeddingGemma {
     EmbeddingGemma::from_pretrained(folder("embedding"), &Device::flex()).expect("it loads")
 }
 
+fn queue_of(max_queue: usize) -> EmbeddingEngineOptions {
+    EmbeddingEngineOptions {
+        max_queue,
+        ..EmbeddingEngineOptions::default()
+    }
+}
+
 fn server(options: ServerOptions) -> EmbeddingServer {
     let options = ServerOptions {
         model: MODEL.into(),
         ..options
     };
-    EmbeddingServer::new(model(), 4, options).expect("the options are valid")
+    EmbeddingServer::new(model(), queue_of(4), options).expect("the options are valid")
 }
 
 async fn send(router: &Router, request: Request<Body>) -> Answer {
@@ -257,8 +264,8 @@ async fn engine_packs_requests_and_limits_its_queue() {
         dimensions: None,
         memory: (),
     };
-    let (engine, end) =
-        EmbeddingEngine::start(vec![("cpu".into(), model.clone())], 2).expect("it starts");
+    let (engine, end) = EmbeddingEngine::start(vec![("cpu".into(), model.clone())], queue_of(2))
+        .expect("it starts");
     // Passes over many long texts keep the thread busy while further requests arrive.
     let long = vec![tokens(&"x ".repeat(47)); 2000];
     let mut busy = Vec::new();
@@ -300,7 +307,7 @@ async fn engine_with_two_devices_embeds_all_texts() {
         ("a".to_owned(), model.clone()),
         ("b".to_owned(), model.clone()),
     ];
-    let (engine, end) = EmbeddingEngine::start(models, 64).expect("it starts");
+    let (engine, end) = EmbeddingEngine::start(models, queue_of(64)).expect("it starts");
     assert_eq!(engine.devices(), ["a", "b"]);
     let options = EmbedOptions::new();
     let texts: Vec<String> = (0..40).map(|index| "owl ".repeat(index % 7 + 1)).collect();
@@ -321,6 +328,81 @@ async fn engine_with_two_devices_embeds_all_texts() {
     }
     assert_close(&found, &expected);
     engine.drain();
+    assert_eq!(end.await, Ok(()));
+}
+
+#[tokio::test]
+async fn context_limits_the_tokens_of_a_text() {
+    let engine = |context: usize| EmbeddingEngineOptions {
+        context,
+        ..EmbeddingEngineOptions::default()
+    };
+    let options = || ServerOptions {
+        model: MODEL.into(),
+        ..ServerOptions::default()
+    };
+    let server = EmbeddingServer::new(model(), engine(16), options()).expect("it starts");
+    let router = server.router();
+    let long = "x ".repeat(40);
+    for input in [json!(long), json!(vec![7; 17])] {
+        let answer = embed(&router, json!({"input": input})).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        let message = answer.json()["error"]["message"].to_string();
+        assert!(message.contains("at most 16"), "{message}");
+    }
+    let answer = embed(&router, json!({"input": long, "truncate": true})).await;
+    assert_eq!(answer.ok()["usage"]["total_tokens"], 16);
+    // The checkpoint's limit stays.
+    let server = EmbeddingServer::new(model(), engine(1000), options()).expect("it starts");
+    assert_eq!(server.engine().model().max_tokens(), 96);
+    let error = EmbeddingServer::new(model(), engine(2), options()).expect_err("no text fits");
+    assert!(error.to_string().contains("context"), "{error}");
+}
+
+/// The memory of an answer counts until the answer is sent.
+#[tokio::test]
+async fn memory_of_answers_is_limited() {
+    let server = server(ServerOptions {
+        max_body: 1 << 18,
+        body_memory: 2 << 20,
+        body_timeout: std::time::Duration::from_millis(200),
+        ..ServerOptions::default()
+    });
+    let router = server.router();
+    // 2,000 embeddings of 48 elements take 1.5 MB, and the pool has 1 MiB for an answer.
+    let answer = embed(&router, json!({"input": vec!["x"; 2000]})).await;
+    assert_eq!(answer.status, StatusCode::PAYLOAD_TOO_LARGE);
+    let message = answer.json()["error"]["message"].to_string();
+    assert!(message.contains("answer"), "{message}");
+    // One answer may take the part that answers share, and one the last part.
+    let body = json!({"model": MODEL, "input": vec!["x"; 1000]});
+    let send = async || {
+        let response = router.clone().oneshot(post(PATH, &body)).await;
+        response.expect("infallible")
+    };
+    let unsent = [send().await, send().await];
+    let refused = send().await;
+    assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+    for response in unsent {
+        assert_eq!(response.status(), StatusCode::OK);
+        response.into_body().collect().await.expect("the body ends");
+    }
+    assert_eq!(send().await.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn engine_ends_when_it_is_dropped() {
+    let models = vec![("cpu".to_owned(), model())];
+    let (engine, end) = EmbeddingEngine::start(models, queue_of(1)).expect("it starts");
+    let tokens = vec![2, 7, 1];
+    let request = EmbeddingRequest {
+        texts: vec![tokens],
+        dimensions: None,
+        memory: (),
+    };
+    let embeddings = engine.submit(request).expect("the queue has a place");
+    drop(engine);
+    assert_eq!(embeddings.await.expect("the text embeds").len(), 1);
     assert_eq!(end.await, Ok(()));
 }
 

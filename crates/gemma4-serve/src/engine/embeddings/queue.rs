@@ -2,7 +2,9 @@
 
 use super::Embeddings;
 use super::metrics::EmbeddingMetrics;
+use crate::engine::supervise::supervise;
 use crate::error::RequestError;
+use burn_gemma4::{EmbeddingGemma, Gemma4Error};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
@@ -70,12 +72,13 @@ impl Job {
         }
     }
 
-    /// Takes texts with up to `tokens` tokens. If `is_first`, takes at least one text. Returns their indices and tokens.
-    fn take(&self, tokens: usize, is_first: bool) -> Vec<(usize, Vec<u32>)> {
+    /// Takes up to `count` texts with up to `tokens` tokens. If `is_first`, takes a text even if it has more tokens.
+    /// Returns the indices and the tokens of the texts.
+    fn take(&self, tokens: usize, count: usize, is_first: bool) -> Vec<(usize, Vec<u32>)> {
         let mut state = lock(&self.state);
         let mut taken = Vec::new();
         let mut left = tokens;
-        while state.next < state.texts.len() {
+        while state.next < state.texts.len() && taken.len() < count {
             let index = state.next;
             let count = state.texts[index].len();
             if count > left && !(is_first && taken.is_empty()) {
@@ -178,14 +181,15 @@ impl Queue {
         lock(&self.state)
     }
 
-    pub fn len(&self) -> usize {
-        self.lock().jobs.len()
+    /// True if the queue has fewer than `limit` requests whose clients wait.
+    pub fn has_place(&self, limit: usize, metrics: &EmbeddingMetrics) -> bool {
+        self.lock().has_place(limit, metrics)
     }
 
-    /// Appends a request. Returns false if the queue has `limit` requests, or takes none.
+    /// Appends a request. Returns false if the queue has `limit` requests whose clients wait, or takes none.
     pub fn push(&self, job: Arc<Job>, limit: usize, metrics: &EmbeddingMetrics) -> bool {
         let mut state = self.lock();
-        if state.jobs.len() >= limit || state.is_draining || state.failure.is_some() {
+        if state.is_draining || state.failure.is_some() || !state.has_place(limit, metrics) {
             return false;
         }
         state.jobs.push_back(job);
@@ -195,7 +199,8 @@ impl Queue {
         true
     }
 
-    /// Waits for requests, and takes the texts of a pass with up to `tokens` tokens. A longer text is a pass of its own.
+    /// Waits for requests, and takes the texts of a pass with up to `tokens` tokens and
+    /// [`EmbeddingGemma::PASS_TEXTS`] texts. A longer text is a pass of its own. If requests remain, wakes another thread.
     /// Returns `None` after a drain, when the queue is empty, and after a failure.
     pub fn next_pass(&self, tokens: usize, metrics: &EmbeddingMetrics) -> Option<Pass> {
         let mut state = self.lock();
@@ -206,6 +211,10 @@ impl Queue {
             let pass = state.take_pass(tokens, metrics);
             metrics.queued(state.jobs.len());
             if !pass.texts.is_empty() {
+                if !state.jobs.is_empty() {
+                    // A push wakes one thread, but the texts of a large request are for all devices.
+                    self.changed.notify_one();
+                }
                 return Some(pass);
             }
             if state.is_draining {
@@ -214,6 +223,23 @@ impl Queue {
             let waited = self.changed.wait(state);
             state = waited.unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Runs `work` on a pass. A failure is recorded before the pass is dropped, so that its requests learn the reason.
+    ///
+    /// # Errors
+    /// Returns the reason if `work` fails or panics. `place` names the device in it.
+    pub fn run(
+        &self,
+        pass: Pass,
+        place: &str,
+        work: impl FnOnce(&Pass) -> Result<(), Gemma4Error>,
+    ) -> Result<(), String> {
+        let outcome = supervise(|| work(&pass)).map_err(|reason| format!("{place}{reason}"));
+        if let Err(reason) = &outcome {
+            self.fail(reason.clone());
+        }
+        outcome
     }
 
     pub fn drain(&self) {
@@ -241,6 +267,21 @@ impl Queue {
 }
 
 impl QueueState {
+    /// True if the queue has fewer than `limit` requests. Drops the requests of clients that have left from a full queue.
+    fn has_place(&mut self, limit: usize, metrics: &EmbeddingMetrics) -> bool {
+        if self.jobs.len() >= limit {
+            self.jobs.retain(|job| {
+                let is_abandoned = job.is_abandoned();
+                if is_abandoned {
+                    metrics.ended("cancelled");
+                }
+                !is_abandoned
+            });
+            metrics.queued(self.jobs.len());
+        }
+        self.jobs.len() < limit
+    }
+
     fn take_pass(&mut self, tokens: usize, metrics: &EmbeddingMetrics) -> Pass {
         let mut pass = Pass::default();
         let mut left = tokens;
@@ -253,7 +294,8 @@ impl QueueState {
             if job.is_taken() {
                 continue;
             }
-            let taken = job.take(left, pass.texts.is_empty());
+            let count = EmbeddingGemma::PASS_TEXTS - pass.texts.len();
+            let taken = job.take(left, count, pass.texts.is_empty());
             for (index, text) in taken {
                 left = left.saturating_sub(text.len());
                 pass.texts.push(text);
@@ -279,6 +321,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     type Outcome = oneshot::Receiver<Result<Embeddings, RequestError>>;
 
@@ -340,6 +383,75 @@ mod tests {
         let pass = queue.next_pass(10, &metrics).expect("there is a text");
         assert_eq!(lengths(&pass), [2]);
         assert!(metrics.text().contains("outcome=\"cancelled\"} 1"));
+    }
+
+    #[test]
+    fn next_pass_wakes_another_thread_if_texts_remain() {
+        let queue = Arc::new(Queue::default());
+        let (sender, passes) = std::sync::mpsc::channel();
+        for _ in 0..2 {
+            let (queue, sender) = (queue.clone(), sender.clone());
+            std::thread::spawn(move || {
+                let pass = queue.next_pass(4, &EmbeddingMetrics::new());
+                sender.send(pass.map(|pass| lengths(&pass)))
+            });
+        }
+        // Both threads wait before the request arrives, so that one notification does not reach both.
+        std::thread::sleep(Duration::from_millis(100));
+        let (large, _outcome) = job(&[4, 4]);
+        assert!(queue.push(large, 2, &EmbeddingMetrics::new()));
+        for _ in 0..2 {
+            let pass = passes.recv_timeout(Duration::from_secs(60));
+            assert_eq!(pass.expect("each thread gets a pass"), Some(vec![4]));
+        }
+    }
+
+    #[test]
+    fn next_pass_has_a_limited_number_of_texts() {
+        let (queue, metrics) = (Queue::default(), EmbeddingMetrics::new());
+        let (first, _one) = job(&[1; 5]);
+        let (second, _two) = job(&[1; EmbeddingGemma::PASS_TEXTS]);
+        for job in [first, second] {
+            assert!(queue.push(job, 2, &metrics));
+        }
+        let passes = [(); 2].map(|()| queue.next_pass(8192, &metrics).expect("there are texts"));
+        let counts = passes.map(|pass| pass.texts().len());
+        assert_eq!(counts, [EmbeddingGemma::PASS_TEXTS, 5]);
+    }
+
+    #[test]
+    fn push_to_a_full_queue_drops_requests_whose_clients_have_left() {
+        let (queue, metrics) = (Queue::default(), EmbeddingMetrics::new());
+        let (left, outcome) = job(&[1]);
+        assert!(queue.push(left, 1, &metrics));
+        let (waiting, _outcome) = job(&[2]);
+        assert!(
+            !queue.push(waiting.clone(), 1, &metrics),
+            "the queue is full"
+        );
+        drop(outcome);
+        assert!(queue.push(waiting, 1, &metrics));
+        assert!(metrics.text().contains("outcome=\"cancelled\"} 1"));
+    }
+
+    #[test]
+    fn panic_in_a_pass_is_known_before_its_requests_end() {
+        struct Memory(Arc<Queue>);
+        impl Drop for Memory {
+            fn drop(&mut self) {
+                // The client learns of the end of its request at this moment.
+                assert_eq!(self.0.failure().as_deref(), Some("cuda:1: kernel 3 failed"));
+            }
+        }
+        let (queue, metrics) = (Arc::new(Queue::default()), EmbeddingMetrics::new());
+        let (sender, mut outcome) = oneshot::channel();
+        let memory = Box::new(Memory(queue.clone()));
+        let job = Job::new(vec![vec![1]], None, sender, memory);
+        assert!(queue.push(job, 1, &metrics));
+        let pass = queue.next_pass(10, &metrics).expect("there is a text");
+        let ended = queue.run(pass, "cuda:1: ", |_| panic!("kernel {} failed", 3));
+        assert_eq!(ended, Err("cuda:1: kernel 3 failed".into()));
+        assert!(outcome.try_recv().is_err());
     }
 
     #[test]

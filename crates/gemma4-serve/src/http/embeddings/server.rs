@@ -4,7 +4,7 @@ use super::super::app::ServerOptions;
 use super::super::serving::serve_until;
 use super::app::EmbeddingApp;
 use super::router::router;
-use crate::engine::EmbeddingEngine;
+use crate::engine::{EmbeddingEngine, EmbeddingEngineOptions};
 use axum::Router;
 use burn_gemma4::{EmbeddingGemma, Gemma4Error};
 use std::fmt;
@@ -17,11 +17,13 @@ use tokio::net::TcpListener;
 ///
 /// ```no_run
 /// use burn_gemma4::EmbeddingGemma;
+/// use gemma4_serve::engine::EmbeddingEngineOptions;
 /// use gemma4_serve::{EmbeddingServer, ServerOptions};
 ///
 /// # async fn serve() -> Result<(), Box<dyn std::error::Error>> {
 /// let model = EmbeddingGemma::from_pretrained("embeddinggemma-2", &Default::default())?;
-/// let server = EmbeddingServer::new(model, 256, ServerOptions::default())?;
+/// let engine = EmbeddingEngineOptions::default();
+/// let server = EmbeddingServer::new(model, engine, ServerOptions::default())?;
 /// let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
 /// server.serve(listener, std::future::pending()).await?;
 /// # Ok(())
@@ -33,18 +35,17 @@ pub struct EmbeddingServer {
 }
 
 impl EmbeddingServer {
-    /// Starts the engine for a model. Up to `max_queue` requests wait, and further ones are refused. The adapters and
-    /// media of the options have no effect.
+    /// Starts the engine for a model. The adapters and media of the options have no effect.
     ///
     /// # Errors
     /// Returns the errors of [`EmbeddingEngine::start`].
     pub fn new(
         model: EmbeddingGemma,
-        max_queue: usize,
+        engine: EmbeddingEngineOptions,
         options: ServerOptions,
     ) -> Result<Self, Gemma4Error> {
         // The name of a single device is never shown.
-        Self::of_devices(vec![("device".to_owned(), model)], max_queue, options)
+        Self::of_devices(vec![("device".to_owned(), model)], engine, options)
     }
 
     /// Starts the engine with a thread for each device, as [`new`](Self::new) does. `models` holds the name of each
@@ -54,10 +55,10 @@ impl EmbeddingServer {
     /// Returns the errors of [`EmbeddingEngine::start`].
     pub fn of_devices(
         models: Vec<(String, EmbeddingGemma)>,
-        max_queue: usize,
+        engine: EmbeddingEngineOptions,
         options: ServerOptions,
     ) -> Result<Self, Gemma4Error> {
-        let (engine, end) = EmbeddingEngine::start(models, max_queue)?;
+        let (engine, end) = EmbeddingEngine::start(models, engine)?;
         Ok(Self {
             app: Arc::new(EmbeddingApp::new(engine, options)),
             end: Box::pin(end),
