@@ -96,6 +96,51 @@ fn program_embed_reads_lines_and_jsonl() {
     assert_close(&found[1], &expected("two\nlines", EmbedOptions::new()));
 }
 
+/// Files as other programs write them: a byte order mark, blank lines of JSONL, and numbers beyond f64.
+#[test]
+fn program_embed_reads_jsonl_of_other_programs() {
+    let folder = tempfile::tempdir().expect("a folder is creatable");
+    let path = folder.path().join("TEXTS.JSONL");
+    let id = "12345678901234567890.50";
+    let text =
+        format!("\u{feff}{{\"id\": {id}, \"text\": \"the cat\"}}\r\n\r\n{{\"text\": \"x\"}}\n\n");
+    fs::write(&path, text).expect("the file is writable");
+    let ended = succeed(&mut embed(&[path.to_str().expect("UTF-8")]));
+    assert!(ended.stdout.contains(&format!("\"id\":{id},")), "{ended:?}");
+    let found = lines(&ended);
+    assert_eq!(found.len(), 2);
+    assert_close(&found[1], &expected("x", EmbedOptions::new()));
+}
+
+/// A text whose embedding is not finite is named, and the texts before it are printed.
+#[test]
+fn program_embed_names_the_text_that_is_not_finite() {
+    let copied = crate::embedding::Copied::of("embedding-realhead");
+    let model = EmbeddingGemma::from_pretrained(copied.path(), &Device::flex());
+    let model = model.expect("the model loads");
+    let tokens = |text: &str| {
+        model
+            .tokens(text, &EmbedOptions::new())
+            .expect("it encodes")
+    };
+    let (clean, other) = (tokens("the cat"), tokens("x"));
+    let poison = other.iter().find(|token| !clean.contains(token));
+    let poison = poison.expect("the texts differ");
+    copied.poison("language_model.embed_tokens.weight", *poison as usize);
+    let mut command = gemma4("embed");
+    command
+        .args([
+            "--device", "flex", "--text", "the cat", "--text", "x", "--text", "the cat",
+        ])
+        .arg("--model")
+        .arg(copied.path());
+    let ended = run(&mut command);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    let message = "--text, number 2: text: has an embedding";
+    assert!(ended.stderr.contains(message), "{ended:?}");
+    assert_eq!(lines(&ended).len(), 1, "{ended:?}");
+}
+
 #[test]
 fn program_embed_refuses_wrong_arguments_and_texts() {
     let folder = tempfile::tempdir().expect("a folder is creatable");
@@ -115,6 +160,29 @@ fn program_embed_refuses_wrong_arguments_and_texts() {
         let ended = run(&mut embed(&arguments));
         assert_eq!(ended.code, Some(2), "{arguments:?}: {ended:?}");
         assert!(ended.stderr.contains(part), "{arguments:?}: {ended:?}");
+    }
+    for (arguments, part) in [
+        (
+            vec!["--text", "x", "--text", ""],
+            "--text, number 2: is empty",
+        ),
+        (vec![&path("empty.txt")], "line 2: is empty"),
+        (vec![&path("empty.jsonl")], "line 3: is empty"),
+    ] {
+        fs::write(path("empty.txt"), "x\n\ny\n").expect("it is writable");
+        fs::write(
+            path("empty.jsonl"),
+            "{\"text\": \"x\"}\n\n{\"text\": \"\"}\n",
+        )
+        .expect("it is writable");
+        let ended = run(&mut embed(&arguments));
+        assert_eq!(ended.code, Some(2), "{arguments:?}: {ended:?}");
+        assert!(ended.stderr.contains(part), "{arguments:?}: {ended:?}");
+        assert_eq!(
+            lines(&ended).len(),
+            1,
+            "the text before is embedded: {ended:?}"
+        );
     }
     let long = path("long.txt");
     let found = lines(&succeed(&mut embed(&["--truncate", &long])));

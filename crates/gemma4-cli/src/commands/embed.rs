@@ -12,7 +12,7 @@ use crate::{
 use burn_gemma4::{EmbedOptions, EmbeddingGemma};
 use clap::Parser;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::value::RawValue;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -39,17 +39,20 @@ pub struct Embed {
     /// checkpoint's default prompt, usually none].
     #[arg(long, value_name = "NAME")]
     prompt_name: Option<String>,
-    /// Number of elements to which embeddings are truncated. Truncated embeddings are normalized again [default: all].
+    /// Number of elements to which embeddings are truncated. Truncated embeddings are normalized again if the checkpoint
+    /// normalizes embeddings [default: all].
     #[arg(long, value_name = "COUNT", value_parser = positive)]
     dimensions: Option<usize>,
-    /// Drop the last tokens of texts that have more tokens than the model reads [default: such a text is an error].
+    /// Drop the last tokens of texts that have more tokens than the model reads, or the first tokens if the checkpoint's
+    /// truncation_side is left [default: such a text is an error].
     #[arg(long)]
     truncate: bool,
     /// Text to embed. The option may be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     text: Vec<String>,
-    /// File with one text per line, or one JSON object per line (.jsonl): {"text": "…"}, with an optional "id" that the
-    /// output repeats, and an optional "prompt_name" that takes precedence [default: lines of standard input].
+    /// File with one text per line, or one JSON object per line (.jsonl, .ndjson): {"text": "…"}, with an optional "id"
+    /// that the output repeats, and an optional "prompt_name" that takes precedence. An empty text is an error [default:
+    /// lines of standard input].
     #[arg(value_name = "FILE", conflicts_with = "text")]
     file: Option<PathBuf>,
 }
@@ -57,12 +60,16 @@ pub struct Embed {
 /// The texts of one call of the model have together about this many tokens.
 const CALL_TOKENS: usize = 8192;
 
+/// The mark at the start of some files in UTF-8.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
 /// A line of a JSONL file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
     text: String,
-    id: Option<Value>,
+    /// The id as it is written, so that the digits of a number stay.
+    id: Option<Box<RawValue>>,
     prompt_name: Option<String>,
 }
 
@@ -74,15 +81,16 @@ type Texts = Box<dyn Iterator<Item = Result<(Line, String), Error>>>;
 struct Embedded<'a> {
     index: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
-    id: Option<&'a Value>,
+    id: Option<&'a RawValue>,
     embedding: &'a [f32],
     tokens: usize,
 }
 
 /// A text that waits for its embedding.
 struct Waiting {
-    id: Option<Value>,
+    id: Option<Box<RawValue>>,
     tokens: Vec<u32>,
+    place: String,
 }
 
 impl Embed {
@@ -110,10 +118,11 @@ impl Embed {
             prompt_name: None,
         };
         if !self.text.is_empty() {
-            let texts = self.text.clone().into_iter();
-            return Ok(Box::new(
-                texts.map(move |text| Ok((of_text(text), "--text".into()))),
-            ));
+            let texts = self.text.clone().into_iter().enumerate();
+            return Ok(Box::new(texts.map(move |(index, text)| {
+                let place = format!("--text, number {}", index + 1);
+                Ok((of_text(text), place))
+            })));
         }
         let (name, input): (String, Box<dyn BufRead>) = match &self.file {
             Some(path) => {
@@ -128,21 +137,27 @@ impl Embed {
         };
         let is_jsonl = self.file.as_deref().is_some_and(is_jsonl);
         let lines = input.lines().enumerate();
-        Ok(Box::new(lines.map(move |(index, line)| {
+        Ok(Box::new(lines.filter_map(move |(index, line)| {
             let place = format!("{name}: line {}", index + 1);
             let wrong = |error: &dyn std::fmt::Display| WrongArgument(format!("{place}: {error}"));
-            let line = line.map_err(|error| wrong(&error))?;
-            let line = match is_jsonl {
-                true => serde_json::from_str(&line).map_err(|error| wrong(&error))?,
-                false => of_text(line),
+            let line = match &line {
+                Ok(line) if index == 0 => line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line),
+                Ok(line) => line.as_str(),
+                Err(error) => return Some(Err(wrong(error).into())),
             };
-            Ok((line, place))
+            let line = match is_jsonl {
+                true if line.trim().is_empty() => return None,
+                true => serde_json::from_str(line).map_err(|error| wrong(&error).into()),
+                false => Ok(of_text(line.to_owned())),
+            };
+            Some(line.map(|line| (line, place)))
         })))
     }
 }
 
 fn is_jsonl(path: &Path) -> bool {
-    path.extension().is_some_and(|end| end == "jsonl")
+    let end = path.extension().unwrap_or_default();
+    end.eq_ignore_ascii_case("jsonl") || end.eq_ignore_ascii_case("ndjson")
 }
 
 /// The progress of the command.
@@ -184,8 +199,11 @@ fn run(cli: &Embed) -> Result<(), Error> {
     };
     interrupt.catch(|| -> Result<(), Error> {
         for text in texts {
-            let (line, place) = text?;
-            embedder.push(line, &place)?;
+            if let Err(error) = text.and_then(|(line, place)| embedder.push(line, place)) {
+                // The texts before the error are embedded, so that the output is the same for any size of passes.
+                embedder.embed()?;
+                return Err(error);
+            }
             if interrupt.flow().is_break() || embedder.output.is_closed() {
                 return Ok(());
             }
@@ -209,7 +227,10 @@ fn run(cli: &Embed) -> Result<(), Error> {
 
 impl Embedder<'_> {
     /// Encodes a text. When enough tokens wait, embeds all texts that wait.
-    fn push(&mut self, line: Line, place: &str) -> Result<(), Error> {
+    fn push(&mut self, line: Line, place: String) -> Result<(), Error> {
+        if line.text.is_empty() {
+            return Err(WrongArgument(format!("{place}: is empty; expected a text")).into());
+        }
         let options = self.cli.options(line.prompt_name);
         let tokens = self.model.tokens(&line.text, &options);
         let tokens = tokens.map_err(|error| WrongArgument(format!("{place}: {error}")))?;
@@ -220,28 +241,35 @@ impl Embedder<'_> {
         self.waiting.push(Waiting {
             id: line.id,
             tokens,
+            place,
         });
         Ok(())
     }
 
-    /// Embeds the texts that wait, and prints their lines.
+    /// Embeds the texts that wait, and prints their lines, up to the first text whose embedding is not finite.
     fn embed(&mut self) -> Result<(), Error> {
         let waiting = std::mem::take(&mut self.waiting);
         self.tokens += std::mem::take(&mut self.waiting_tokens);
-        let mut ids = Vec::with_capacity(waiting.len());
+        let mut sources = Vec::with_capacity(waiting.len());
         let mut tokens = Vec::with_capacity(waiting.len());
         for text in waiting {
-            ids.push(text.id);
+            sources.push((text.id, text.place));
             tokens.push(text.tokens);
         }
         let start = Instant::now();
-        let embeddings = self.model.embed_tokens(&tokens, self.cli.dimensions)?;
+        let embeddings = self.model.try_embed_tokens(&tokens)?;
         self.time += start.elapsed();
-        for ((id, tokens), embedding) in ids.iter().zip(&tokens).zip(&embeddings) {
+        for (((id, place), tokens), embedding) in sources.iter().zip(&tokens).zip(embeddings) {
+            let embedding =
+                embedding.map_err(|error| WrongArgument(format!("{place}: {error}")))?;
+            let embedding = match self.cli.dimensions {
+                Some(dimensions) => self.model.truncated(embedding, dimensions),
+                None => embedding,
+            };
             let line = Embedded {
                 index: self.texts,
-                id: id.as_ref(),
-                embedding,
+                id: id.as_deref(),
+                embedding: &embedding,
                 tokens: tokens.len(),
             };
             self.texts += 1;
