@@ -216,7 +216,7 @@ fn memory_of(chosen: &Chosen) -> Option<u64> {
 
 /// Adds the name of the device to an error. A wrong argument does not depend on the device, and keeps the type that
 /// decides the exit code.
-fn with_device(error: Error, device: &Chosen) -> Error {
+pub(crate) fn with_device(error: Error, device: &Chosen) -> Error {
     match is_wrong_argument(&error) {
         true => error,
         false => format!("{}: {error}", device.label()).into(),

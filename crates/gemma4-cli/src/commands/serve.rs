@@ -12,7 +12,9 @@ use crate::{
 };
 use burn_gemma4::{CacheKind, ChatTemplate};
 use clap::Parser;
-use gemma4_serve::engine::{DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, EngineOptions};
+use gemma4_serve::engine::{
+    DEFAULT_MAX_ADAPTERS, DEFAULT_PREFIX_CACHE_BYTES, EmbeddingEngineOptions, EngineOptions,
+};
 use gemma4_serve::{EmbeddingServer, Server, ServerOptions};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -24,8 +26,8 @@ use tokio::sync::watch;
 
 /// Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
 ///
-/// An embedding model, such as google/embeddinggemma-2, is served by /v1/embeddings alone. The arguments of generation,
-/// images and audio then have no effect.
+/// An embedding model, such as google/embeddinggemma-2, is served by /v1/embeddings alone. Arguments that only a model
+/// which generates text can have are then refused, or have no effect.
 ///
 /// --device cuda:0,cuda:1 serves on several devices, each with a copy of the model and an engine of its own.
 ///
@@ -213,7 +215,7 @@ pub struct EngineArguments {
     /// Largest number of requests that wait. Further requests are refused with the status 429.
     #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = positive)]
     max_queue: usize,
-    /// Largest number of tokens of a prompt together with its answer.
+    /// Largest number of tokens of a prompt together with its answer, or of a text to embed.
     #[arg(long, value_name = "TOKENS", default_value_t = 8192, value_parser = positive)]
     context: usize,
     /// Largest number of tokens in the KV cache of all answers together. A request waits until its worst case fits [default:
@@ -352,7 +354,11 @@ fn run(cli: &Serve) -> Result<(), Error> {
     if let Some(folder) = resolved.embedding_folder()? {
         cli.refuse_generation()?;
         let models = serve_embeddings::load(folder, &cli.model)?;
-        let server = EmbeddingServer::of_devices(models, cli.engine.max_queue, options)?;
+        let engine = EmbeddingEngineOptions {
+            max_queue: cli.engine.max_queue,
+            context: cli.engine.context,
+        };
+        let server = EmbeddingServer::of_devices(models, engine, options)?;
         cli.tell_address(&name, local);
         return Ok(runtime.block_on(server.serve(listener, shutdown))?);
     }

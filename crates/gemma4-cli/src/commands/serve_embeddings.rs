@@ -1,15 +1,15 @@
 //! The models of a server of embeddings.
 
 use crate::{
-    Error, device::Chosen, device::DeviceName, embedding, model::ModelArguments, model::WeightForm,
-    terminal::WrongArgument, terminal::note,
+    Error, device::Chosen, device::DeviceName, embedding, loading::with_device,
+    model::ModelArguments, model::WeightForm, terminal::WrongArgument, terminal::note,
 };
 use burn_gemma4::{DeviceUse, EmbeddingGemma};
 use std::path::Path;
 use std::thread;
 
-/// Loads the embedding model in a folder to each device, by a thread for each. Returns the models with the names of their devices. Engines on
-/// the CPU share one copy of the weights.
+/// Loads the embedding model in a folder to each device, by a thread for each. Returns the models with the names of
+/// their devices. Engines on the CPU share one copy of the weights.
 ///
 /// # Errors
 /// Returns an error if a device does not exist, if the checkpoint is invalid, or if the arguments ask for quantized
@@ -34,7 +34,7 @@ pub(super) fn load(
                 .map(|chosen| {
                     scope.spawn(|| {
                         let _in_use = DeviceUse::begin(&chosen.device);
-                        load(chosen).map_err(|error| format!("{}: {error}", chosen.label()))
+                        load(chosen).map_err(|error| with_device(error, chosen))
                     })
                 })
                 .collect();
@@ -42,13 +42,14 @@ pub(super) fn load(
                 load.join()
                     .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             });
-            models.collect::<Result<Vec<_>, String>>()
+            models.collect::<Result<Vec<_>, Error>>()
         })?,
     };
     let labels = devices.iter().map(Chosen::label);
     let models = labels.zip(models).collect();
     note(
-        "the model computes embeddings: /v1/embeddings is served, and arguments of generation have no effect",
+        "note: the model computes embeddings, and /v1/embeddings is served; the arguments of adapters, images, audio and \
+         the prefix cache, --max-running and --per-layer-table have no effect",
     );
     Ok(models)
 }
