@@ -574,12 +574,12 @@ fn truncation_drops_the_tokens_of_the_checkpoints_side() {
         });
     });
     let (all, left) = tokens(&copied);
-    assert_eq!(left, [&[2], &all[all.len() - 94..], &[1]].concat());
+    assert_eq!(left, [&[2][..], &all[all.len() - 94..], &[1]].concat());
     copied.change("tokenizer_config.json", |json| {
         json["truncation_side"] = "right".into();
     });
     let (all, right) = tokens(&copied);
-    assert_eq!(right, [&[2], &all[..94], &[1]].concat());
+    assert_eq!(right, [&[2][..], &all[..94], &[1]].concat());
 }
 
 /// Images and audio are not supported. Their placeholders would otherwise be embedded as ordinary tokens.
