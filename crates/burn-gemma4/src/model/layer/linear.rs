@@ -35,21 +35,9 @@ impl Linear {
         rows.reshape([batch, positions, output])
     }
 
-    /// Projects `[rows, columns in]` to `[rows, columns out]`.
-    ///
-    /// A LoRA adapter is two narrow matrices. The rows are multiplied by both matrices one after the other, in the dtype of
-    /// the rows. The product of the two matrices and its gradient would have the size of the weight, so they are never
-    /// stored.
+    /// Projects `[rows, columns in]` to `[rows, columns out]`. See [`Weight::project`].
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        let Some(adapter) = self.weight.adapter() else {
-            return rows(input, self.weight.matrix());
-        };
-        match self.weight.base() {
-            // Multiply by the packed weight and the adapter separately, because `lora_product` would dequantize the
-            // weight.
-            Matrix::Quantized(_) if !input.device().is_autodiff() => self.rows_by(input, rows),
-            base => lora::lora_product(input, base, adapter),
-        }
+        self.weight.project(input)
     }
 
     /// Returns the base weight and its adapter, or `None` if the weight has no adapter or if the base weight is
@@ -67,14 +55,42 @@ impl Linear {
         input: Tensor<2>,
         product: impl Fn(Tensor<2>, Matrix) -> Tensor<2>,
     ) -> Tensor<2> {
-        let Some(adapter) = self.weight.adapter() else {
-            return product(input, self.weight.matrix());
+        self.weight.project_by(input, product)
+    }
+}
+
+impl Weight {
+    /// Multiplies `[rows, columns in]` by the transpose of the weight, which gives `[rows, columns out]`.
+    ///
+    /// A LoRA adapter is two narrow matrices. The rows are multiplied by both matrices one after the other, in the dtype of
+    /// the rows. The product of the two matrices and its gradient would have the size of the weight, so they are never
+    /// stored.
+    pub(in crate::model) fn project(&self, input: Tensor<2>) -> Tensor<2> {
+        let Some(adapter) = self.adapter() else {
+            return rows(input, self.matrix());
+        };
+        match self.base() {
+            // Multiply by the packed weight and the adapter separately, because `lora_product` would dequantize the
+            // weight.
+            Matrix::Quantized(_) if !input.device().is_autodiff() => self.project_by(input, rows),
+            base => lora::lora_product(input, base, adapter),
+        }
+    }
+
+    /// Computes [`project`](Self::project) with the given matmul function, for inference.
+    fn project_by(
+        &self,
+        input: Tensor<2>,
+        product: impl Fn(Tensor<2>, Matrix) -> Tensor<2>,
+    ) -> Tensor<2> {
+        let Some(adapter) = self.adapter() else {
+            return product(input, self.matrix());
         };
         let dtype = input.dtype();
         let [reads, writes] =
             [&adapter.b, &adapter.a].map(|factor| Matrix::Whole(factor.val().cast(dtype)));
         let added = product(product(input.clone(), reads), writes);
-        product(input, self.weight.base()) + added * adapter.scale
+        product(input, self.base()) + added * adapter.scale
     }
 }
 

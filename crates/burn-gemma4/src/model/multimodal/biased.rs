@@ -24,7 +24,6 @@ impl BiasedLinear {
 
     /// Projects `[rows, columns in]` to `[rows, columns out]`.
     pub fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        let product = crate::op::linear::rows(input, self.weight.matrix());
-        product + self.bias.val().unsqueeze::<2>()
+        self.weight.project(input) + self.bias.val().unsqueeze::<2>()
     }
 }
