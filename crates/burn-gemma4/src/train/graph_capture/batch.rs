@@ -3,10 +3,11 @@
 use crate::error::Gemma4Error;
 use crate::model::forward::Text;
 use crate::model::{Gemma4Model, Logits};
-use crate::train::gradients::BatchGradients;
+use crate::train::gradients::{BatchGradients, HasTrainable};
 use crate::train::media::PlacedMedia;
 use crate::train::packing::Packing;
 use burn::{
+    module::Module,
     optim::GradientsParams,
     tensor::{Int, Tensor},
 };
@@ -75,6 +76,22 @@ impl Read {
             text: model.training_text(&tokens, packing, media),
             targets: targets.inner(),
         })
+    }
+
+    /// True if the loss depends on a trained parameter of the model, or on soft tokens that are a leaf of the autodiff
+    /// graph. A batch without media has no gradients if only towers are trained.
+    pub fn is_tracked(&self, model: &Gemma4Model) -> bool {
+        let mut trained = HasTrainable(false);
+        model.visit(&mut trained);
+        trained.0 || self.text.media.leaf().is_some()
+    }
+
+    /// Computes the mean loss without autodiff.
+    pub fn loss(self, model: &Gemma4Model) -> Result<Tensor<1>, Gemma4Error> {
+        let Self { text, targets } = self;
+        let asked = Logits::Last(targets.dims()[1]);
+        let hidden = model.hidden_states(text, None, asked, &mut ());
+        Ok(model.loss(hidden, targets)?.inner())
     }
 
     /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. All inputs are on the device, so

@@ -114,7 +114,7 @@ impl GradientRecorder {
     }
 
     /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`.
-    /// The next call may overwrite the returned gradients.
+    /// The next call may overwrite the returned gradients. There are no gradients if no parameter of the model is trained.
     ///
     /// Between two calls the caller may change the trained parameters, and may freeze or unfreeze parameters. The
     /// caller must change nothing else in the model.
@@ -124,7 +124,7 @@ impl GradientRecorder {
     /// [`Gemma4Model::hidden`], [`Gemma4Model::hidden_packed`] and [`Gemma4Model::loss`].
     ///
     /// # Panics
-    /// Panics if the model's device has no autodiff, or if no parameter is trained.
+    /// Panics if the model's device has no autodiff.
     pub fn gradients(
         &mut self,
         model: &Gemma4Model,
@@ -132,6 +132,9 @@ impl GradientRecorder {
         factor: f64,
     ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
         let read = Read::new(model, lesson)?;
+        if !read.is_tracked(model) {
+            return Ok((read.loss(model)?, GradientsParams::new()));
+        }
         #[cfg(feature = "cube")]
         if let Some(outcome) = self.of_graph(model, &read, factor) {
             return Ok(outcome);
