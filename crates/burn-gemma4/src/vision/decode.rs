@@ -6,7 +6,7 @@ use ::image::{
     DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage,
     guess_format,
 };
-use std::io::Cursor;
+use std::{io::Cursor, iter};
 use zune_jpeg::JpegDecoder;
 use zune_jpeg::zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions};
 
@@ -26,10 +26,8 @@ const METADATA_CHUNKS: [&[u8]; 5] = [b"iCCP", b"tEXt", b"zTXt", b"iTXt", b"eXIf"
 /// Decodes the contents of an image file. The error is a reason that follows the file's name.
 pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
     let format = format_of(bytes)?;
-    if is_truncated(bytes, format) {
-        return Err("cannot be decoded as an image: the file is truncated".into());
-    }
     let mut decoder = open(bytes, format)?;
+    refuse_truncated(bytes, format)?;
     let orientation = decoder.orientation().map_err(failed)?;
     let mut image = match format {
         ImageFormat::Jpeg => {
@@ -47,10 +45,12 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Pixels, String> {
     })
 }
 
-/// Reads the header of an image file. The error is a reason that follows the file's name.
+/// Reads the header of an image file, and checks that the file is whole. The error is a reason that follows the file's
+/// name.
 pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
     let format = format_of(bytes)?;
     let mut decoder = open(bytes, format)?;
+    refuse_truncated(bytes, format)?;
     let (width, height) = decoder.dimensions();
     let pixels = u64::from(width) * u64::from(height);
     let orientation = decoder.orientation().map_err(failed)?;
@@ -86,19 +86,9 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
 
 /// True if a PNG file has a chunk of metadata before its pixels.
 fn has_metadata(bytes: &[u8]) -> bool {
-    let mut rest = bytes.get(8..).unwrap_or_default();
-    while let Some((length, after)) = rest.split_first_chunk() {
-        match after.first_chunk() {
-            Some(kind) if METADATA_CHUNKS.contains(&&kind[..]) => return true,
-            None | Some(b"IDAT") => return false,
-            // The type has 4 bytes before the data, and the checksum has 4 bytes after it.
-            Some(_) => {
-                let length = u32::from_be_bytes(*length) as usize;
-                rest = after.get(length.saturating_add(8)..).unwrap_or_default();
-            }
-        }
-    }
-    false
+    png_chunks(bytes)
+        .take_while(|kind| *kind != b"IDAT")
+        .any(|kind| METADATA_CHUNKS.contains(&&kind[..]))
 }
 
 /// Returns the format of an image file, if it can be decoded.
@@ -142,18 +132,36 @@ fn whole_jpeg(bytes: &[u8]) -> Result<DynamicImage, String> {
         .ok_or_else(|| failed(&"the number of pixels is wrong"))
 }
 
-/// True if the end of a file is missing in a way that its decoder may not notice.
-fn is_truncated(bytes: &[u8], format: ImageFormat) -> bool {
-    match format {
-        ImageFormat::Jpeg => !has_end_marker(bytes),
+/// Refuses a file whose end is missing. Some decoders do not notice this, and the header of an image never shows it.
+fn refuse_truncated(bytes: &[u8], format: ImageFormat) -> Result<(), String> {
+    let is_whole = match format {
+        ImageFormat::Jpeg => has_end_marker(bytes),
         // The header has the number of the bytes that follow its first eight.
         ImageFormat::WebP => {
             let size = bytes.get(4..).and_then(|bytes| bytes.first_chunk());
             let size = size.map(|size| u64::from(u32::from_le_bytes(*size)));
-            size.is_none_or(|size| size + 8 > bytes.len() as u64)
+            size.is_some_and(|size| size + 8 <= bytes.len() as u64)
         }
-        _ => false,
+        _ => png_chunks(bytes).any(|kind| kind == b"IEND"),
+    };
+    match is_whole {
+        true => Ok(()),
+        false => Err("cannot be decoded as an image: the file is truncated".into()),
     }
+}
+
+/// Returns the types of the chunks of a PNG file, up to the first chunk whose beginning is missing. The empty chunk at
+/// the end may be incomplete.
+fn png_chunks(bytes: &[u8]) -> impl Iterator<Item = &[u8; 4]> {
+    let mut rest = bytes.get(8..).unwrap_or_default();
+    iter::from_fn(move || {
+        let (length, after) = rest.split_first_chunk()?;
+        let kind = after.first_chunk()?;
+        // The type has 4 bytes before the data, and the checksum has 4 bytes after it.
+        let length = u32::from_be_bytes(*length) as usize;
+        rest = after.get(length.saturating_add(8)..).unwrap_or_default();
+        Some(kind)
+    })
 }
 
 /// True if the segments of a JPEG file end with the marker EOI. The decoder does not notice that the last rows of a
@@ -315,13 +323,14 @@ mod tests {
         assert!(reason.contains("cannot be decoded"), "{reason}");
     }
 
-    /// Truncates files at every length. The last 12 bytes of a PNG file are an empty chunk, which no pixel needs.
+    /// Truncates files at every length. The last 4 bytes of a PNG file are the checksum of an empty chunk, which may be
+    /// missing.
     #[test]
-    fn decode_of_truncated_file_is_refused() {
+    fn truncated_file_is_refused_by_decode_and_by_header() {
         for (name, end) in [
-            ("alpha.png", 12),
-            ("gray.png", 12),
-            ("palette.png", 12),
+            ("alpha.png", 4),
+            ("gray.png", 4),
+            ("palette.png", 4),
             ("photograph.jpg", 0),
             ("progressive.jpg", 0),
             ("turned.jpg", 0),
@@ -331,9 +340,20 @@ mod tests {
         ] {
             let whole = read(name);
             for length in 0..whole.len() - end {
-                let is_refused = decode(&whole[..length]).is_err();
-                assert!(is_refused, "{name}: {length} of {} bytes", whole.len());
+                let is_refused = [
+                    decode(&whole[..length]).is_err(),
+                    header(&whole[..length]).is_err(),
+                ];
+                assert_eq!(
+                    is_refused,
+                    [true; 2],
+                    "{name}: {length} of {} bytes",
+                    whole.len()
+                );
             }
+            let reason = header(&whole[..whole.len() - end - 1]).expect_err(name);
+            assert!(reason.contains("truncated"), "{name}: {reason}");
+            header(&whole).expect("the file is whole");
         }
     }
 

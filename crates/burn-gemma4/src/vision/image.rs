@@ -95,11 +95,11 @@ impl Image {
     }
 
     /// Reads the header of a PNG, JPEG or WebP file, without decoding the pixels. A program can check limits before
-    /// [`from_bytes`](Self::from_bytes) allocates memory.
+    /// [`from_bytes`](Self::from_bytes) allocates memory. The file must be whole.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the contents have another format, or if the header is malformed. Returns
-    /// the same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
+    /// Returns [`Gemma4Error::Argument`] if the contents have another format or are truncated, or if the header is
+    /// malformed. Returns the same error if the size exceeds the limits of [`from_bytes`](Self::from_bytes).
     pub fn header(bytes: &[u8]) -> Result<ImageHeader, Gemma4Error> {
         let argument = "image";
         media_file::check_size(bytes.len() as u64, MEDIUM)
