@@ -112,6 +112,21 @@ impl Checkpointer<LrSchedulerRecord> for RatesRecords {
     }
 }
 
+/// Checks that a run with images or audio has one process and one device. Programs may call this function before they
+/// load towers; [`Run::train`] calls it too.
+///
+/// # Errors
+/// Returns [`InvalidArgument`] for several processes or devices.
+pub fn check_one_device(group: &ProcessGroup, devices: &[Device]) -> Result<(), Error> {
+    match group.has_others() || devices.len() > 1 {
+        true => {
+            let reason = "images and audio are trained on one device only; expected one process and one device, or a data set of texts";
+            Err(InvalidArgument(reason.into()).into())
+        }
+        false => Ok(()),
+    }
+}
+
 impl Run<'_> {
     /// Trains a model.
     ///
@@ -125,9 +140,8 @@ impl Run<'_> {
         validation: Data,
     ) -> Result<Outcome, Error> {
         let (group, rank) = (self.group, self.group.rank());
-        if self.towers.is_some() && (group.has_others() || self.devices.len() > 1) {
-            let reason = "images and audio are trained on one device only; expected one process and one device, or a data set of texts";
-            return Err(InvalidArgument(reason.into()).into());
+        if self.towers.is_some() {
+            check_one_device(group, &self.devices)?;
         }
         let schedule = self.arguments.schedule(self.resume.unwrap_or(0), rank);
         let first = &self.devices[0];

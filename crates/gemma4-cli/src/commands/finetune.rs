@@ -22,7 +22,7 @@ use gemma4_train::{
         packing::{Example, pack},
     },
     distributed::ProcessGroup,
-    run::{Outcome, Run},
+    run::{Outcome, Run, check_one_device},
 };
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
@@ -147,11 +147,15 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
         validation,
         kinds,
     } = data(cli, &gemma)?;
+    refuse_missing_media(cli, kinds)?;
     let towers = match kinds.any() {
-        true => Some(gemma.media_towers(kinds)?),
+        true => {
+            // Refuse before the towers are loaded.
+            check_one_device(group, &devices)?;
+            Some(gemma.media_towers(kinds)?)
+        }
         false => None,
     };
-    refuse_missing_media(cli, kinds)?;
 
     let adapter = (!cli.full).then(|| cli.adapter());
     let model = gemma.model().clone();
