@@ -86,6 +86,11 @@ impl Names {
         Self { prefix: TEXT }
     }
 
+    /// Returns the naming scheme of a checkpoint with towers.
+    pub fn of_multimodal() -> Self {
+        Self { prefix: MULTIMODAL }
+    }
+
     /// Returns the naming scheme in which the name of each tensor is the path of its parameter.
     pub fn of_paths() -> Self {
         Self { prefix: "" }

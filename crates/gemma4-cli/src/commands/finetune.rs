@@ -266,15 +266,36 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, outcome: &Outcome) -> Result
             let dtype = written.filter(|_| cli.dtype.is_none());
             let saved = model.save_like_with_towers(&cli.model, towers, &cli.out, dtype);
             if saved.is_err() {
-                // If the base checkpoint cannot be copied, for example because it was deleted, only the trained weights are
-                // saved.
-                model.save(&cli.out, dtype)?;
+                save_trained(cli, adapter, outcome, dtype)?;
             }
             saved?;
             copy_beside(&cli.model, &cli.out)?;
         }
     }
     note(format_args!("written to {}", cli.out.display()));
+    Ok(())
+}
+
+/// Writes the trained weights without those of the base checkpoint, which cannot be copied, for example because it was
+/// deleted. The text model is a checkpoint. Adapted projections and towers have no weights beside those of the base, so
+/// the whole adapter is written in the folder `adapter`.
+fn save_trained(
+    cli: &Finetune,
+    adapter: Option<&Adapter>,
+    outcome: &Outcome,
+    dtype: Option<DType>,
+) -> Result<(), Error> {
+    let (model, towers) = (&outcome.model, outcome.towers.as_ref());
+    model.save(&cli.out, dtype)?;
+    if let Some(adapter) = adapter.filter(|adapter| adapter.towers.any()) {
+        let base = cli.model.display().to_string();
+        let folder = cli.out.join("adapter");
+        adapter.save_with_towers(model, towers, &folder, &base)?;
+        note(format_args!(
+            "the adapter of the projections and towers is written to {}",
+            folder.display()
+        ));
+    }
     Ok(())
 }
 
@@ -442,4 +463,62 @@ fn data(cli: &Finetune, gemma: &Gemma4) -> Result<DataSet, Error> {
         validation,
         kinds,
     })
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::tensor::Device;
+    use std::path::Path;
+
+    /// A base that is gone cannot be copied. The trained weights of every part are written nevertheless.
+    #[test]
+    fn write_without_base_writes_the_weights_and_the_adapter_of_towers() {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/vision-ple");
+        let gemma = Gemma4::from_pretrained(&fixture, &Device::flex().autodiff());
+        let gemma = gemma.expect("the fixture is loadable");
+        let kinds = MediaKinds {
+            images: true,
+            audio: false,
+        };
+        for targets in ["text", "text,projector,towers"] {
+            let written = tempfile::tempdir().expect("a folder");
+            let base = written.path().join("base");
+            std::fs::create_dir(&base).expect("the folder is created");
+            let out = written.path().join("out");
+            let cli = Finetune::parse_from([
+                "finetune".as_ref(),
+                "--model".as_ref(),
+                base.as_os_str(),
+                "--data".as_ref(),
+                "a.jsonl".as_ref(),
+                "--out".as_ref(),
+                out.as_os_str(),
+                "--merge".as_ref(),
+                "--targets".as_ref(),
+                targets.as_ref(),
+            ]);
+            let adapter = cli.adapter();
+            let model = adapter.attach(gemma.model().clone()).expect("attached");
+            let towers = gemma.media_towers(kinds).expect("the towers are valid");
+            let towers = match adapter.towers.any() {
+                true => adapter.attach_towers(towers).expect("attached"),
+                false => towers,
+            };
+            let outcome = Outcome {
+                model: model.valid(),
+                towers: Some(towers.valid()),
+                is_interrupted: false,
+            };
+            write(&cli, Some(&adapter), &outcome).expect_err("the base is gone");
+            assert!(out.join("model.safetensors").is_file(), "{targets}");
+            let loaded = Gemma4::from_pretrained(&fixture, &Device::flex()).expect("the fixture");
+            let folder = out.join("adapter");
+            assert_eq!(folder.exists(), adapter.towers.any(), "{targets}");
+            if folder.exists() {
+                let loaded = loaded.attach_adapter(&folder).expect("the adapter fits");
+                assert_eq!(loaded.warnings().count(), 0, "{targets}");
+            }
+        }
+    }
 }

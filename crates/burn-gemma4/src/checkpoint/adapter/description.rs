@@ -260,7 +260,8 @@ impl Adapter {
     }
 
     /// Writes the adapter as [`save`](Self::save) does, with the factors that [`attach_towers`](Self::attach_towers)
-    /// added to `towers`. They have the names of `Gemma4ForConditionalGeneration` and of its unified variant.
+    /// added to `towers`. All factors have the names of `Gemma4ForConditionalGeneration` and of its unified variant then,
+    /// and `base` is not read.
     ///
     /// # Errors
     /// Returns the errors of [`save`](Self::save).
@@ -272,10 +273,13 @@ impl Adapter {
         base: &str,
     ) -> Result<(), Gemma4Error> {
         let folder = folder.as_ref();
-        let prefix = match Path::new(base).is_dir() {
-            true => Names::of(&TensorFiles::open(Path::new(base))?).prefix,
-            false => Names::of_text().prefix,
-        };
+        let prefix = match towers {
+            // Only multimodal checkpoints have towers, so `base` need not be readable.
+            Some(_) => Names::of_multimodal(),
+            None if Path::new(base).is_dir() => Names::of(&TensorFiles::open(Path::new(base))?),
+            None => Names::of_text(),
+        }
+        .prefix;
         let file = json!({
             "peft_type": "LORA",
             "r": self.rank,
