@@ -88,7 +88,7 @@ pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
         !value.is_null()
     });
     match (fields.shift_remove("messages"), fields.shift_remove("text")) {
-        (Some(messages), None) => conversation(messages, fields).map(Line::Messages),
+        (Some(messages), None) => conversation(messages, fields, line).map(Line::Messages),
         (None, Some(Value::String(text))) if !text.is_empty() => {
             fields.keys().for_each(|name| ignored.count(name));
             Ok(Line::Text(text))
@@ -105,6 +105,7 @@ pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
 fn conversation(
     messages: Value,
     mut variables: Map<String, Value>,
+    line: &str,
 ) -> Result<Conversation, String> {
     let Value::Array(mut messages) = messages else {
         return Err("\"messages\" is not a list; expected a list of messages".into());
@@ -131,11 +132,21 @@ fn conversation(
         Some(_) => return Err("\"enable_thinking\" is not true or false".into()),
     };
     Ok(Conversation {
-        media: take_parts(&mut messages)?,
+        media: take_parts(&mut messages, line)?,
         messages,
         variables,
         enable_thinking,
     })
+}
+
+impl Line {
+    /// True if the line has images or audio clips.
+    pub(super) fn has_media(&self) -> bool {
+        match self {
+            Self::Messages(conversation) => !conversation.media.is_empty(),
+            Self::Text(_) => false,
+        }
+    }
 }
 
 fn is_answer(message: &Value) -> bool {
@@ -702,7 +713,7 @@ mod tests {
         Origin {
             file: std::path::Path::new("a.jsonl").into(),
             line: 1,
-            bytes: 0..0,
+            start: 0,
         }
     }
 

@@ -11,7 +11,12 @@ use crate::{
     report::note,
 };
 use burn_gemma4::{Gemma4, MediaKinds};
-use std::{path::Path, sync::Arc};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader},
+    path::Path,
+    sync::Arc,
+};
 
 /// A document: a text, or a conversation. A text is one example. A conversation is one or more examples, depending on the
 /// chat template.
@@ -46,8 +51,8 @@ impl Document {
 /// field. Empty lines are ignored too.
 ///
 /// A message may have images and audio clips, in the forms of Transformers' chat templates and of OpenAI's API: a path, a
-/// `file:` URL or a data URL. Relative paths begin in the folder of the file. The headers of images are read and clips
-/// are decoded, for their numbers of tokens. The contents are read again when a batch needs them.
+/// `file:` URL or a data URL. Relative paths begin in the folder of the file. Images and clips are read, and clips are
+/// decoded, for their numbers of tokens. The contents are read again when a batch needs them.
 ///
 /// # Errors
 /// Returns an error, which names the file and the line, in these cases:
@@ -56,31 +61,53 @@ impl Document {
 /// - The chat template fails.
 /// - The template does not render a part of a message, or a field that is meant for templates, such as `tools`.
 /// - An image or an audio clip cannot be read, the model does not read its kind, or an answer has one.
+/// - A line has an image or an audio clip, but the file is a pipe.
 pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
-    let text = read_text(path)?;
-    refuse_other_forms(path, &text)?;
+    let named = |reason: String| format!("{}: {reason}", path.display());
+    let broken = |error: io::Error| named(error.to_string());
+    let opened = File::open(path).map_err(broken)?;
+    let is_regular = opened.metadata().map_err(broken)?.is_file();
+    let mut opened = BufReader::new(opened);
     let mut ignored = Ignored::default();
     let mut documents = Vec::new();
     let reader = Reader::new(gemma);
     let file: Arc<Path> = path.into();
-    let mut end = 0;
-    for (index, line) in text.split_inclusive('\n').enumerate() {
+    let (mut number, mut end) = (0, 0);
+    let mut bytes = Vec::new();
+    // One line at a time is in memory, because lines may have the data of images and clips.
+    loop {
+        bytes.clear();
+        if opened.read_until(b'\n', &mut bytes).map_err(broken)? == 0 {
+            break;
+        }
+        number += 1;
         let start = end;
-        end += line.len();
-        let line = line.trim_end_matches(['\n', '\r']);
+        end += bytes.len() as u64;
+        let line = str::from_utf8(&bytes)
+            .map_err(|_| named(format!("line {number} is not UTF-8")))?
+            .trim_end_matches(['\n', '\r']);
+        if number == 1 {
+            refuse_byte_order_mark(line).map_err(named)?;
+        }
         if line.trim().is_empty() {
             continue;
         }
-        let number = index + 1;
+        if documents.is_empty() {
+            refuse_array(line).map_err(named)?;
+        }
         let origin = Origin {
             file: file.clone(),
             line: number,
-            bytes: start as u64..end as u64,
+            start,
         };
-        let document = parse(line, &mut ignored)
-            .and_then(|line| document(line, &origin, &reader, &mut ignored));
-        let named = |reason| format!("{}: line {number}: {reason}", path.display());
-        documents.push(document.map_err(named)?);
+        let document = parse(line, &mut ignored).and_then(|line| {
+            if line.has_media() && !is_regular {
+                let reason = "has images or audio, but the file is a pipe or a device; expected a regular file, in whose folder relative paths begin and whose data are read again";
+                return Err(reason.into());
+            }
+            document(line, &origin, &reader, &mut ignored)
+        });
+        documents.push(document.map_err(|reason| named(format!("line {number}: {reason}")))?);
     }
     if let Some(summary) = ignored.summary() {
         note(format_args!("{}: {summary}", path.display()));
@@ -91,17 +118,20 @@ pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Erro
     }
 }
 
-/// Refuses a file with a byte order mark at the beginning, or with one JSON array around all objects. Some editors and
-/// exports write such files.
-fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
-    let problem = if text.starts_with('\u{feff}') {
-        "begins with a byte order mark; expected UTF-8 without one"
-    } else if text.trim_start().starts_with('[') {
-        "is a JSON array; expected a JSON object per line"
-    } else {
-        return Ok(());
-    };
-    Err(format!("{}: {problem}", path.display()).into())
+/// Refuses a file with a byte order mark at the beginning. Some editors write such files.
+fn refuse_byte_order_mark(line: &str) -> Result<(), String> {
+    match line.starts_with('\u{feff}') {
+        true => Err("begins with a byte order mark; expected UTF-8 without one".into()),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a file with one JSON array around all objects. Some exports are such files.
+fn refuse_array(line: &str) -> Result<(), String> {
+    match line.trim_start().starts_with('[') {
+        true => Err("is a JSON array; expected a JSON object per line".into()),
+        false => Ok(()),
+    }
 }
 
 /// Reads the documents of a file. [`read_documents`] reads a `.jsonl` file. A `.txt`, `.md` or `.rs` file is a single
@@ -134,7 +164,7 @@ fn text(path: &Path, gemma: &Gemma4) -> Result<Document, Error> {
     let origin = Origin {
         file: path.into(),
         line: 1,
-        bytes: 0..text.len() as u64,
+        start: 0,
     };
     let reader = Reader::new(gemma);
     let document = document(Line::Text(text), &origin, &reader, &mut Ignored::default());

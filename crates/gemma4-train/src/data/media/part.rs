@@ -1,6 +1,6 @@
 //! The parts of messages that are images or audio clips, in the forms of Transformers' chat templates and of OpenAI's API.
 
-use super::source::Location;
+use super::source::{LineStrings, Location, Source};
 use serde_json::{Map, Value, json};
 
 /// The number of soft tokens of an image with OpenAI's detail `low`, which is the smallest number that models support.
@@ -35,10 +35,11 @@ pub(crate) struct MediaPart {
     pub location: Location,
 }
 
-/// Takes the images and audio clips out of messages. Each of their parts becomes `{"type": "image"}` or
+/// Takes the images and audio clips out of the messages of `line`. Each of their parts becomes `{"type": "image"}` or
 /// `{"type": "audio"}`, which is the form of chat templates.
-pub(crate) fn take_parts(messages: &mut [Value]) -> Result<Vec<MediaPart>, String> {
+pub(crate) fn take_parts(messages: &mut [Value], line: &str) -> Result<Vec<MediaPart>, String> {
     let mut media = Vec::new();
+    let mut strings = LineStrings::new(line);
     for (index, message) in messages.iter_mut().enumerate() {
         let is_answer = message["role"] == "assistant";
         let Some(parts) = message.get_mut("content").and_then(Value::as_array_mut) else {
@@ -50,13 +51,17 @@ pub(crate) fn take_parts(messages: &mut [Value]) -> Result<Vec<MediaPart>, Strin
                 let part = number + 1;
                 format!("\"content\" of message {message}, part {part}: {reason}")
             };
-            let Some((kind, location)) = read_part(part).map_err(named)? else {
+            let Some((kind, source)) = read_part(part).map_err(named)? else {
                 continue;
             };
             if is_answer {
                 let reason = "is an image or audio in a message of the assistant, which is learned; expected text";
                 return Err(named(reason.into()));
             }
+            let location = match source {
+                Source::File(path) => Location::File(path),
+                Source::Inline(text) => Location::Inline(strings.find(text)),
+            };
             *part = match kind {
                 Kind::Image { .. } => json!({"type": "image"}),
                 Kind::Audio => json!({"type": "audio"}),
@@ -73,7 +78,7 @@ pub(crate) fn take_parts(messages: &mut [Value]) -> Result<Vec<MediaPart>, Strin
 }
 
 /// Reads a part of a message. Returns `None` for a text.
-pub(super) fn read_part(part: &Value) -> Result<Option<(Kind, Location)>, String> {
+fn read_part(part: &Value) -> Result<Option<(Kind, Source<'_>)>, String> {
     let Some(fields) = part.as_object() else {
         return Ok(None);
     };
@@ -82,24 +87,27 @@ pub(super) fn read_part(part: &Value) -> Result<Option<(Kind, Location)>, String
             soft_tokens: soft_tokens(detail)?,
         })
     };
-    let (kind, location) = match fields.get("type").and_then(Value::as_str) {
+    let (kind, source) = match fields.get("type").and_then(Value::as_str) {
         Some("text") => return Ok(None),
         Some("image") => (image(None)?, own_source(fields, "image")?),
         Some("audio") => (Kind::Audio, own_source(fields, "audio")?),
         Some("image_url") => {
             refuse_others(fields, "", &["type", "image_url"])?;
             let url = match fields.get("image_url") {
-                Some(Value::String(url)) => return Ok(Some((image(None)?, url_of(url)?))),
+                Some(Value::String(url)) => return Ok(Some((image(None)?, Source::of_url(url)?))),
                 value => object(value, "image_url")?,
             };
             refuse_others(url, "image_url.", &["url", "detail"])?;
             let kind = image(url.get("detail"))?;
-            (kind, url_of(text(url, "url", "image_url.url")?)?)
+            (kind, Source::of_url(text(url, "url", "image_url.url")?)?)
         }
         Some("input_image") => {
             refuse_others(fields, "", &["type", "image_url", "detail"])?;
             let kind = image(fields.get("detail"))?;
-            (kind, url_of(text(fields, "image_url", "image_url")?)?)
+            (
+                kind,
+                Source::of_url(text(fields, "image_url", "image_url")?)?,
+            )
         }
         Some("input_audio") => {
             refuse_others(fields, "", &["type", "input_audio"])?;
@@ -107,13 +115,16 @@ pub(super) fn read_part(part: &Value) -> Result<Option<(Kind, Location)>, String
             refuse_others(clip, "input_audio.", &["data", "format"])?;
             check_format(clip.get("format"))?;
             let data = text(clip, "data", "input_audio.data")?;
-            (Kind::Audio, Location::data(data)?)
+            (Kind::Audio, Source::data(data)?)
         }
         Some("audio_url") => {
             refuse_others(fields, "", &["type", "audio_url"])?;
             let clip = object(fields.get("audio_url"), "audio_url")?;
             refuse_others(clip, "audio_url.", &["url"])?;
-            (Kind::Audio, url_of(text(clip, "url", "audio_url.url")?)?)
+            (
+                Kind::Audio,
+                Source::of_url(text(clip, "url", "audio_url.url")?)?,
+            )
         }
         _ => {
             let kind = &part["type"];
@@ -122,11 +133,11 @@ pub(super) fn read_part(part: &Value) -> Result<Option<(Kind, Location)>, String
             ));
         }
     };
-    Ok(Some((kind, location)))
+    Ok(Some((kind, source)))
 }
 
 /// Returns the source of a part of the type `image` or `audio`, as Transformers' chat templates have them.
-fn own_source(fields: &Map<String, Value>, kind: &str) -> Result<Location, String> {
+fn own_source<'a>(fields: &'a Map<String, Value>, kind: &str) -> Result<Source<'a>, String> {
     let names = [&[kind], &SOURCES[..]].concat();
     refuse_others(fields, "", &[&["type"], &names[..]].concat())?;
     let mut given = names.iter().filter(|name| is_given(fields, name));
@@ -137,13 +148,9 @@ fn own_source(fields: &Map<String, Value>, kind: &str) -> Result<Location, Strin
     };
     let source = text(fields, name, name)?;
     match *name {
-        "base64" => Location::data(source),
-        _ => url_of(source),
+        "base64" => Source::data(source),
+        _ => Source::of_url(source),
     }
-}
-
-fn url_of(url: &str) -> Result<Location, String> {
-    Location::of_url(url)
 }
 
 fn is_given(fields: &Map<String, Value>, name: &str) -> bool {
@@ -201,15 +208,11 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    fn read(part: Value) -> Result<Option<(Kind, Location)>, String> {
-        read_part(&part)
-    }
-
     #[test]
     fn read_part_of_each_form_finds_kind_and_location() {
-        let file = || Location::File(PathBuf::from("a b.png"));
+        let file = || Source::File(PathBuf::from("a b.png"));
         let image = |soft_tokens| Kind::Image { soft_tokens };
-        for (part, kind, location) in [
+        for (part, kind, source) in [
             (
                 json!({"type": "image", "image": "a b.png"}),
                 image(None),
@@ -228,12 +231,12 @@ mod tests {
             (
                 json!({"type": "image", "base64": "YWJj"}),
                 image(None),
-                Location::Inline,
+                Source::Inline("YWJj"),
             ),
             (
                 json!({"type": "image", "image": "data:image/png;base64,YWJj"}),
                 image(None),
-                Location::Inline,
+                Source::Inline("data:image/png;base64,YWJj"),
             ),
             (
                 json!({"type": "image_url", "image_url": {"url": "a b.png", "detail": "low"}}),
@@ -263,13 +266,13 @@ mod tests {
             (
                 json!({"type": "input_audio", "input_audio": {"data": "YWJj", "format": "wav"}}),
                 Kind::Audio,
-                Location::Inline,
+                Source::Inline("YWJj"),
             ),
         ] {
-            assert_eq!(read(part.clone()), Ok(Some((kind, location))), "{part}");
+            assert_eq!(read_part(&part), Ok(Some((kind, source))), "{part}");
         }
-        assert_eq!(read(json!({"type": "text", "text": "a"})), Ok(None));
-        assert_eq!(read(json!("a")), Ok(None));
+        assert_eq!(read_part(&json!({"type": "text", "text": "a"})), Ok(None));
+        assert_eq!(read_part(&json!("a")), Ok(None));
     }
 
     #[test]
@@ -338,7 +341,7 @@ mod tests {
             (json!({"type": "video", "video": "a.mp4"}), "\"video\""),
             (json!({"image": "a.png"}), "type null"),
         ] {
-            let reason = read(part.clone()).expect_err("the part is refused");
+            let reason = read_part(&part).expect_err("the part is refused");
             assert!(reason.contains(words), "{part}: {reason}");
         }
     }
@@ -350,17 +353,34 @@ mod tests {
                 {"type": "text", "text": "b"}, {"type": "audio", "path": "c.wav"}]}),
             json!({"role": "assistant", "content": "d"}),
         ];
-        let media = take_parts(&mut messages).expect("the parts are valid");
+        let media = take_parts(&mut messages, "").expect("the parts are valid");
         let places: Vec<_> = media.iter().map(|one| (one.message, one.part)).collect();
         assert_eq!(places, [(0, 0), (0, 2)]);
         let expected = json!([{"type": "image"}, {"type": "text", "text": "b"}, {"type": "audio"}]);
         assert_eq!(messages[0]["content"], expected);
         let part = json!({"type": "image", "image": "a.png"});
         let mut messages = vec![json!({"role": "assistant", "content": [part]})];
-        let reason = take_parts(&mut messages).expect_err("answers have no images");
+        let reason = take_parts(&mut messages, "").expect_err("answers have no images");
         assert!(
             reason.contains("message 1, part 1") && reason.contains("assistant"),
             "{reason}"
         );
+    }
+
+    /// Parts with the same data have the same bytes or other bytes with the same contents.
+    #[test]
+    fn take_parts_finds_the_strings_of_inline_data() {
+        let line = r#"{"messages": [{"role": "user", "content": [{"base64": "YWJj", "type": "image"},
+            {"type": "text", "text": "say \"YWJj\""}, {"type": "audio", "path": "data:audio/wav;base64,ZGVm"},
+            {"type": "input_audio", "input_audio": {"data": "YWJj"}}]}]}"#;
+        let mut value: Value = serde_json::from_str(line).expect("valid JSON");
+        let messages = value["messages"].as_array_mut().expect("a list");
+        let media = take_parts(messages, line).expect("the parts are valid");
+        let strings = media.iter().map(|one| match &one.location {
+            Location::Inline(bytes) => &line[bytes.clone()],
+            Location::File(path) => panic!("{path:?}"),
+        });
+        let expected = [r#""YWJj""#, r#""data:audio/wav;base64,ZGVm""#, r#""YWJj""#];
+        assert_eq!(strings.collect::<Vec<_>>(), expected);
     }
 }

@@ -1,14 +1,12 @@
 //! The sources of images and audio clips: files, and data in the lines of a JSONL file.
 
-use super::part::read_part;
 use base64::{
     Engine as _,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
 };
 use percent_encoding::percent_decode_str;
-use serde_json::Value;
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{Read, Seek, SeekFrom},
     ops::Range,
     path::{Path, PathBuf},
@@ -25,37 +23,50 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 /// [`Audio`](burn_gemma4::Audio).
 const MOST_BYTES: u64 = 64 << 20;
 
+/// The source of the contents of an image or audio file, as a part of a message names it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Source<'a> {
+    /// A file. A relative path begins in the folder of the JSONL file.
+    File(PathBuf),
+    /// A data URL or base64.
+    Inline(&'a str),
+}
+
 /// The place of the contents of an image or audio file.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Location {
     /// A file. A relative path begins in the folder of the JSONL file.
     File(PathBuf),
-    /// The part of the message itself has the contents in base64.
-    Inline,
+    /// The bytes of a JSON string in the line, with its quotes. The string is a data URL or base64. Reading it needs no
+    /// other part of the line, so the time for a line does not grow with the square of its images.
+    Inline(Range<usize>),
 }
 
 /// The line of a JSONL file to which a medium belongs.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Origin {
     /// The path of the JSONL file.
     pub file: Arc<Path>,
     /// The number of the line, counted from 1.
     pub line: usize,
-    /// The bytes of the line in the file.
-    pub bytes: Range<u64>,
+    /// The number of bytes before the line in the file.
+    pub start: u64,
 }
 
-impl Location {
-    /// Returns the location of base64, after a check that decodes it.
-    pub fn data(base64: &str) -> Result<Self, String> {
+impl<'a> Source<'a> {
+    /// Returns the source of base64, after a check that decodes it.
+    pub fn data(base64: &'a str) -> Result<Self, String> {
         decode(base64)?;
-        Ok(Self::Inline)
+        Ok(Self::Inline(base64))
     }
 
-    /// Returns the location of a path, of a `file:` URL or of a data URL. The data of a data URL are checked.
-    pub fn of_url(url: &str) -> Result<Self, String> {
+    /// Returns the source of a path, of a `file:` URL or of a data URL. The data of a data URL are checked.
+    pub fn of_url(url: &'a str) -> Result<Self, String> {
         match scheme(url).as_deref() {
-            Some("data") => Self::data(data_of(url)?),
+            Some("data") => {
+                decode(data_of(url)?)?;
+                Ok(Self::Inline(url))
+            }
             Some("file") => path_of(url).map(Self::File),
             Some("http" | "https") => Err(
                 "is a web address, and training loads nothing from the network; download the file and name its path"
@@ -67,65 +78,112 @@ impl Location {
             None => Ok(Self::File(url.into())),
         }
     }
+}
 
-    /// Reads the contents. `message` and `part` are the indices of the part in the line.
-    pub fn read(&self, origin: &Origin, message: usize, part: usize) -> Result<Vec<u8>, String> {
+impl Location {
+    /// Reads the contents.
+    pub fn read(&self, origin: &Origin) -> Result<Vec<u8>, String> {
         match self {
             Self::File(path) => {
                 let folder = origin.file.parent().unwrap_or(Path::new(""));
                 let path = folder.join(path);
                 read_file(&path).map_err(|reason| format!("{}: {reason}", path.display()))
             }
-            Self::Inline => decode(&inline_data(&origin.read_line()?, message, part)?),
+            Self::Inline(bytes) => {
+                let text = origin.read_string(bytes)?;
+                let data = match scheme(&text).as_deref() {
+                    Some("data") => data_of(&text),
+                    _ => Ok(text.as_str()),
+                };
+                data.and_then(decode).map_err(|_| changed())
+            }
         }
     }
 }
 
 impl Origin {
-    /// Reads the line again, so that the data of all lines need not be in memory.
-    fn read_line(&self) -> Result<Value, String> {
-        let mut line = Vec::new();
+    /// Reads a JSON string of the line again, so that the data of all lines need not be in memory.
+    fn read_string(&self, bytes: &Range<usize>) -> Result<String, String> {
+        let mut string = Vec::new();
         let read = File::open(&self.file).and_then(|mut file| {
-            file.seek(SeekFrom::Start(self.bytes.start))?;
-            let length = self.bytes.end - self.bytes.start;
-            file.take(length).read_to_end(&mut line)
+            file.seek(SeekFrom::Start(self.start + bytes.start as u64))?;
+            file.take(bytes.len() as u64).read_to_end(&mut string)
         });
         read.map_err(|error| error.to_string())?;
-        serde_json::from_slice(&line).map_err(|_| changed())
+        serde_json::from_slice(&string).map_err(|_| changed())
     }
 }
 
-fn changed() -> String {
-    "the line has changed since the file was read; expected the same file during the whole run"
-        .into()
+/// Returns the reason why contents are not those with which the run began.
+pub(super) fn changed() -> String {
+    "has changed since the file was read; expected the same file during the whole run".into()
 }
 
-/// Returns the base64 of a part of a line.
-fn inline_data(line: &Value, message: usize, part: usize) -> Result<String, String> {
-    let part = &line["messages"][message]["content"][part];
-    match read_part(part) {
-        Ok(Some((_, Location::Inline))) => (),
-        _ => return Err(changed()),
+/// The JSON strings of a line, from the first to the last.
+pub(super) struct LineStrings<'a> {
+    line: &'a str,
+    /// The position after the string that was found last.
+    position: usize,
+}
+
+impl<'a> LineStrings<'a> {
+    pub fn new(line: &'a str) -> Self {
+        Self { line, position: 0 }
     }
-    let fields = ["image", "audio", "url", "path", "base64", "image_url"];
-    let inner = [
-        ("image_url", "url"),
-        ("audio_url", "url"),
-        ("input_audio", "data"),
-    ];
-    let mut texts = fields.iter().filter_map(|name| part[*name].as_str());
-    let mut nested = inner
-        .iter()
-        .filter_map(|(name, inner)| part[*name][*inner].as_str());
-    let text = texts.next().or_else(|| nested.next()).ok_or_else(changed)?;
-    match scheme(text).as_deref() {
-        Some("data") => data_of(text).map(str::to_owned),
-        _ => Ok(text.to_owned()),
+
+    /// Returns the bytes of a string with the value `text`, with its quotes. The search begins after the string that was
+    /// found last, and goes on from the beginning of the line.
+    ///
+    /// # Panics
+    /// Panics if the line has no such string.
+    pub fn find(&mut self, text: &str) -> Range<usize> {
+        let is_found = |bytes: &Range<usize>| is_string(&self.line[bytes.clone()], text);
+        let found = strings(self.line, self.position)
+            .chain(strings(self.line, 0))
+            .find(is_found)
+            .expect("the texts of a line's JSON are strings of the line");
+        self.position = found.end;
+        found
     }
 }
 
-/// Reads a file of limited size. A device or a pipe may have no end.
+/// Returns the bytes of each JSON string of a line of valid JSON, with the quotes. `start` is not within a string.
+fn strings(line: &str, start: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut rest = start;
+    std::iter::from_fn(move || {
+        let start = rest + line[rest..].find('"')?;
+        let mut end = start + 1;
+        loop {
+            end += line[end..].find(['"', '\\'])?;
+            match line.as_bytes()[end] {
+                // The character after a backslash is escaped. It is ASCII in valid JSON.
+                b'\\' => end += 2,
+                _ => break,
+            }
+        }
+        rest = end + 1;
+        Some(start..rest)
+    })
+}
+
+/// True if a JSON string, with its quotes, has the value `text`.
+fn is_string(json: &str, text: &str) -> bool {
+    let inner = &json[1..json.len() - 1];
+    // An escaped string is longer than its value, so most strings are not parsed.
+    inner == text
+        || inner.len() > text.len()
+            && inner.contains('\\')
+            && serde_json::from_str::<String>(json).is_ok_and(|value| value == text)
+}
+
+/// Reads a file of limited size. A device or a pipe may have no end, and to open a named pipe waits for its writer.
 fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+    let is_file = fs::metadata(path)
+        .map_err(|error| error.to_string())?
+        .is_file();
+    if !is_file {
+        return Err("is not a regular file; expected an image or audio file".into());
+    }
     let file = File::open(path).map_err(|error| error.to_string())?;
     let mut bytes = Vec::new();
     file.take(MOST_BYTES + 1)
@@ -196,28 +254,39 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn read_of_inline_data_reads_the_line_again() {
+    fn read_of_inline_data_reads_the_string_again() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.jsonl");
-        let part = |url: &str| json!({"type": "image", "image": url});
-        let line = |url: &str| json!({"messages": [{"role": "user", "content": [part(url)]}]});
-        let [first, second] = ["data:image/png;base64,YWJj", "data:image/png;base64,ZGVmZw"]
-            .map(|url| line(url).to_string());
-        std::fs::write(&path, format!("{first}\n{second}\n")).expect("the file is written");
-        let start = first.len() as u64 + 1;
+        let url = "data:image/png;base64,YW/+Zw==";
+        let plain = json!({"é \\": ["a", "ZGVmZw", url, "b"]}).to_string();
+        // Some programs escape characters of base64.
+        let escaped = plain.replace("/+Zw=", r"\/\u002bZw\u003D");
+        std::fs::write(&path, format!("{plain}\n{escaped}\n")).expect("the file is written");
+        let start = plain.len() as u64 + 1;
+        for (line, number, start) in [(&plain, 1, 0), (&escaped, 2, start)] {
+            let origin = Origin {
+                file: path.as_path().into(),
+                line: number,
+                start,
+            };
+            let mut strings = LineStrings::new(line);
+            // The second search for a text goes on from the beginning of the line.
+            for (text, contents) in [(url, &b"ao\xfeg"[..]), ("ZGVmZw", b"defg"), (url, b"ao\xfeg")] {
+                let location = Location::Inline(strings.find(text));
+                assert_eq!(location.read(&origin).as_deref(), Ok(contents), "{line}");
+            }
+        }
         let origin = Origin {
             file: path.as_path().into(),
-            line: 2,
-            bytes: start..start + second.len() as u64,
+            line: 1,
+            start: 0,
         };
-        let read = || Location::Inline.read(&origin, 0, 0);
-        assert_eq!(read(), Ok(b"defg".to_vec()));
-        std::fs::write(&path, format!("{first} \n")).expect("the file is written");
-        assert!(
-            read()
-                .expect_err("the line is gone")
-                .contains("has changed")
-        );
+        let location = Location::Inline(LineStrings::new(&plain).find(url));
+        for text in [format!(" {plain}"), "{}".into()] {
+            std::fs::write(&path, text).expect("the file is written");
+            let reason = location.read(&origin).expect_err("the string has moved");
+            assert!(reason.contains("has changed"), "{reason}");
+        }
     }
 
     #[test]
@@ -227,9 +296,9 @@ mod tests {
         let origin = Origin {
             file: folder.path().join("a.jsonl").as_path().into(),
             line: 1,
-            bytes: 0..0,
+            start: 0,
         };
-        let read = |name: &str| Location::File(name.into()).read(&origin, 0, 0);
+        let read = |name: &str| Location::File(name.into()).read(&origin);
         assert_eq!(read("a.png"), Ok(b"abc".to_vec()));
         let absolute = folder.path().join("a.png").display().to_string();
         assert_eq!(read(&absolute), Ok(b"abc".to_vec()));
@@ -238,5 +307,18 @@ mod tests {
             reason.contains("b.png") && reason.contains("No such file"),
             "{reason}"
         );
+        let reason = read(".").expect_err("a folder");
+        assert!(reason.contains("not a regular file"), "{reason}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn read_of_named_pipe_is_refused_without_waiting() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pipe = folder.path().join("a.png");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        assert!(made.expect("mkfifo runs").success());
+        let reason = read_file(&pipe).expect_err("a pipe");
+        assert!(reason.contains("not a regular file"), "{reason}");
     }
 }
