@@ -25,9 +25,11 @@ use gemma4_train::{
 };
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use tempfile::TempDir;
 
 /// The fixtures: models like E2B, 31B and 12B with images, and like E2B and 12B with audio.
 const ALL: [&str; 5] = [
@@ -479,6 +481,195 @@ fn finetune_on_images_and_audio_lowers_the_loss_of_evaluate() {
     }
 }
 
+/// Adapters of biased layers compute in the dtype of the activations.
+#[test]
+fn finetune_of_towers_in_half_precision_has_finite_losses() {
+    for (name, dtype) in [
+        ("vision-unified", "bf16"),
+        ("vision-unified", "f16"),
+        ("audio-ple", "bf16"),
+        ("audio-ple", "f16"),
+    ] {
+        let written = tempfile::tempdir().expect("a folder");
+        let out = written.path().join("out").display().to_string();
+        let arguments = [
+            "--targets",
+            "text,projector,towers",
+            "--dtype",
+            dtype,
+            "--steps",
+            "12",
+            "--batch",
+            "1",
+            "--rank",
+            "4",
+            "--warmup",
+            "1",
+            "--learning-rate",
+            "0.01",
+            "--checkpoint-every",
+            "4",
+            "--lines",
+            "--out",
+            &out,
+        ];
+        let ended = succeed(&mut program("finetune", &folder(name), name, &arguments));
+        let losses = validation(&ended.stdout);
+        let [first, last] = [losses[0].1, losses[losses.len() - 1].1];
+        assert!(last < first, "{name} in {dtype}: {losses:?}");
+        assert!(!ended.stderr.contains("left out"), "{}", ended.stderr);
+    }
+}
+
+/// Returns a folder with the conversation of a fixture, its images and clips, and texts that fill rows of their own.
+fn mixed_data(name: &str) -> TempDir {
+    let data = tempfile::tempdir().expect("a folder");
+    for entry in fs::read_dir(folder(name)).expect("the folder is read") {
+        let from = entry.expect("the folder is read").path();
+        let kind = from.extension().and_then(|kind| kind.to_str());
+        if kind.is_some_and(|kind| ["png", "wav"].contains(&kind)) {
+            let to = data.path().join(from.file_name().expect("a file"));
+            fs::copy(&from, to).expect("the file is copied");
+        }
+    }
+    let conversation = fs::read_to_string(folder(name).join("train.jsonl")).expect("read");
+    let text = format!("{{\"text\": \"{}\"}}\n", "the cat sat ".repeat(80));
+    let all = format!("{}\n{}", conversation.trim_end(), text.repeat(3)).repeat(2);
+    fs::write(data.path().join("mixed.jsonl"), all).expect("the file is written");
+    data
+}
+
+/// Without adapted parts of the text model, a batch of texts has no gradients.
+#[test]
+fn finetune_of_projector_on_images_and_texts_skips_batches_of_texts() {
+    for (name, targets) in [
+        ("vision-ple", "projector"),
+        ("audio-ple", "projector,towers"),
+    ] {
+        let data = mixed_data(name);
+        let file = data.path().join("mixed.jsonl").display().to_string();
+        for (accumulate, checkpointing) in [("1", "none"), ("2", "none"), ("1", "layers")] {
+            let out = data.path().join(format!("{accumulate}-{checkpointing}"));
+            let out = out.display().to_string();
+            let arguments = [
+                "--data",
+                &file,
+                "--targets",
+                targets,
+                "--accumulate",
+                accumulate,
+                "--checkpointing",
+                checkpointing,
+                "--steps",
+                "8",
+                "--batch",
+                "1",
+                "--rank",
+                "4",
+                "--lines",
+                "--out",
+                &out,
+            ];
+            let ended = succeed(&mut program("finetune", &folder(name), name, &arguments));
+            assert!(!ended.stderr.contains("left out"), "{}", ended.stderr);
+        }
+    }
+}
+
+/// The loss of a batch without gradients is that of the same batch with gradients.
+#[test]
+fn batch_of_texts_with_trained_towers_only_has_a_loss_and_no_gradients() {
+    let lesson = Lesson::open("vision-unified");
+    let batch = || lesson.batch(&[vec![text(&lesson)]], 64);
+    let towers = lesson.towers().map(&mut Trained);
+    let model = lesson.gemma.model().clone().no_grad();
+    for by_layer in [false, true] {
+        let (expected, gradients, _) = lesson.gradients_with(&towers, batch(), by_layer);
+        assert!(!gradients.is_empty());
+        let Batch {
+            tokens,
+            packing,
+            media,
+            targets,
+            ..
+        } = batch();
+        let media = media.expect("the data set has images");
+        assert!(media.is_empty());
+        let media = towers.place(&media, &model, tokens.dims());
+        let media = media.expect("the media are within the rows");
+        let batch = TrainBatch {
+            tokens,
+            packing: Some(&packing),
+            media: Some(&media),
+            targets,
+        };
+        let mut recorder = GradientRecorder::new().by_layer(by_layer);
+        let outcome = recorder.gradients_with_towers(&model, &towers, batch, 1.0);
+        let (loss, gradients) = outcome.expect("the batch is valid");
+        assert!(gradients.is_empty(), "by layer: {by_layer}");
+        assert_eq!(values(loss)[0], expected, "by layer: {by_layer}");
+    }
+}
+
+/// `--resume` compares a hash of the data. It depends on the contents of images, and not on their paths.
+#[test]
+fn hash_of_media_is_that_of_their_contents() {
+    let gemma = Fixture::open("vision-ple").load(&Device::flex(), DType::F32);
+    let hash = |file: &Path| {
+        let documents = read_documents(file, &gemma).expect("the conversation is valid");
+        let mut hasher = DefaultHasher::new();
+        documents[0].examples[0].media.hash(&mut hasher);
+        hasher.finish()
+    };
+    let expected = hash(&folder("vision-ple").join("train.jsonl"));
+    let data = mixed_data("vision-ple");
+    let file = data.path().join("mixed.jsonl");
+    assert_eq!(hash(&file), expected);
+    let text = fs::read_to_string(&file).expect("the file is read");
+    let image = data.path().join("wide.png");
+    let renamed = text.replace("wide.png", &image.display().to_string());
+    fs::write(&file, renamed).expect("the file is written");
+    assert_eq!(hash(&file), expected);
+    // Bytes after the end of an image change nothing but the contents.
+    let contents = fs::read(&image).expect("the image is read");
+    fs::write(&image, [&contents[..], b"end"].concat()).expect("the image is written");
+    assert_ne!(hash(&file), expected);
+}
+
+/// A pipe has no folder and is read once, so its lines may have texts only.
+#[cfg(unix)]
+#[test]
+fn read_documents_of_pipe_reads_texts_and_refuses_images() {
+    let written = tempfile::tempdir().expect("a folder");
+    let pipe = written.path().join("data.jsonl");
+    let made = Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.expect("mkfifo runs").success());
+    let gemma = Fixture::open("vision-ple").load(&Device::flex(), DType::F32);
+    let conversation = fs::read_to_string(folder("vision-ple").join("train.jsonl")).expect("read");
+    let text = "{\"text\": \"the cat\"}\n\n";
+    for (lines, expected) in [
+        (text.to_owned(), Ok(1)),
+        (
+            format!("{text}{conversation}"),
+            Err(["line 3", "expected a regular file"]),
+        ),
+    ] {
+        let to = pipe.clone();
+        let writer = std::thread::spawn(move || fs::write(to, lines));
+        let found = read_documents(&pipe, &gemma);
+        // The reader may close the pipe before its end.
+        writer.join().expect("the writer ends").ok();
+        match (found, expected) {
+            (Ok(documents), Ok(count)) => assert_eq!(documents.len(), count),
+            (Err(error), Err(words)) => {
+                let error = error.to_string();
+                assert!(words.iter().all(|word| error.contains(word)), "{error}");
+            }
+            (found, expected) => panic!("{found:?}, not {expected:?}"),
+        }
+    }
+}
+
 #[test]
 fn finetune_of_media_with_wrong_arguments_is_refused() {
     let written = tempfile::tempdir().expect("a folder");
@@ -588,6 +779,8 @@ fn read_documents_with_unreadable_media_names_line_and_part() {
     let written = tempfile::tempdir().expect("a folder");
     let path = written.path().join("data.jsonl");
     fs::write(written.path().join("text.png"), "not an image").expect("the file is written");
+    let whole = fs::read(folder("vision-ple").join("wide.png")).expect("the image is read");
+    fs::write(written.path().join("cut.png"), &whole[..whole.len() - 30]).expect("written");
     fs::copy(
         folder("vision-ple").join("wide.png"),
         written.path().join("wide.png"),
@@ -604,6 +797,8 @@ fn read_documents_with_unreadable_media_names_line_and_part() {
     for (gemma, part, words) in [
         (&sees, image("none.png"), "none.png"),
         (&sees, image("text.png"), "PNG, JPEG or WebP"),
+        (&sees, image("cut.png"), "the file is truncated"),
+        (&sees, image("."), "not a regular file"),
         (&sees, image("https://a/b.png"), "nothing from the network"),
         (
             &sees,
@@ -644,7 +839,7 @@ fn read_documents_with_unreadable_media_names_line_and_part() {
     let error = evaluate(&sees, &documents, windows, |_, _| ()).expect_err("it has changed");
     let error = error.to_string();
     assert!(
-        error.contains("line 1") && error.contains("68 tokens, but had 57"),
+        error.contains("line 1") && error.contains("part 1: has changed"),
         "{error}"
     );
 }
