@@ -517,7 +517,6 @@ fn finetune_of_towers_in_half_precision_has_finite_losses() {
         let losses = validation(&ended.stdout);
         let [first, last] = [losses[0].1, losses[losses.len() - 1].1];
         assert!(last < first, "{name} in {dtype}: {losses:?}");
-        assert!(!ended.stderr.contains("left out"), "{}", ended.stderr);
     }
 }
 
@@ -580,7 +579,7 @@ fn finetune_of_projector_on_images_and_texts_skips_batches_of_texts() {
 #[test]
 fn batch_of_texts_with_trained_towers_only_has_a_loss_and_no_gradients() {
     let lesson = Lesson::open("vision-unified");
-    let batch = || lesson.batch(&[vec![text(&lesson)]], 64);
+    let batch = || lesson.batch(&[vec![text(&lesson)]], 256);
     let towers = lesson.towers().map(&mut Trained);
     let model = lesson.gemma.model().clone().no_grad();
     for by_layer in [false, true] {
@@ -607,7 +606,7 @@ fn batch_of_texts_with_trained_towers_only_has_a_loss_and_no_gradients() {
         let outcome = recorder.gradients_with_towers(&model, &towers, batch, 1.0);
         let (loss, gradients) = outcome.expect("the batch is valid");
         assert!(gradients.is_empty(), "by layer: {by_layer}");
-        assert_eq!(values(loss)[0], expected, "by layer: {by_layer}");
+        assert_near(values(loss)[0], expected, &format!("by layer: {by_layer}"));
     }
 }
 

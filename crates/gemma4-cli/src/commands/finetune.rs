@@ -486,17 +486,18 @@ mod tests {
             let base = written.path().join("base");
             std::fs::create_dir(&base).expect("the folder is created");
             let out = written.path().join("out");
+            let [model, folder] = [&base, &out].map(|path| path.display().to_string());
             let cli = Finetune::parse_from([
-                "finetune".as_ref(),
-                "--model".as_ref(),
-                base.as_os_str(),
-                "--data".as_ref(),
-                "a.jsonl".as_ref(),
-                "--out".as_ref(),
-                out.as_os_str(),
-                "--merge".as_ref(),
-                "--targets".as_ref(),
-                targets.as_ref(),
+                "finetune",
+                "--model",
+                &model,
+                "--data",
+                "a.jsonl",
+                "--out",
+                &folder,
+                "--merge",
+                "--targets",
+                targets,
             ]);
             let adapter = cli.adapter();
             let model = adapter.attach(gemma.model().clone()).expect("attached");

@@ -73,7 +73,7 @@ impl Medium {
         origin: &Origin,
         encoder: &PromptEncoder,
     ) -> Result<Self, String> {
-        let named = |reason| format!("{}: {reason}", part_name([part.message, part.part]));
+        let named = |reason: String| format!("{}: {reason}", part_name([part.message, part.part]));
         check_kind(part.kind, encoder).map_err(named)?;
         let contents = part.location.read(origin).map_err(named)?;
         Ok(Self {

@@ -271,7 +271,11 @@ mod tests {
             };
             let mut strings = LineStrings::new(line);
             // The second search for a text goes on from the beginning of the line.
-            for (text, contents) in [(url, &b"ao\xfeg"[..]), ("ZGVmZw", b"defg"), (url, b"ao\xfeg")] {
+            for (text, contents) in [
+                (url, &b"ao\xfeg"[..]),
+                ("ZGVmZw", b"defg"),
+                (url, b"ao\xfeg"),
+            ] {
                 let location = Location::Inline(strings.find(text));
                 assert_eq!(location.read(&origin).as_deref(), Ok(contents), "{line}");
             }
