@@ -1,13 +1,21 @@
 //! The pages of an Ogg file, without what takes memory besides the audio.
 
 use super::header::failed;
+use std::collections::BTreeSet;
+use std::ops::Range;
 use symphonia::core::errors::Error;
+
+/// The beginning of the first packet of a Vorbis stream.
+const IDENTIFICATION: &[u8; 7] = b"\x01vorbis";
 
 /// The beginning of a packet with Vorbis comments.
 const COMMENTS: &[u8; 7] = b"\x03vorbis";
 
+/// The name that follows the type of each header packet of a Vorbis stream.
+const HEADER_NAME: &[u8] = b"vorbis";
+
 /// The position of a page's checksum in its header.
-const CHECKSUM: std::ops::Range<usize> = 22..26;
+const CHECKSUM: Range<usize> = 22..26;
 
 /// The size of a page's header before the sizes of its parts.
 const PAGE_HEADER: usize = 27;
@@ -15,9 +23,80 @@ const PAGE_HEADER: usize = 27;
 /// The checksums of Ogg of all bytes.
 const CHECKSUMS: [u32; 256] = checksums();
 
-/// Returns the pages of an Ogg file, without other bytes that follow the last page, and without comments. Refuses a
-/// file without a page that is marked as the last one, and a file with several streams. The reader allocates memory for
-/// each stream.
+/// The pages of a stream that have been read.
+struct Stream {
+    serial: u32,
+    /// The number of the next page. The reader drops a packet where the numbers begin again, so they may not wrap.
+    next: u64,
+    /// True if the last packet continues in the next page.
+    is_open: bool,
+    /// True if a page is marked as the last one.
+    has_end: bool,
+}
+
+impl Stream {
+    /// Begins a stream with its first page, which has to begin a Vorbis stream.
+    fn begin(page: &Page<'_>) -> Result<Self, String> {
+        let contents = page.contents();
+        let other = [
+            ("Opus", &b"OpusHead"[..]),
+            ("FLAC", b"\x7FFLAC"),
+            ("Speex", b"Speex   "),
+        ];
+        match other
+            .iter()
+            .find(|(_, beginning)| contents.starts_with(beginning))
+        {
+            Some((name, _)) => Err(format!(
+                "is an Ogg {name} file; expected WAV, FLAC, MP3 or Ogg Vorbis"
+            )),
+            None if !contents.starts_with(IDENTIFICATION) => {
+                Err("is an Ogg file without Vorbis; expected WAV, FLAC, MP3 or Ogg Vorbis".into())
+            }
+            None if !page.is_first() => Err(failed("the first page is not marked as one")),
+            None => Ok(Self {
+                serial: page.serial(),
+                next: page.number().into(),
+                is_open: false,
+                has_end: false,
+            }),
+        }
+    }
+
+    /// Adds a page. Refuses a page that the reader of `symphonia` would skip, or before which it would drop a packet.
+    /// The reader and [`empty_comments`] would otherwise join different parts to packets.
+    fn add(&mut self, page: &Page<'_>) -> Result<(), String> {
+        if page.serial() != self.serial {
+            return Err(failed(Error::ResetRequired));
+        }
+        let (found, expected) = (u64::from(page.number()), self.next);
+        if found != expected {
+            return Err(failed(&*format!(
+                "page {found} follows; expected page {expected}"
+            )));
+        }
+        let fault = match page {
+            _ if page.version() != 0 || page.flags() > 7 => "has an unknown version",
+            _ if page.is_continuation() != self.is_open => "does not continue the packet before it",
+            _ if page.checksum() != page.computed_checksum() => "has a wrong checksum",
+            _ => {
+                self.next += 1;
+                self.is_open = page
+                    .sizes()
+                    .last()
+                    .map_or(self.is_open, |size| *size == 255);
+                self.has_end |= page.is_last();
+                return Ok(());
+            }
+        };
+        Err(failed(&*format!("page {} {fault}", self.next)))
+    }
+}
+
+/// Returns the pages of an Ogg Vorbis file, without other bytes that follow the last page, and without comments.
+///
+/// Refuses a file without a page that is marked as the last one, a file with several streams, and a file with a missing
+/// or broken page. The reader allocates memory for each stream.
 pub(super) fn pages_without_comments(bytes: &[u8]) -> Result<Vec<u8>, String> {
     let mut pages = pages_of_one_stream(bytes)?.to_vec();
     empty_comments(&mut pages)?;
@@ -25,26 +104,45 @@ pub(super) fn pages_without_comments(bytes: &[u8]) -> Result<Vec<u8>, String> {
 }
 
 fn pages_of_one_stream(bytes: &[u8]) -> Result<&[u8], String> {
-    let (mut rest, mut begins, mut ends) = (bytes, 0, false);
+    let (mut rest, mut stream) = (bytes, None);
     while let Some(page) = Page::first(rest) {
-        begins += page.flags() >> 1 & 1;
-        if begins > 1 {
-            return Err(failed(Error::ResetRequired));
-        }
-        ends |= page.flags() & 4 != 0;
+        let stream = match &mut stream {
+            Some(_) if page.is_first() => return Err(failed(Error::ResetRequired)),
+            Some(stream) => stream,
+            none => none.insert(Stream::begin(&page)?),
+        };
+        stream.add(&page)?;
         rest = &rest[page.bytes.len()..];
     }
-    match ends {
-        true => Ok(&bytes[..bytes.len() - rest.len()]),
-        false => Err(failed("the file is truncated")),
+    match stream {
+        Some(Stream { has_end: true, .. }) => Ok(&bytes[..bytes.len() - rest.len()]),
+        _ => Err(failed("the file is truncated")),
     }
 }
 
 /// Makes all comments one text of the encoder, which the reader of `symphonia` 0.6.1 skips. The reader would allocate a
 /// multiple of the memory of many short comments, and whatever size a comment promises. Packets keep their sizes.
+///
+/// Refuses a second header of one type. The reader would copy all headers before it.
 fn empty_comments(pages: &mut [u8]) -> Result<(), String> {
     let (mut start, mut packet) = (0, Vec::new());
-    let mut changed = Vec::new();
+    let (mut headers, mut changed) = (BTreeSet::new(), Vec::new());
+    let mut finish = |pages: &mut [u8], packet: &[Range<usize>]| {
+        let mut beginning = packet
+            .iter()
+            .cloned()
+            .flatten()
+            .map(|position| pages[position]);
+        let header = beginning.next().filter(|_| {
+            beginning
+                .take(HEADER_NAME.len())
+                .eq(HEADER_NAME.iter().copied())
+        });
+        match header {
+            Some(header) if !headers.insert(header) => Err(failed("the file has a header twice")),
+            _ => empty_if_comments(pages, packet, &mut changed),
+        }
+    };
     while let Some(page) = Page::first(&pages[start..]) {
         let mut position = start + page.header_bytes();
         let sizes = page.sizes().to_vec();
@@ -54,14 +152,14 @@ fn empty_comments(pages: &mut [u8]) -> Result<(), String> {
             position += usize::from(size);
             // A packet ends with the first part of less than 255 bytes.
             if size < 255 {
-                empty_if_comments(pages, &packet, &mut changed)?;
+                finish(pages, &packet)?;
                 packet.clear();
             }
         }
         start += length;
     }
     // A packet of comments may end without a part of less than 255 bytes.
-    empty_if_comments(pages, &packet, &mut changed)?;
+    finish(pages, &packet)?;
     update_checksums(pages, &changed);
     Ok(())
 }
@@ -70,7 +168,7 @@ fn empty_comments(pages: &mut [u8]) -> Result<(), String> {
 /// `changed`.
 fn empty_if_comments(
     pages: &mut [u8],
-    parts: &[std::ops::Range<usize>],
+    parts: &[Range<usize>],
     changed: &mut Vec<usize>,
 ) -> Result<(), String> {
     let first = parts.iter().cloned().flatten().take(COMMENTS.len());
@@ -98,17 +196,16 @@ fn empty_if_comments(
     Ok(())
 }
 
-/// Computes the checksums of all pages with changed bytes.
+/// Computes the checksums of all pages with changed bytes. A file has at most one packet of comments, so that there
+/// are at most nine positions for each page to compare.
 fn update_checksums(pages: &mut [u8], changed: &[usize]) {
     let mut start = 0;
     while let Some(page) = Page::first(&pages[start..]) {
         let range = start..start + page.bytes.len();
         start = range.end;
         if changed.iter().any(|position| range.contains(position)) {
-            let page = &mut pages[range];
-            page[CHECKSUM].fill(0);
-            let checksum = checksum(page).to_le_bytes();
-            page[CHECKSUM].copy_from_slice(&checksum);
+            let checksum = page.computed_checksum().to_le_bytes();
+            pages[range][CHECKSUM].copy_from_slice(&checksum);
         }
     }
 }
@@ -129,8 +226,60 @@ impl<'a> Page<'a> {
         Some(Self { bytes })
     }
 
+    fn version(&self) -> u8 {
+        self.bytes[4]
+    }
+
     fn flags(&self) -> u8 {
         self.bytes[5]
+    }
+
+    fn is_continuation(&self) -> bool {
+        self.flags() & 1 != 0
+    }
+
+    fn is_first(&self) -> bool {
+        self.flags() & 2 != 0
+    }
+
+    fn is_last(&self) -> bool {
+        self.flags() & 4 != 0
+    }
+
+    /// The number of the page's stream.
+    fn serial(&self) -> u32 {
+        self.word(14)
+    }
+
+    /// The number of the page in its stream.
+    fn number(&self) -> u32 {
+        self.word(18)
+    }
+
+    /// The checksum in the header.
+    fn checksum(&self) -> u32 {
+        self.word(CHECKSUM.start)
+    }
+
+    /// The checksum that the header should have.
+    fn computed_checksum(&self) -> u32 {
+        let parts = [
+            &self.bytes[..CHECKSUM.start],
+            &[0; 4],
+            &self.bytes[CHECKSUM.end..],
+        ];
+        parts.into_iter().fold(0, add_to_checksum)
+    }
+
+    fn word(&self, start: usize) -> u32 {
+        (0..4).fold(0, |word, index| {
+            word | u32::from(self.bytes[start + index]) << (8 * index)
+        })
+    }
+
+    /// The bytes of packets.
+    fn contents(&self) -> &'a [u8] {
+        &self.bytes[self.header_bytes()..]
     }
 
     /// The sizes of the parts of packets in the page.
@@ -143,9 +292,9 @@ impl<'a> Page<'a> {
     }
 }
 
-/// Returns the checksum of a page whose own checksum is 0.
-fn checksum(page: &[u8]) -> u32 {
-    page.iter().fold(0, |sum, byte| {
+/// Returns the checksum of the bytes before `bytes`, which is `sum`, and of `bytes`.
+fn add_to_checksum(sum: u32, bytes: &[u8]) -> u32 {
+    bytes.iter().fold(sum, |sum, byte| {
         sum << 8 ^ CHECKSUMS[usize::from((sum >> 24) as u8 ^ byte)]
     })
 }
@@ -201,8 +350,110 @@ mod tests {
             .bytes
             .len();
         let expected = file[CHECKSUM].to_vec();
-        file[CHECKSUM].fill(0);
-        assert_eq!(checksum(&file[..page]).to_le_bytes(), expected[..]);
+        file[CHECKSUM].fill(0xFF);
+        let page = Page {
+            bytes: &file[..page],
+        };
+        assert_eq!(page.computed_checksum().to_le_bytes(), expected[..]);
+    }
+
+    /// Gives a page its checksum.
+    fn sign(page: &mut [u8]) {
+        let checksum = Page { bytes: page }.computed_checksum().to_le_bytes();
+        page[CHECKSUM].copy_from_slice(&checksum);
+    }
+
+    /// Returns a page of one packet of the fixture's stream, with a checksum.
+    fn page_of(first: &[u8], flags: u8, number: u32, packet: &[u8]) -> Vec<u8> {
+        let mut page = [b"OggS\0", &[flags][..], &[0xFF; 8], &first[14..18]].concat();
+        page.extend(number.to_le_bytes());
+        page.extend([0; 4]);
+        page.extend([1, packet.len() as u8]);
+        page.extend(packet);
+        sign(&mut page);
+        page
+    }
+
+    #[test]
+    fn pages_that_the_reader_would_skip_are_refused() {
+        let file = with_comments(&[&COMMENTS[..], &[0; 70_000]].concat());
+        let first = Page::first(&file)
+            .expect("the fixture has a page")
+            .bytes
+            .len();
+        let second = Page::first(&file[first..])
+            .expect("there are two pages")
+            .bytes
+            .len();
+        // The second page ends inside the packet of comments.
+        let (begin, end) = (first, first + second);
+        for (position, value, words) in [
+            (end + 5, 0, "page 2 does not continue the packet"),
+            (begin + 5, 1, "page 1 does not continue the packet"),
+            (begin + 4, 1, "page 1 has an unknown version"),
+            (begin + 5, 8, "page 1 has an unknown version"),
+            (begin + 14, file[14] ^ 1, "several streams"),
+            (end + 18, 1, "page 1 follows; expected page 2"),
+            (end + 18, 3, "page 3 follows; expected page 2"),
+        ] {
+            let mut changed = file.clone();
+            changed[position] = value;
+            let start = if position < end { begin } else { end };
+            let length = Page::first(&changed[start..]).expect("a page").bytes.len();
+            sign(&mut changed[start..start + length]);
+            let reason = header(&changed).expect_err(words);
+            assert!(reason.contains(words), "{words}: {reason}");
+        }
+        let mut changed = file.clone();
+        changed[end - 1] ^= 1;
+        let reason = header(&changed).expect_err("the checksum is wrong");
+        assert!(reason.contains("page 1 has a wrong checksum"), "{reason}");
+        // A page between two pages of the packet.
+        let between = page_of(&file[..first], 0, 2, b"a");
+        let changed = [&file[..end], &between, &file[end..]].concat();
+        let reason = header(&changed).expect_err("the packet is not continued");
+        assert!(
+            reason.contains("page 2 does not continue the packet"),
+            "{reason}"
+        );
+    }
+
+    #[test]
+    fn other_codecs_are_refused_by_name() {
+        let file = fixture();
+        for (packet, words) in [
+            (&b"OpusHead\x01"[..], "is an Ogg Opus file"),
+            (b"\x7FFLAC\x01", "is an Ogg FLAC file"),
+            (b"Speex   1", "is an Ogg Speex file"),
+            (b"\x80theora", "without Vorbis"),
+            (b"", "without Vorbis"),
+        ] {
+            let reason = header(&page_of(&file, 2, 0, packet)).expect_err(words);
+            assert!(reason.contains(words), "{words}: {reason}");
+            assert!(
+                reason.contains("expected WAV, FLAC, MP3 or Ogg Vorbis"),
+                "{reason}"
+            );
+        }
+        let reason = header(&page_of(&file, 0, 0, IDENTIFICATION)).expect_err("no first page");
+        assert!(reason.contains("first page"), "{reason}");
+    }
+
+    /// A file of many small pages may have many comments, too.
+    #[test]
+    fn second_header_of_one_type_is_refused() {
+        let file = fixture();
+        let first = Page::first(&file).expect("the fixture has a page").bytes;
+        for packet in [
+            &b"\x03vorbis\0\0\0\0\0\0\0\0\x01"[..],
+            b"\x05vorbis",
+            b"\x01vorbis",
+        ] {
+            let pages = (1..100_000).map(|number| page_of(first, 4, number, packet));
+            let pages: Vec<Vec<u8>> = pages.collect();
+            let reason = header(&[first, &pages.concat()].concat()).expect_err("there are many");
+            assert!(reason.contains("has a header twice"), "{reason}");
+        }
     }
 
     /// Returns the fixture with another packet of comments in pages of their own.
@@ -225,8 +476,7 @@ mod tests {
             page.push(sizes.len() as u8);
             page.extend(sizes);
             page.extend(contents);
-            let checksum = checksum(&page).to_le_bytes();
-            page[CHECKSUM].copy_from_slice(&checksum);
+            sign(&mut page);
             page
         };
         let mut made = first.to_vec();
@@ -257,9 +507,7 @@ mod tests {
             number += 1;
             let page = &mut tail[start..start + length];
             page[18..22].copy_from_slice(&number.to_le_bytes());
-            page[CHECKSUM].fill(0);
-            let checksum = checksum(page).to_le_bytes();
-            page[CHECKSUM].copy_from_slice(&checksum);
+            sign(page);
             start += length;
         }
         [made, tail].concat()
