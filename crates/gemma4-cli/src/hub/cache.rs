@@ -49,7 +49,8 @@ pub(super) fn snapshot(folder: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// True if a snapshot has a configuration, and a single file of weights or all files that its index names.
+/// True if a snapshot has a configuration, a tokenizer, and a single file of weights or all files that its index names.
+/// Another program may have downloaded only some of the files.
 pub(super) fn is_whole(snapshot: &Path) -> bool {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -68,7 +69,8 @@ pub(super) fn is_whole(snapshot: &Path) -> bool {
         Err(_) => false,
     };
     let has_weights = has_weights || snapshot.join("model.safetensors").exists();
-    has_weights && snapshot.join("config.json").exists()
+    let mut others = ["config.json", "tokenizer.json"].iter();
+    has_weights && others.all(|file| snapshot.join(file).exists())
 }
 
 /// Returns the paths and sizes of the files in a snapshot and in its folders.

@@ -14,7 +14,8 @@ fn cache(snapshots: &[&str], main: Option<&str>) -> (TempDir, PathBuf) {
     let folder = cache.path().join("models--google--gemma-4-E2B-it");
     for snapshot in snapshots {
         let snapshot = folder.join("snapshots").join(snapshot);
-        write(&snapshot, &["config.json", "model.safetensors"]);
+        let files = ["config.json", "tokenizer.json", "model.safetensors"];
+        write(&snapshot, &files);
     }
     if let Some(main) = main {
         fs::create_dir(folder.join("refs")).expect("a folder");
@@ -76,13 +77,15 @@ fn hub_name_not_in_cache_is_refused_with_download_command() {
 
 #[test]
 fn hub_name_with_an_incomplete_snapshot_is_not_loaded() {
-    let (kept, folder) = cache(&["0123"], None);
-    fs::remove_file(folder.join("snapshots/0123/model.safetensors")).expect("the file exists");
-    let error = resolved("google/gemma-4-E2B-it", &kept).expect_err("no weights");
-    assert!(
-        error.contains("not in the Hugging Face Hub's cache"),
-        "{error}"
-    );
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        let (kept, folder) = cache(&["0123"], None);
+        fs::remove_file(folder.join("snapshots/0123").join(file)).expect("the file exists");
+        let error = resolved("google/gemma-4-E2B-it", &kept).expect_err(file);
+        assert!(
+            error.contains("not in the Hugging Face Hub's cache"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
