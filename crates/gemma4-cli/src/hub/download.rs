@@ -4,12 +4,14 @@
 //! The crate `hf-hub` does not serve here. Its version 0.5 gives neither sizes nor checksums of files, and its version
 //! 1.0 brings a second HTTP client and an asynchronous runtime.
 
-use super::layout::{link, unique};
+use super::layout::{create_beside, link};
 use super::repository::{RemoteFile, Repository};
 use super::transfer::Transfer;
 use indicatif::ProgressBar;
 use std::{
-    env, fs,
+    env,
+    fs::{self, File},
+    io::Write,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -167,8 +169,10 @@ impl Hub {
         let refs = folder.join("refs");
         fs::create_dir_all(&refs)
             .and_then(|()| {
-                let (main, own) = (refs.join("main"), unique(&refs.join("main")));
-                fs::write(&own, repository.commit())?;
+                let main = refs.join("main");
+                let own = create_beside(&main, |own| {
+                    File::create_new(own)?.write_all(repository.commit().as_bytes())
+                })?;
                 fs::rename(own, main)
             })
             .map_err(failed(&refs))?;

@@ -117,6 +117,20 @@ fn download_of_a_small_file_does_not_use_bytes_of_another_run() {
 }
 
 #[test]
+fn download_whose_part_is_too_long_begins_again() {
+    let (server, cache) = (model(), folder());
+    let expected = &server.files["model.safetensors"];
+    let blobs = cache.path().join("models--google--gemma-4-test/blobs");
+    fs::create_dir_all(&blobs).expect("a folder");
+    let part = blobs.join(sha256(expected)).with_extension("incomplete");
+    fs::write(part, [&expected[..], b"more"].concat()).expect("a file");
+    let found = resolve(&server, &cache).expect("the model is downloaded");
+    let read = fs::read(found.join("model.safetensors")).expect("the file is there");
+    assert_eq!(&read, expected);
+    assert_eq!(server.ranges("model.safetensors"), [0]);
+}
+
+#[test]
 fn download_that_stopped_goes_on_in_the_next_run() {
     let (server, cache) = (model(), folder());
     // The first cuts are those of the two small files. Afterwards no byte comes.

@@ -1,16 +1,15 @@
 //! The download of one file of the Hub, in several attempts. The contents are checked by their hash.
 
 use super::download::Hub;
-use super::layout::lock_of;
+use super::layout::lock;
 use super::repository::RemoteFile;
 use crate::terminal::note;
 use indicatif::ProgressBar;
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::{
-    cmp::Ordering,
     fs::{self, File, OpenOptions},
-    io::{self, Read, Write},
+    io::{self, Read, Seek, Write},
     path::Path,
     thread,
 };
@@ -90,23 +89,27 @@ impl Checksum {
 }
 
 impl Partial {
-    /// Opens the part that an earlier download left at `path`. A small file begins again.
+    /// Opens the part that an earlier download left at `path`. A small file begins again, and so does a part that is
+    /// longer than the file.
     fn open(path: &Path, file: &RemoteFile) -> io::Result<Self> {
         let mut options = OpenOptions::new();
-        let contents = options.read(true).append(true).create(true).open(path)?;
+        // A file that is opened for appending cannot be cut on Windows.
+        let options = options.read(true).write(true).create(true).truncate(false);
+        let contents = options.open(path)?;
+        let is_usable = file.is_large && contents.metadata()?.len() <= file.bytes;
         let mut partial = Self {
             contents,
             checksum: Checksum::new(file),
             bytes: 0,
         };
-        match file.is_large {
+        match is_usable {
             true => partial.hash_contents()?,
             false => partial.clear(file)?,
         }
         Ok(partial)
     }
 
-    /// Hashes and counts the bytes that the file has already.
+    /// Hashes and counts the bytes that the file has already. Later bytes follow them.
     fn hash_contents(&mut self) -> io::Result<()> {
         let mut piece = vec![0; PIECE];
         loop {
@@ -120,9 +123,17 @@ impl Partial {
         }
     }
 
+    /// Hashes and counts all bytes of the file, whatever has been hashed.
+    fn hash_again(&mut self, file: &RemoteFile) -> io::Result<()> {
+        self.contents.rewind()?;
+        (self.checksum, self.bytes) = (Checksum::new(file), 0);
+        self.hash_contents()
+    }
+
     /// Removes all bytes.
     fn clear(&mut self, file: &RemoteFile) -> io::Result<()> {
         self.contents.set_len(0)?;
+        self.contents.rewind()?;
         (self.checksum, self.bytes) = (Checksum::new(file), 0);
         Ok(())
     }
@@ -144,8 +155,7 @@ impl Transfer<'_> {
     pub fn run(&self, blob: &Path) -> Result<(), String> {
         let text = |error: io::Error| error.to_string();
         // Another process may download the same file. It has the lock until the file is complete.
-        let lock = lock_of(blob).map_err(text)?;
-        lock.lock().map_err(text)?;
+        let lock = lock(blob).map_err(text)?;
         if fs::metadata(blob).is_ok_and(|found| found.len() == self.file.bytes) {
             return Ok(());
         }
@@ -157,6 +167,10 @@ impl Transfer<'_> {
                 fs::remove_file(&path).map_err(text)?;
             }
             return Err(reason);
+        }
+        if lock.is_none() {
+            // Another process may have written to the file.
+            partial.hash_again(self.file).map_err(text)?;
         }
         let remove = |reason: String| -> Result<(), String> {
             fs::remove_file(&path).map_err(text)?;
@@ -171,7 +185,7 @@ impl Transfer<'_> {
         if !found.eq_ignore_ascii_case(expected) {
             return remove(format!("its {kind} is {found}; the Hub gives {expected}"));
         }
-        // Another process may have written to the file, if the file system does not lock files.
+        // A program may have written to the file without the lock.
         let length = contents.metadata().map_err(text)?.len();
         if length != self.file.bytes {
             return remove(format!(
@@ -195,15 +209,11 @@ impl Transfer<'_> {
         let (mut most, mut failed, mut is_restarted) = (partial.bytes, 0, false);
         loop {
             self.bar.set_position(done + partial.bytes);
-            let attempt = match partial.bytes.cmp(&file.bytes) {
-                Ordering::Less => {
-                    let progress = |bytes| self.bar.set_position(done + bytes);
-                    self.attempt(partial, progress).map_err(text)?
-                }
-                Ordering::Equal => return Ok(()),
-                Ordering::Greater => Attempt::Refused(self.too_long()),
-            };
-            let reason = match attempt {
+            if partial.bytes == file.bytes {
+                return Ok(());
+            }
+            let progress = |bytes| self.bar.set_position(done + bytes);
+            let reason = match self.attempt(partial, progress).map_err(text)? {
                 Attempt::Complete => return Ok(()),
                 Attempt::Refused(reason) => return Err((reason, partial.bytes <= file.bytes)),
                 Attempt::OutOfRange if is_restarted || partial.bytes == 0 => {
@@ -247,13 +257,6 @@ impl Transfer<'_> {
         }
     }
 
-    fn too_long(&self) -> String {
-        format!(
-            "has more than the {} bytes that the Hub gives for it",
-            self.file.bytes
-        )
-    }
-
     /// Requests the bytes that follow those of the file, and appends them.
     fn attempt(&self, partial: &mut Partial, progress: impl Fn(u64)) -> io::Result<Attempt> {
         let path: Vec<String> = self.file.path.split('/').map(escaped).collect();
@@ -294,7 +297,11 @@ impl Transfer<'_> {
             partial.append(&piece[..read])?;
             progress(partial.bytes);
             if partial.bytes > self.file.bytes {
-                return Ok(Attempt::Refused(self.too_long()));
+                let reason = format!(
+                    "has more than the {} bytes that the Hub gives for it",
+                    self.file.bytes
+                );
+                return Ok(Attempt::Refused(reason));
             }
         }
     }
