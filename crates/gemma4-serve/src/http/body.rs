@@ -2,7 +2,7 @@
 //! request field that caused the error.
 
 use super::app::HttpApp;
-use super::body_memory::{BodyMemory, BodyPool, GrowingMemory, LONG_BODY, parsed_bytes};
+use super::body_memory::{BodyMemory, BodyPool, GrowingMemory, JsonCount, LONG_BODY};
 use crate::error::{ErrorKind, RequestError};
 use axum::body::{Body, BodyDataStream, HttpBody};
 use axum::http::{Request, header};
@@ -25,6 +25,9 @@ const LONGEST_PATH: usize = 200;
 /// The largest number of bytes of a body that is too large which are read and dropped. A client that is still sending
 /// would not see the error, because the connection would be reset.
 const DISCARDED: usize = 128 << 20;
+
+/// The part of a body's time that remains after it has taken the last part of the memory, for which other bodies wait.
+const LAST_PART_SHARE: u32 = 6;
 
 /// Reads the body of a request, and parses the body as JSON. The memory of the body is to be freed when the request has
 /// been prepared.
@@ -97,14 +100,23 @@ async fn collect(
 ) -> Result<(Vec<u8>, GrowingMemory), RequestError> {
     let mut deadline = Instant::now() + longest;
     let (mut bytes, mut memory) = (Vec::new(), GrowingMemory::default());
+    let mut values = JsonCount::default();
+    // The deadline of a body that has the last part of the memory.
+    let mut last_deadline = None;
     loop {
-        let chunk = match timeout_at(deadline, body.next()).await {
+        let next_deadline = last_deadline.map_or(deadline, |last: Instant| last.min(deadline));
+        let chunk = match timeout_at(next_deadline, body.next()).await {
             Ok(Some(Ok(chunk))) => chunk,
             Ok(Some(Err(error))) => {
                 let message = format!("the body cannot be read: {error}");
                 return Err(RequestError::new(ErrorKind::Invalid, message));
             }
             Ok(None) => break,
+            Err(_) if next_deadline < deadline => {
+                let message = "the bodies of other requests wait for the memory of this one, which arrives slowly; try \
+                               again later";
+                return Err(RequestError::new(ErrorKind::Busy, message));
+            }
             Err(_) => {
                 let message = format!("the body did not arrive within {} s", longest.as_secs());
                 return Err(RequestError::new(ErrorKind::Timeout, message));
@@ -119,10 +131,14 @@ async fn collect(
             let capacity = count.saturating_mul(2).min(expected.max(count));
             grow(&mut memory, capacity, &mut deadline, pool).await?;
             bytes.reserve_exact(capacity - bytes.len());
+            if memory.has_last() {
+                last_deadline.get_or_insert_with(|| Instant::now() + longest / LAST_PART_SHARE);
+            }
         }
+        values.add(&chunk);
         bytes.extend_from_slice(&chunk);
     }
-    let parsed = parsed_bytes(&bytes);
+    let parsed = values.parsed_bytes();
     let all = bytes.capacity().saturating_add(parsed);
     if bytes.len() >= LONG_BODY || parsed >= 2 * LONG_BODY {
         grow(&mut memory, all, &mut deadline, pool).await?;
@@ -250,6 +266,26 @@ mod tests {
         drop(memory);
         let (bytes, _) = collected(body, &pool).await.expect("the memory is free");
         assert_eq!(bytes.len(), LONG_BODY);
+    }
+
+    /// A slow client that has the last part of the memory gives it to others.
+    #[tokio::test]
+    async fn collect_of_a_slow_body_gives_the_last_part_back() {
+        let pool = BodyPool::new(4 << 20, 1 << 20);
+        let begin = futures_util::stream::iter([Ok::<_, std::io::Error>(vec![b' '; LONG_BODY])]);
+        let slow = Body::from_stream(begin.chain(futures_util::stream::pending()));
+        let (mut slow, longest) = (slow.into_data_stream(), Duration::from_secs(3));
+        let slow = collect(&mut slow, 1 << 20, 1 << 20, longest, &pool);
+        let other = collected(vec![b' '; LONG_BODY], &pool);
+        let (slow, early) = tokio::join!(slow, other);
+        assert_eq!(
+            early.expect_err("the memory is taken").kind,
+            ErrorKind::Busy
+        );
+        let error = slow.expect_err("the body does not arrive");
+        assert_eq!(error.kind, ErrorKind::Busy, "{error}");
+        assert!(error.message.contains("arrives slowly"), "{error}");
+        assert!(collected(vec![b' '; LONG_BODY], &pool).await.is_ok());
     }
 
     #[tokio::test]

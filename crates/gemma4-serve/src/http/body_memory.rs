@@ -93,6 +93,11 @@ impl GrowingMemory {
         self.units as usize * reserved_bytes(1)
     }
 
+    /// True if the body uses the last part of the pool, for which other bodies wait.
+    pub fn has_last(&self) -> bool {
+        self.last.is_some()
+    }
+
     /// Returns the memory for the rest of the request.
     pub fn finish(self) -> BodyMemory {
         let permits: Vec<_> = self.shared.into_iter().chain(self.last).collect();
@@ -102,25 +107,42 @@ impl GrowingMemory {
     }
 }
 
-/// Returns an upper bound of the memory of the parsed form of a JSON text, besides the text itself. The bound follows
-/// from the numbers of objects and values.
-pub(super) fn parsed_bytes(json: &[u8]) -> usize {
-    let (mut objects, mut values) = (0usize, 1usize);
-    let (mut is_text, mut is_escaped) = (false, false);
-    for byte in json {
-        match byte {
-            _ if is_escaped => is_escaped = false,
-            b'\\' => is_escaped = is_text,
-            b'"' => is_text = !is_text,
-            b'{' if !is_text => objects += 1,
-            b'[' | b',' | b':' if !is_text => values += 1,
-            _ => {}
+/// The numbers of objects and values of a JSON text, which arrives in chunks.
+#[derive(Debug, Default)]
+pub(super) struct JsonCount {
+    objects: usize,
+    /// The number of values, without the outermost one.
+    values: usize,
+    length: usize,
+    is_text: bool,
+    is_escaped: bool,
+}
+
+impl JsonCount {
+    /// Counts the next chunk of the text.
+    pub fn add(&mut self, chunk: &[u8]) {
+        self.length += chunk.len();
+        for byte in chunk {
+            match byte {
+                _ if self.is_escaped => self.is_escaped = false,
+                b'\\' => self.is_escaped = self.is_text,
+                b'"' => self.is_text = !self.is_text,
+                b'{' if !self.is_text => self.objects += 1,
+                b'[' | b',' | b':' if !self.is_text => self.values += 1,
+                _ => {}
+            }
         }
     }
-    let structure = objects
-        .saturating_mul(OBJECT_BYTES)
-        .saturating_add(values.saturating_mul(VALUE_BYTES));
-    structure.saturating_add(json.len())
+
+    /// Returns an upper bound of the memory of the parsed form of the text, besides the text itself.
+    pub fn parsed_bytes(&self) -> usize {
+        let values = self.values.saturating_add(1);
+        let structure = self
+            .objects
+            .saturating_mul(OBJECT_BYTES)
+            .saturating_add(values.saturating_mul(VALUE_BYTES));
+        structure.saturating_add(self.length)
+    }
 }
 
 #[cfg(test)]
@@ -175,6 +197,15 @@ mod tests {
         drop((all, second));
         assert_eq!(pool.shared.available_permits(), 4 << 10);
         assert_eq!(pool.last.available_permits(), 1);
+    }
+
+    /// Counts a text in chunks of one byte, and in one chunk.
+    fn parsed_bytes(json: &[u8]) -> usize {
+        let (mut bytewise, mut whole) = (JsonCount::default(), JsonCount::default());
+        json.chunks(1).for_each(|chunk| bytewise.add(chunk));
+        whole.add(json);
+        assert_eq!(bytewise.parsed_bytes(), whole.parsed_bytes());
+        whole.parsed_bytes()
     }
 
     #[test]

@@ -118,7 +118,7 @@ async fn bodies_of_slow_clients_leave_memory_to_others() {
 async fn bodies_wait_for_the_memory_of_others() {
     let harness = harness(ServerOptions {
         body_memory: 1 << 20,
-        body_timeout: Duration::from_secs(20),
+        body_timeout: Duration::from_secs(120),
         ..ServerOptions::default()
     });
     let server = Listening::start(harness.server).await;
