@@ -20,6 +20,8 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -32,7 +34,7 @@ use tokio::sync::watch;
 /// --device cuda:0,cuda:1 serves on several devices, each with a copy of the model and an engine of its own.
 ///
 /// The server listens on this machine only, unless --host names another address. SIGTERM and Ctrl-C finish the requests in
-/// progress; a second signal ends the program at once.
+/// progress; a second signal ends the program at once. Before the server listens to requests, the first signal does.
 #[derive(Parser)]
 #[command(version)]
 pub struct Serve {
@@ -309,8 +311,11 @@ fn run(cli: &Serve) -> Result<(), Error> {
     let template = cli.chat_template.as_ref().map(ChatTemplate::from_file);
     let template = template.transpose()?;
     let (stop, mut stopped) = watch::channel(false);
+    let is_serving = Arc::new(AtomicBool::new(false));
+    let has_requests = is_serving.clone();
     signals::handle(move |signal| {
-        if *stop.borrow() {
+        // While the model is downloaded and loaded, no request is in progress. A later download goes on with the bytes.
+        if *stop.borrow() || !has_requests.load(Ordering::SeqCst) {
             std::process::exit(signal.exit_code().into());
         }
         note("finishing the requests in progress; a second signal ends the program at once");
@@ -339,7 +344,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
         model: name.clone(),
         api_keys,
         max_body: cli.max_body,
-        body_memory: cli.body_memory.saturating_mul(1 << 20),
+        body_memory: body_memory(cli),
         max_connections: cli.max_connections,
         drain_timeout: Duration::from_secs(cli.drain_seconds),
         adapter_root,
@@ -359,6 +364,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
             context: cli.engine.context,
         };
         let server = EmbeddingServer::of_devices(models, engine, options)?;
+        is_serving.store(true, Ordering::SeqCst);
         cli.tell_address(&name, local);
         return Ok(runtime.block_on(server.serve(listener, shutdown))?);
     }
@@ -376,6 +382,7 @@ fn run(cli: &Serve) -> Result<(), Error> {
     let models: Vec<_> = models.map(|one| (one.chosen.label(), one.gemma)).collect();
     let server = Server::of_devices(models, engine, options, template)?;
     cli.adapters.load(&server)?;
+    is_serving.store(true, Ordering::SeqCst);
     cli.tell_address(&name, local);
     if let devices @ [_, _, ..] = server.engines().devices() {
         let count = devices.len();
@@ -384,6 +391,24 @@ fn run(cli: &Serve) -> Result<(), Error> {
         ));
     }
     Ok(runtime.block_on(server.serve(listener, shutdown))?)
+}
+
+/// Returns the memory for bodies in bytes. One body may take four times `--max-body` from the last part, so that twice
+/// as much leaves an equal part to the others.
+fn body_memory(cli: &Serve) -> usize {
+    let (given, least) = (
+        cli.body_memory.saturating_mul(1 << 20),
+        cli.max_body.saturating_mul(8),
+    );
+    if given < least {
+        note(format_args!(
+            "note: --body-memory: {} MiB are too few for --max-body {}; using {} MiB",
+            cli.body_memory,
+            cli.max_body,
+            least.div_ceil(1 << 20)
+        ));
+    }
+    given.max(least)
 }
 
 /// Returns the keys of the arguments and of the file.
