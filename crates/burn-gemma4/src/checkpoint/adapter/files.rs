@@ -127,12 +127,15 @@ impl AdaptedParts {
     /// Reads the names of the factors of the adapter in `folder`.
     ///
     /// # Errors
-    /// Returns an error if the file of the factors is missing or malformed.
+    /// Returns an error if a file is missing or malformed.
     pub fn of(folder: &Path) -> Result<Self, Gemma4Error> {
-        let path = folder.join(WEIGHTS);
-        let bytes = read(&path)?;
-        let tensors = SafeTensors::deserialize(&bytes)
-            .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+        let files = AdapterFiles::open(folder)?;
+        let tensors = SafeTensors::deserialize(&files.bytes).map_err(|error| {
+            malformed(
+                &files.path,
+                format!("not a whole safetensors file: {error}"),
+            )
+        })?;
         let has = |is_part: fn(&str) -> bool| {
             let mut names = tensors.names().into_iter().map(uncompiled);
             names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_part))
