@@ -89,9 +89,12 @@ fn copy(blob: &Path, own: &Path) -> io::Result<()> {
     copied.map(drop)
 }
 
+/// A method that creates the file with the given path, and fails if it exists.
+type Creation<'a> = dyn Fn(&Path) -> io::Result<()> + 'a;
+
 /// Creates `own` by the first method that succeeds. A file that exists ends the attempts, because `own` needs another
 /// name.
-fn first_success(own: &Path, methods: &[&dyn Fn(&Path) -> io::Result<()>]) -> io::Result<()> {
+fn first_success(own: &Path, methods: &[&Creation<'_>]) -> io::Result<()> {
     let mut outcome = Err(ErrorKind::Unsupported.into());
     for method in methods {
         outcome = method(own);
