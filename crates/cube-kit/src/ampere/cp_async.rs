@@ -90,6 +90,17 @@ pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
+/// The number of bytes of a narrow row: four pieces.
+pub const NARROW_ROW_BYTES: usize = 4 * PIECE_BYTES;
+
+/// Returns the offset of the 16-byte piece with the index `piece` in the narrow row `row`. The pieces of a row are
+/// permuted, so that the 8 rows of an `ldmatrix` lie in different banks.
+#[cube]
+pub fn narrow_piece_offset(row: u32, piece: u32) -> u32 {
+    row * comptime!(NARROW_ROW_BYTES as u32)
+        + (piece ^ (row / 2u32 % 4u32)) * comptime!(PIECE_BYTES as u32)
+}
+
 /// Returns the address of the 16-byte piece with the index `piece` in row `row`. The rows are stored in swizzled
 /// subtiles of `rows` rows and 64 columns. The first subtile starts at `start`.
 #[cube]

@@ -4,6 +4,7 @@ use super::kernel::{SizesLaunch, product};
 use super::plan::Tiles;
 use super::reduce::add_splits;
 use crate::ampere::cp_async::{PIECE, PIECE_BYTES};
+use crate::ampere::has_product;
 use crate::hopper::multiprocessors;
 use crate::launch::{address_type, cube_count, empty, exact_cube_count};
 use crate::nvidia::Half;
@@ -11,8 +12,6 @@ use crate::nvidia::matrix::{Major, MatrixError, check_operands};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::client::Client;
-use cubecl::ir::{FloatKind, features::MmaConfig};
 use cubecl::prelude::CubeDim;
 
 /// The number of tile rows whose tiles are numbered column by column.
@@ -69,24 +68,6 @@ fn layout(operand: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<(Major, u3
     };
     let along_inner = stride(inner, outer).map(|stride| (Major::Inner, stride));
     along_inner.or_else(|| stride(outer, inner).map(|stride| (Major::Outer, stride)))
-}
-
-/// True if the device has the tensor-core instruction m16n8k16 for this precision.
-fn has_product(client: &Client, half: Half) -> bool {
-    let element = match half {
-        Half::F16 => FloatKind::F16,
-        Half::Bf16 => FloatKind::BF16,
-    };
-    let product = MmaConfig {
-        a_type: element.into(),
-        b_type: element.into(),
-        cd_type: FloatKind::F32.into(),
-        m: 16,
-        n: 8,
-        k: 16,
-    };
-    let properties = client.properties();
-    properties.hardware.plane_size_max == 32 && properties.features.matmul.mma.contains(&product)
 }
 
 /// Returns the result for operands that fit each other, or `None` if the kernel cannot compute the result.

@@ -5,14 +5,11 @@
 //! of a row are permuted, so that the 8 rows of an `ldmatrix` lie in different banks.
 
 use super::plan::Tiles;
-use crate::ampere::cp_async::{PIECE, PIECE_BYTES, copy_piece, piece_address};
+use crate::ampere::cp_async::{PIECE, PIECE_BYTES, copy_piece, narrow_piece_offset, piece_address};
 use crate::nvidia::ROW_BYTES;
 use crate::nvidia::matrix::Major;
 use crate::nvidia::ptx::{load_matrices, load_matrices_transposed};
 use cubecl::prelude::*;
-
-/// The number of bytes of a row of 32 inner elements.
-const CHUNK_BYTES: usize = 2 * Tiles::DEPTH;
 
 /// An operand in global memory.
 #[derive(CubeType, Clone, Copy)]
@@ -55,7 +52,7 @@ pub(super) fn copy_chunk(
             let (to, all_row, all_column, row_end, column_end) = if comptime!(major == Major::Inner)
             {
                 (
-                    target + chunk_address(row, piece),
+                    target + narrow_piece_offset(row, piece),
                     first_outer + row,
                     first_inner + piece * comptime!(PIECE as u32),
                     operand.outer,
@@ -87,14 +84,6 @@ pub(super) fn copy_chunk(
     }
 }
 
-/// Returns the offset of the 16-byte piece `piece` in row `row` of an operand that is contiguous along the inner
-/// dimension.
-#[cube]
-fn chunk_address(row: u32, piece: u32) -> u32 {
-    row * comptime!(CHUNK_BYTES as u32)
-        + (piece ^ (row / 2u32 % 4u32)) * comptime!(PIECE_BYTES as u32)
-}
-
 /// Loads the left operand of an `mma.sync`: 16 rows from `row` on, and 16 inner elements. The operand starts at
 /// `start`, and `step` is the index of the group of 16 inner elements.
 #[cube]
@@ -107,7 +96,7 @@ pub(super) fn left_fragment(
     let lane = UNIT_POS % 32u32;
     if comptime!(major == Major::Inner) {
         let piece = comptime!(2 * step as u32) + lane / 16u32;
-        load_matrices(start + chunk_address(row + lane % 16u32, piece))
+        load_matrices(start + narrow_piece_offset(row + lane % 16u32, piece))
     } else {
         let inner = comptime!(16 * step as u32) + lane % 8u32 + lane / 16u32 * 8u32;
         let piece = row / comptime!(PIECE as u32) + lane / 8u32 % 2u32;
@@ -127,7 +116,9 @@ pub(super) fn right_fragments(
     let lane = UNIT_POS % 32u32;
     if comptime!(major == Major::Inner) {
         let piece = comptime!(2 * step as u32) + lane / 8u32 % 2u32;
-        load_matrices(start + chunk_address(column + lane % 8u32 + lane / 16u32 * 8u32, piece))
+        load_matrices(
+            start + narrow_piece_offset(column + lane % 8u32 + lane / 16u32 * 8u32, piece),
+        )
     } else {
         let inner = comptime!(16 * step as u32) + lane % 16u32;
         let piece = column / comptime!(PIECE as u32) + lane / 16u32;

@@ -165,25 +165,49 @@ pub(super) fn finish_tiles<E: Float>(
                 tile_plan,
             );
         }
-        let of_outputs = Outputs {
-            row: comptime!((tile * TILE_ROWS) as u32).runtime(),
-            first,
-            outputs: side.outputs,
-            column: side.column,
-            all_outputs: side.all_outputs,
-        };
-        finish_parts(
+        finish_tile(
             &partial,
             epilogue_inputs,
             output,
-            of_outputs,
-            tile_plan,
+            side,
+            first,
+            tile,
+            plan,
             epilogue,
         );
-        // Wait until all units have read the sums, because the next row tile overwrites the sums in shared memory.
-        if comptime!(tile + 1 < tiles) {
-            sync_cube();
-        }
+    }
+}
+
+/// Adds up the warps' sums of a row tile, applies the epilogue, and writes the outputs. Synchronizes the cube, also at
+/// the end if another row tile follows, whose sums overwrite those of this one.
+#[cube]
+pub(super) fn finish_tile<E: Float>(
+    partial: &Shared<[f32]>,
+    epilogue_inputs: &EpilogueInputs<E>,
+    output: &mut Tensor<E>,
+    side: Side,
+    first: u32,
+    #[comptime] tile: usize,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    let of_outputs = Outputs {
+        row: comptime!((tile * TILE_ROWS) as u32).runtime(),
+        first,
+        outputs: side.outputs,
+        column: side.column,
+        all_outputs: side.all_outputs,
+    };
+    finish_parts(
+        partial,
+        epilogue_inputs,
+        output,
+        of_outputs,
+        comptime!(plan.of_row_tile(tile)),
+        epilogue,
+    );
+    if comptime!(tile + 1 < plan.row_tiles()) {
+        sync_cube();
     }
 }
 

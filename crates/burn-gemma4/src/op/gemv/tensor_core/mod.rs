@@ -31,14 +31,13 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use codes::Codes;
-use cube_kit::ampere::cp_async::PIECE;
+use cube_kit::ampere::{self, cp_async::PIECE};
 use cube_kit::hopper::multiprocessors;
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cube_kit::nvidia::Half;
 use cube_kit::pdl::supports_pdl;
 use cubecl::{
     client::Client,
-    ir::{FloatKind, features::MmaConfig},
     prelude::{CubeDim, CubePrimitive, OwnedTensor},
 };
 pub(super) use experts::{ExpertWords, gate_expert_words, mix_expert_words};
@@ -157,21 +156,9 @@ fn planned(
     })
 }
 
-/// True if the device supports the tensor-core instruction m16n8k16 for this dtype.
+/// True if the device has plane operations for warps, and tensor cores for this dtype.
 fn has_product(client: &Client, half: Half) -> bool {
-    let element = match half {
-        Half::F16 => FloatKind::F16,
-        Half::Bf16 => FloatKind::BF16,
-    };
-    let product = MmaConfig {
-        a_type: element.into(),
-        b_type: element.into(),
-        cd_type: FloatKind::F32.into(),
-        m: 16,
-        n: 8,
-        k: 16,
-    };
-    plane_width(client) == WARP && client.properties().features.matmul.mma.contains(&product)
+    plane_width(client) == WARP && ampere::has_product(client, half)
 }
 
 /// True if the elements of each row are contiguous in all matrices, and the row strides are multiples of `elements`.

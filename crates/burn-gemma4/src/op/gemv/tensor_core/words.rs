@@ -13,14 +13,15 @@
 //! Schedule: the copies of weights begin before the wait for the previous launch.
 //!
 //! Bound: memory bandwidth, if the conversion of codes is faster. For 4,096 codes of 4 bits and 8 input rows, a warp
-//! issues 320 to 350 instructions, of which 112 shift and mask codes.
+//! issues 320 to 350 instructions. Shifts and masks of codes are 112 of these instructions.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
-use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
+use super::super::sums::{Epilogue, EpilogueInputs, ProjectPlan};
+use super::batch::{TILE_ROWS, finish_tile};
 use super::parts::{Lane, lane, weight_row};
 use super::staged::{
-    InputRows, SUM_ROWS, Staging, TILE, copies_scales, fill_ring, first_code, first_scale,
-    leave_sums, multiply_stages, ring_of_warp,
+    InputRows, Staging, TILE, copies_scales, fill_ring, first_code, first_scale, leave_sums,
+    multiply_stages, ring_of_warp,
 };
 use super::word_rows::{WordRows, address_of_side};
 use cube_kit::ampere::cp_async::half_address;
@@ -107,8 +108,8 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float>(
     );
 }
 
-/// Adds up the warps' sums, applies the epilogue, and writes the outputs. The function handles 16 input rows after the
-/// other, because all use the same shared memory. `first` is the team's first output. Synchronizes the cube.
+/// Adds up the warps' sums, applies the epilogue, and writes the outputs. The function handles one row tile after the
+/// other, because all row tiles use the same shared memory. `first` is the team's first output. Synchronizes the cube.
 #[cube]
 fn finish_sums<E: Float>(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -120,38 +121,28 @@ fn finish_sums<E: Float>(
     #[comptime] plan: ProjectPlan,
     #[comptime] epilogue: Epilogue,
 ) {
-    let tiles = comptime!(plan.input_tiles());
-    let rounds = comptime!(plan.rows.div_ceil(SUM_ROWS));
-    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.of_sum_rows(0).partials()));
+    let all_tiles = comptime!(plan.input_tiles());
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.of_row_tile(0).partials()));
     #[unroll]
-    for round in 0..rounds {
-        let of_round = comptime!(plan.of_sum_rows(round * SUM_ROWS));
+    for row_tile in 0..comptime!(plan.row_tiles()) {
+        let tile_plan = comptime!(plan.of_row_tile(row_tile));
         #[unroll]
-        for tile in 0..comptime!(of_round.input_tiles()) {
+        for tile in 0..comptime!(tile_plan.input_tiles()) {
             #[unroll]
             for couple in 0..comptime!(plan.fragments() / 2) {
-                let all = comptime!(couple * tiles + round * (SUM_ROWS / TILE) + tile);
-                leave_sums(&mut partial, sums[all], lane, couple, tile, of_round);
+                let all = comptime!(couple * all_tiles + row_tile * (TILE_ROWS / TILE) + tile);
+                leave_sums(&mut partial, sums[all], lane, couple, tile, tile_plan);
             }
         }
-        let of_outputs = Outputs {
-            row: comptime!((round * SUM_ROWS) as u32).runtime(),
-            first,
-            outputs: side.outputs,
-            column: side.column,
-            all_outputs: side.all_outputs,
-        };
-        finish_parts(
+        finish_tile(
             &partial,
             epilogue_inputs,
             output,
-            of_outputs,
-            of_round,
+            side,
+            first,
+            row_tile,
+            plan,
             epilogue,
         );
-        // Wait until all units have read the sums, because those of the next rows overwrite them.
-        if comptime!(round + 1 < rounds) {
-            sync_cube();
-        }
     }
 }

@@ -17,21 +17,18 @@ mod ring;
 
 use super::super::sums::ProjectPlan;
 use super::codes::{Codes, GROUP};
-use cube_kit::ampere::cp_async::PIECE_BYTES;
+use cube_kit::ampere::cp_async::NARROW_ROW_BYTES;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 pub(super) use multiply::{InputRows, leave_sums, multiply_stages};
 pub(super) use ring::{copies_scales, fill_ring, first_code, first_scale, ring_of_warp};
 
 /// The number of bytes of codes of a weight row in a stage. Four threads copy 16 bytes each, and one `ldmatrix` loads
 /// the codes of 8 weight rows.
-pub(super) const ROW_BYTES: usize = 4 * PIECE_BYTES;
+pub(super) const ROW_BYTES: usize = NARROW_ROW_BYTES;
 /// The number of bytes of codes of a fragment, which is 8 weight rows, in a stage.
 pub(super) const FRAGMENT_BYTES: usize = PRODUCT_ROWS * ROW_BYTES;
 /// The number of input rows that one tensor-core instruction multiplies.
 pub(super) const TILE: usize = PRODUCT_ROWS;
-/// The number of input rows whose sums are in shared memory at once.
-pub(super) const SUM_ROWS: usize = 2 * TILE;
-
 /// The ring buffer of a warp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Staging {
@@ -92,7 +89,7 @@ impl Staging {
     /// The shared memory of a cube in bytes: the rings of all warps, and the sums of 16 input rows.
     #[cfg(test)]
     pub fn shared_memory(self, plan: ProjectPlan) -> usize {
-        4 * (self.ring_words(plan) + plan.of_sum_rows(0).partials())
+        4 * (self.ring_words(plan) + plan.of_row_tile(0).partials())
     }
 
     /// The number of words of the rings of all warps of a cube.
@@ -110,11 +107,5 @@ impl ProjectPlan {
     /// The number of tiles of 8 input rows.
     pub(super) fn input_tiles(self) -> usize {
         self.rows.div_ceil(TILE)
-    }
-
-    /// Returns this plan, limited to the input rows whose sums are in shared memory at once.
-    pub(super) fn of_sum_rows(self, first: usize) -> Self {
-        let rows = (self.rows - first).min(SUM_ROWS);
-        Self { rows, ..self }
     }
 }

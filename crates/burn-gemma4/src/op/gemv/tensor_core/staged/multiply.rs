@@ -4,9 +4,9 @@ use super::super::super::sums::{ProjectPlan, place_of_part};
 use super::super::codes::{GROUP, as_codes_lie, numbers};
 use super::super::parts::Lane;
 use super::super::plan::WARP;
-use super::ring::{Ring, copy_stage, is_half, place_of_codes, place_of_scales};
+use super::ring::{Ring, copy_stage, is_half, place_of_scales};
 use super::{FRAGMENT_BYTES, Staging, TILE};
-use cube_kit::ampere::cp_async::await_copies;
+use cube_kit::ampere::cp_async::{await_copies, narrow_piece_offset};
 use cube_kit::ampere::gemv::{
     PRODUCT_ROWS, add_pairs_of_two_rows, read_half_pieces_if, read_piece_if,
 };
@@ -159,7 +159,7 @@ fn multiply_stage(
     let words = comptime!(staging.words());
     let scale_words = comptime!(groups / 2);
     let of_lane = UNIT_POS_X % comptime!(WARP as u32);
-    let codes_from = stage + place_of_codes(of_lane % 8u32, of_lane / 8u32);
+    let codes_from = stage + narrow_piece_offset(of_lane % 8u32, of_lane / 8u32);
     let scales_from = stage + place_of_scales(0u32, lane.row, staging, plan);
     let mut read = Array::<Vector<u32, Const<4>>>::new(fragments);
     let mut scales = Array::<u32>::new(comptime!(fragments * scale_words));

@@ -3,9 +3,10 @@
 use super::super::super::launch_options::Shape;
 use super::super::super::sums::ProjectPlan;
 use super::super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
+use super::super::batch::TILE_ROWS;
 use super::super::codes::STEP;
 use super::super::plan::WARP;
-use super::{SUM_ROWS, columns_of_stage};
+use super::columns_of_stage;
 use crate::op::sums::Team;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
@@ -128,7 +129,7 @@ fn divided(
     }
     let fragments = weights / PRODUCT_ROWS;
     let stages = shape.columns.div_ceil(columns_of_stage(bits));
-    let sums = weights * shape.rows.min(SUM_ROWS);
+    let sums = weights * shape.rows.min(TILE_ROWS);
     let most_warps = tuning.most_warps.min(MOST_SUMS / sums).min(stages);
     let all_teams = teams_of(weights);
     let warps = (multiprocessors * tuning.threads)

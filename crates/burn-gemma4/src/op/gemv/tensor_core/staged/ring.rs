@@ -4,7 +4,9 @@ use super::super::super::sums::ProjectPlan;
 use super::super::parts::Lane;
 use super::super::word_rows::WordRows;
 use super::{FRAGMENT_BYTES, ROW_BYTES, Staging};
-use cube_kit::ampere::cp_async::{PIECE_BYTES, commit_copies, copy_piece, copy_small};
+use cube_kit::ampere::cp_async::{
+    PIECE_BYTES, commit_copies, copy_piece, copy_small, narrow_piece_offset,
+};
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 use cubecl::prelude::*;
 
@@ -46,7 +48,7 @@ pub(in super::super) fn ring_of_warp(
         columns: word_rows.columns,
         mask: word_rows.mask,
         start: memory + warp * comptime!(staging.warp_bytes(plan) as u32),
-        codes_to: place_of_codes(lane.row, lane.column),
+        codes_to: narrow_piece_offset(lane.row, lane.column),
         scales_to: place_of_scales(lane.column, lane.row, staging, plan),
     }
 }
@@ -95,14 +97,6 @@ pub(in super::super) fn fill_ring(
             plan,
         );
     }
-}
-
-/// Returns the address within a stage of the 16 bytes `piece` of codes, in weight row `row` of fragment 0. The pieces
-/// of a row are permuted, so that the 8 rows of an `ldmatrix` lie in different banks.
-#[cube]
-pub(super) fn place_of_codes(row: u32, piece: u32) -> u32 {
-    row * comptime!(ROW_BYTES as u32)
-        + (piece ^ (row / 2u32 % 4u32)) * comptime!(PIECE_BYTES as u32)
 }
 
 /// Returns the address within a stage of the scales of a weight row.
