@@ -1,16 +1,15 @@
 //! Reads the `config.json` of a drafter, a small model that proposes draft tokens in speculative decoding.
 
 use super::Gemma4Config;
-use super::json::Text;
+use super::json::{Text, parse_file};
 use super::quantization::schemes_of;
 use super::unknown_models::DRAFTERS;
 use super::validate::LARGEST_TENSOR;
 use crate::config::LayerType;
-use crate::config::unknown_files::missing;
 use crate::error::Gemma4Error;
 use crate::json;
 use serde::Deserialize;
-use std::{fs, path::Path};
+use std::path::Path;
 
 /// The configuration of a drafter, which proposes tokens that a target model verifies. The drafter reads the target
 /// model's KV cache.
@@ -55,15 +54,7 @@ impl DrafterConfig {
     /// # Errors
     /// Returns an error if the file cannot be read, is not JSON, or does not describe a drafter.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let path = path.as_ref();
-        let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
-        Self::from_json(&text).map_err(|error| match error {
-            Gemma4Error::Config(reason) => Gemma4Error::Malformed {
-                path: path.to_owned(),
-                reason,
-            },
-            other => other,
-        })
+        parse_file(path.as_ref(), Self::from_json)
     }
 
     /// Parses the text of a drafter's `config.json`. A missing field gets the default value of Hugging Face

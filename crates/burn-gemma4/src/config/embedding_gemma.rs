@@ -1,16 +1,15 @@
 //! Reads the `config.json` of EmbeddingGemma 2, a model that computes embeddings of texts.
 
 use super::Gemma4Config;
-use super::json::Text;
+use super::json::{Text, parse_file};
 use super::quantization::schemes_of;
 use super::unknown_models::EMBEDDING_MODELS;
 use super::validate::LARGEST_TENSOR;
-use crate::config::unknown_files::missing;
 use crate::error::Gemma4Error;
 use crate::json;
 use serde::Deserialize;
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::path::Path;
 
 /// The configuration of an EmbeddingGemma 2 model, an encoder of Gemma 4's layers.
 ///
@@ -18,8 +17,7 @@ use std::{fs, path::Path};
 /// [`window_radius`](Self::window_radius).
 #[derive(Clone, Debug, PartialEq)]
 pub struct EmbeddingGemmaConfig {
-    /// The configuration of the layers. Its `sliding_window` counts the keys that a query sees up to its own position.
-    /// As many keys are visible on the other side.
+    /// The configuration of the layers. Its `sliding_window` is the window radius plus one.
     pub text: Gemma4Config,
     /// The number of elements of a text's embedding.
     pub embedding_dim: usize,
@@ -47,15 +45,7 @@ impl EmbeddingGemmaConfig {
     /// # Errors
     /// Returns an error if the file cannot be read, is not JSON, or does not describe an EmbeddingGemma 2 model.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let path = path.as_ref();
-        let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
-        Self::from_json(&text).map_err(|error| match error {
-            Gemma4Error::Config(reason) => Gemma4Error::Malformed {
-                path: path.to_owned(),
-                reason,
-            },
-            other => other,
-        })
+        parse_file(path.as_ref(), Self::from_json)
     }
 
     /// Parses the text of a `config.json`. The sizes of the layers and the number of layers and heads are required. Any

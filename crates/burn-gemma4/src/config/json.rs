@@ -109,21 +109,28 @@ impl Tokens {
     }
 }
 
+/// Reads the `config.json` at `path` with `parse`. An error of its contents names the file.
+pub(super) fn parse_file<T>(
+    path: &Path,
+    parse: impl FnOnce(&str) -> Result<T, Gemma4Error>,
+) -> Result<T, Gemma4Error> {
+    let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
+    parse(&text).map_err(|error| match error {
+        Gemma4Error::Config(reason) => Gemma4Error::Malformed {
+            path: path.to_owned(),
+            reason,
+        },
+        other => other,
+    })
+}
+
 impl Gemma4Config {
     /// Reads a checkpoint's `config.json`.
     ///
     /// # Errors
     /// Returns an error if the file cannot be read, is not JSON, or does not describe a Gemma 4 text model.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let path = path.as_ref();
-        let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
-        Self::from_json(&text).map_err(|error| match error {
-            Gemma4Error::Config(reason) => Gemma4Error::Malformed {
-                path: path.to_owned(),
-                reason,
-            },
-            other => other,
-        })
+        parse_file(path.as_ref(), Self::from_json)
     }
 
     /// Parses the text of a `config.json`. For a multimodal model, returns the configuration of its text model.

@@ -51,8 +51,8 @@ impl PackedTexts {
         }
     }
 
-    /// Returns the rules of a layer of type `kind`. `window` is the number of keys up to a query's own that the query
-    /// sees in sliding layers. As many keys are visible on the other side.
+    /// Returns the rules of a layer of type `kind`. In sliding layers, a query sees fewer than `window` keys before its
+    /// own position, and fewer than `window` keys after it.
     pub fn visible(&self, kind: LayerType, window: usize) -> Visible {
         Visible {
             radius: (kind == LayerType::Sliding).then(|| window - 1),
