@@ -47,6 +47,23 @@ impl AdapterFiles {
         })
     }
 
+    /// Returns the parts of a model for which the adapter has factors.
+    ///
+    /// # Errors
+    /// Returns an error if the file of the factors is malformed.
+    pub fn parts(&self) -> Result<AdaptedParts, Gemma4Error> {
+        let tensors = self.tensors()?;
+        let has = |is_part: fn(&str) -> bool| {
+            let mut names = tensors.names().into_iter().map(uncompiled);
+            names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_part))
+        };
+        Ok(AdaptedParts {
+            text: has(|name| !is_of_tower(name)),
+            vision: has(is_of_vision),
+            audio: has(is_of_audio),
+        })
+    }
+
     /// Prepares the assignment of the tensors to the matrices of a text model.
     pub fn reader(&self) -> Result<AdapterReader<'_>, Gemma4Error> {
         let mut reader = self.reader_of_all()?;
@@ -84,11 +101,16 @@ impl AdapterFiles {
         Ok(reader)
     }
 
+    fn tensors(&self) -> Result<SafeTensors<'_>, Gemma4Error> {
+        SafeTensors::deserialize(&self.bytes).map_err(|error| {
+            malformed(&self.path, format!("not a whole safetensors file: {error}"))
+        })
+    }
+
     /// Prepares the assignment of all tensors.
     fn reader_of_all(&self) -> Result<AdapterReader<'_>, Gemma4Error> {
         let malformed = |reason| malformed(&self.path, reason);
-        let tensors = SafeTensors::deserialize(&self.bytes)
-            .map_err(|error| malformed(format!("not a whole safetensors file: {error}")))?;
+        let tensors = self.tensors()?;
         if tensors.is_empty() {
             return Err(malformed("has no tensors".into()));
         }
@@ -129,22 +151,7 @@ impl AdaptedParts {
     /// # Errors
     /// Returns an error if a file is missing or malformed.
     pub fn of(folder: &Path) -> Result<Self, Gemma4Error> {
-        let files = AdapterFiles::open(folder)?;
-        let tensors = SafeTensors::deserialize(&files.bytes).map_err(|error| {
-            malformed(
-                &files.path,
-                format!("not a whole safetensors file: {error}"),
-            )
-        })?;
-        let has = |is_part: fn(&str) -> bool| {
-            let mut names = tensors.names().into_iter().map(uncompiled);
-            names.any(|name| name.strip_prefix(WRAPPED).is_some_and(is_part))
-        };
-        Ok(Self {
-            text: has(|name| !is_of_tower(name)),
-            vision: has(is_of_vision),
-            audio: has(is_of_audio),
-        })
+        AdapterFiles::open(folder)?.parts()
     }
 }
 

@@ -133,7 +133,7 @@ impl AdapterTargets {
             model: self.model.clone(),
             factors,
             warnings,
-            towers: AdaptedParts::of(folder.as_ref())?,
+            towers: files.parts()?,
         })
     }
 
