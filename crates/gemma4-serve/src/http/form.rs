@@ -47,6 +47,11 @@ impl Form {
         }
     }
 
+    /// Returns the response of a handler, or the error's response.
+    pub fn reply(self, answer: Result<Response, RequestError>) -> Response {
+        answer.unwrap_or_else(|error| self.response(&error))
+    }
+
     /// The name of the header with the request's id.
     pub fn id_header(self) -> &'static str {
         match self {

@@ -30,10 +30,7 @@ pub(crate) async fn handle(
     Extension(log): Extension<RequestLog>,
     request: Request<Body>,
 ) -> Response {
-    match answer(app, log, request).await {
-        Ok(response) => response,
-        Err(error) => Form::Anthropic.response(&error),
-    }
+    Form::Anthropic.reply(answer(app, log, request).await)
 }
 
 /// Handles a request to `/v1/messages/count_tokens`.

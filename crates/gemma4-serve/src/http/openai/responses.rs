@@ -24,10 +24,7 @@ pub(crate) async fn handle(
     Extension(log): Extension<RequestLog>,
     request: Request<Body>,
 ) -> Response {
-    match answer(app, log, request).await {
-        Ok(response) => response,
-        Err(error) => Form::OpenAi.response(&error),
-    }
+    Form::OpenAi.reply(answer(app, log, request).await)
 }
 
 async fn answer(
