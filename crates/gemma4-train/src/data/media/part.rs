@@ -9,7 +9,7 @@ const LOW: usize = 70;
 /// The number of soft tokens of an image with OpenAI's detail `high`, which is the largest number that models support.
 const HIGH: usize = 1120;
 
-/// The fields of which one names the file of a part of the type `image` or `audio`, besides the field of the type's name.
+/// The fields that can name the file of an image or audio part. The field `image` or `audio` can name the file, too.
 const SOURCES: [&str; 3] = ["url", "path", "base64"];
 
 /// The names of audio formats in OpenAI's field `format`. OpenAI has the first two. The contents decide the format.
