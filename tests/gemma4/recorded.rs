@@ -345,6 +345,41 @@ fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     }
 }
 
+/// The recorder returns the loss of a model without trained parameters, and no gradients.
+#[test]
+fn recorder_without_trained_parameters_returns_the_loss() {
+    for device in devices() {
+        let model = CASES[0].load(&device.device.clone().autodiff());
+        let words = model.config().vocab_size as i32;
+        let mut random = StdRng::seed_from_u64(9);
+        let numbers = Numbers::draw(&mut random, words, true, &device.device);
+        let frozen = model.clone().map(&mut TrainsOnly(Vec::new()));
+        let [(found, none), (expected, _)] = [&frozen, &model].map(|model| {
+            let outcome = GradientRecorder::new().gradients(model, numbers.lesson(), 1.0);
+            let (loss, gradients) = outcome.expect("the batch is valid");
+            (loss.into_scalar::<f32>(), gradients)
+        });
+        assert!(none.is_empty(), "{}", device.name);
+        let error = f64::from((found - expected).abs() / expected);
+        assert!(error <= TOLERANCE, "{}: {error:e}", device.name);
+    }
+}
+
+/// A mapper that doubles the size of all one-dimensional parameters.
+struct DoublesVectors;
+
+impl ModuleMapper for DoublesVectors {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match D {
+            1 => param.map(|tensor| {
+                let tensor = tensor.detach();
+                Tensor::cat(vec![tensor.clone(), tensor], 0).require_grad()
+            }),
+            _ => param,
+        }
+    }
+}
+
 /// A recorder that panics releases the device, so that another recorder can capture a graph.
 #[test]
 fn capture_after_a_panic_still_works() {
@@ -353,14 +388,11 @@ fn capture_after_a_panic_still_works() {
         let words = model.config().vocab_size as i32;
         let mut random = StdRng::seed_from_u64(8);
         let numbers = Numbers::draw(&mut random, words, true, &device.device);
-        let frozen = model.clone().map(&mut TrainsOnly(Vec::new()));
+        let misshapen = model.clone().map(&mut DoublesVectors);
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            let _ = GradientRecorder::new().gradients(&frozen, numbers.lesson(), 1.0);
+            let _ = GradientRecorder::new().gradients(&misshapen, numbers.lesson(), 1.0);
         }));
-        assert!(
-            panicked.is_err(),
-            "a model without trained parameters should panic"
-        );
+        assert!(panicked.is_err(), "norms of twice their size should panic");
         let sum = Tensor::<1>::ones([4], &device.device).sum();
         assert_eq!(sum.into_scalar::<f32>(), 4.0, "{}", device.name);
         let mut recorder = GradientRecorder::new();
