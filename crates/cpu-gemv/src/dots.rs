@@ -4,7 +4,7 @@
 //!
 //! The dot-product instruction treats subnormal numbers as zero.
 
-use crate::kernel::{AHEAD, Task, prefetch_scales};
+use crate::kernel::{Prefetch, Task};
 use crate::layout::{Format, Layout, Rounding, Scales};
 use crate::scales::{Groups, Lanes};
 use crate::simd::{Avx512, MOST_LANES, SELECT, Simd};
@@ -99,27 +99,22 @@ pub(crate) unsafe fn codes<const BITS: usize, const R: usize>(task: &Task, range
     let has_least = layout.format.has_least();
     let words = layout.columns / 8;
     let (whole, rest) = (words / MOST_LANES, words % MOST_LANES);
+    let prefetch = Prefetch::new(task.row_bytes, whole);
     unsafe {
         let lanes = Lanes::<Avx512>::new(layout.group() / 8);
         let tables = tables::<BITS>(layout.format);
         for output in range {
             let row = task.weights.add(output * task.row_bytes).cast::<u32>();
-            prefetch_scales::<Avx512>(layout, row.cast());
             groups.read::<Avx512>(layout, row.add(layout.scales()));
             let of_top = row.add(layout.top()).cast::<u8>();
             let mut totals = [_mm512_setzero_ps(); R];
             let parameters = [groups.scale.as_ptr(), groups.least.as_ptr()];
             for block in 0..whole {
-                let from = row.add(block * MOST_LANES).cast::<u8>();
-                Avx512::prefetch(from.wrapping_add(AHEAD));
-                let words = _mm512_loadu_si512(from.cast());
+                prefetch.prefetch::<Avx512>(row.cast(), block);
+                let words = _mm512_loadu_si512(row.add(block * MOST_LANES).cast());
                 let top = match BITS {
                     4 => words,
-                    _ => {
-                        let from = of_top.add(block * HALVES);
-                        Avx512::prefetch(from.wrapping_add(AHEAD));
-                        top(from)
-                    }
+                    _ => top(of_top.add(block * HALVES)),
                 };
                 add::<BITS, R>(
                     task,

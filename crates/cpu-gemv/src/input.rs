@@ -1,6 +1,6 @@
 //! The input rows in the order in which the kernels read them.
 
-#[cfg(target_arch = "aarch64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::fixed_point::{self, Fixed};
 use crate::simd::MOST_LANES;
 use half::bf16;
@@ -38,7 +38,7 @@ pub(crate) struct Input {
     #[cfg(target_arch = "x86_64")]
     pub halves: Vec<bf16>,
     /// The elements in fixed point, if the kernel reads fixed point. In this case, the other lists are empty.
-    #[cfg(target_arch = "aarch64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub fixed: Fixed,
     /// For each word of the weights, the sum of the input elements that are multiplied by the word's codes:
     /// `[blocks, rows, words]`. The list is empty if the format has no minimums.
@@ -63,8 +63,8 @@ pub(crate) enum Reads {
     #[cfg(target_arch = "x86_64")]
     Bf16(Order),
     /// Fixed point.
-    #[cfg(target_arch = "aarch64")]
-    Fixed(fixed_point::Order),
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    Fixed(fixed_point::Form),
 }
 
 impl Input {
@@ -92,8 +92,8 @@ impl Input {
                     made.sums = sums(&made.halves, order, 2, bf16::to_f32);
                 }
             }
-            #[cfg(target_arch = "aarch64")]
-            Reads::Fixed(order) => made.fixed = Fixed::new(input, columns, rows, order, has_sums),
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            Reads::Fixed(form) => made.fixed = Fixed::new(input, columns, rows, form),
         }
         made
     }

@@ -14,9 +14,9 @@ compile_error!("the kernels read two elements per word, in the order of little-e
 
 #[cfg(target_arch = "x86_64")]
 mod dots;
-#[cfg(target_arch = "aarch64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod fixed;
-#[cfg(target_arch = "aarch64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod fixed_point;
 mod formats;
 mod input;

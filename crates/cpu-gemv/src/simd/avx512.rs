@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 /// the code to the number.
 const MAGIC: f32 = 8_388_608.0;
 /// The truth table of `(a & b) | c`, for a ternary logic instruction.
-const AND_OR: i32 = 0xea;
+pub(crate) const AND_OR: i32 = 0xea;
 /// The truth table of `(a & b) | (!a & c)`, for a ternary logic instruction. Where a bit of the mask `a` is set, the
 /// result has the bit of `b`. Elsewhere, the result has the bit of `c`.
 pub(crate) const SELECT: i32 = 0xca;

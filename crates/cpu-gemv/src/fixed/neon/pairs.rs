@@ -5,10 +5,10 @@
 
 use super::codes::Codes;
 use super::dots::smmla;
-use super::{HALF_BLOCKS, Kernels, LEAST, PLAIN, is_interleaved, read_groups};
-use crate::fixed_point::{BLOCK, Order};
+use super::{AHEAD, HALF_BLOCKS, Kernels, LEAST, PLAIN, is_interleaved, read_groups};
+use crate::fixed_point::{BLOCK, Form};
 use crate::input::Reads;
-use crate::kernel::{AHEAD, Kernel, Task};
+use crate::kernel::{Kernel, Task};
 use crate::layout::Layout;
 use crate::scales::Groups;
 use crate::simd::{Neon, Simd};
@@ -177,11 +177,12 @@ impl Kernels for Pairs {
             5 | 6 => (multiply::<C, KIND, 3>, 6),
             _ => (multiply::<C, KIND, 4>, 8),
         };
-        let order = Order {
+        let form = Form {
             in_pairs: true,
             is_interleaved: is_interleaved(layout),
+            has_sums: KIND == LEAST,
         };
-        let reads = Reads::Fixed(order);
+        let reads = Reads::Fixed(form);
         Kernel { run, rows, reads }
     }
 }

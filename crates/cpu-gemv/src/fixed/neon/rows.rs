@@ -5,10 +5,10 @@
 
 use super::codes::Codes;
 use super::dots::{Dots, Plain, Sdot};
-use super::{HALF_BLOCKS, Kernels, LEAST, is_interleaved, read_groups};
-use crate::fixed_point::{BLOCK, Order, STEP};
+use super::{AHEAD, HALF_BLOCKS, Kernels, LEAST, is_interleaved, read_groups};
+use crate::fixed_point::{BLOCK, Form, STEP};
 use crate::input::Reads;
-use crate::kernel::{AHEAD, Kernel, Task};
+use crate::kernel::{Kernel, Task};
 use crate::layout::Layout;
 use crate::scales::Groups;
 use crate::simd::{Neon, Simd};
@@ -211,7 +211,7 @@ macro_rules! kernels {
             }
 
             /// The kernels of this module.
-            pub(in crate::fixed) struct Rows;
+            pub(in crate::fixed::neon) struct Rows;
 
             impl Kernels for Rows {
                 fn of_codes<C: Codes, const KIND: u8>(layout: Layout, rows: usize) -> Kernel {
@@ -221,11 +221,12 @@ macro_rules! kernels {
                         3 | 4 => (run::<C, KIND, 4>, 4),
                         _ => (run::<C, KIND, 8>, 8),
                     };
-                    let order = Order {
+                    let form = Form {
                         in_pairs: false,
                         is_interleaved: is_interleaved(layout),
+                        has_sums: KIND == LEAST,
                     };
-                    let reads = Reads::Fixed(order);
+                    let reads = Reads::Fixed(form);
                     Kernel { run, rows, reads }
                 }
             }

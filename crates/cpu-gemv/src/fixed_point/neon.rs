@@ -1,33 +1,22 @@
-//! Input rows in fixed point, for the kernels of [`fixed`](crate::fixed).
+//! Input rows in fixed point, for the kernels of [`fixed::neon`](crate::fixed).
 
+use super::{BLOCK, LIMB_OFFSET, Unit};
 use crate::input::Rows;
 use std::arch::aarch64::*;
 
-/// The number of columns of a block. The elements of a block have one unit.
-pub(crate) const BLOCK: usize = 32;
 /// The number of blocks that a kernel multiplies in one step.
 pub(crate) const STEP: usize = 4;
 
-/// The largest sum of three limbs: `127 · (65536 + 256 + 1)`. A block's largest element is at most this number of
-/// units.
-const LARGEST: u32 = 0x7f_7f7f;
-/// This number is added to the bits of an f32. The sum has the next exponent if the f32 is more than [`LARGEST`] times
-/// a power of two.
-const TO_NEXT_EXPONENT: u32 = 0x80_0000 - 2 * (LARGEST - 0x40_0000) - 1;
-/// The smallest biased exponent from which a unit follows. If a block's largest element is below 2⁻¹⁰⁵, the unit is
-/// 2⁻¹²⁷.
-const SMALLEST_EXPONENT: u32 = 22;
-/// The bits of infinity.
-const INFINITY: u32 = 0x7f80_0000;
-
-/// The order of the limbs in memory, which depends on the kernel.
+/// The order of the limbs in memory, and what a kernel expects beside the limbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Order {
+pub(crate) struct Form {
     /// True if two rows alternate after each 8 bytes.
     pub in_pairs: bool,
     /// True if the limbs of even columns come before the limbs of odd columns. False if the limbs are in the order of
     /// the columns.
     pub is_interleaved: bool,
+    /// True if the format has minimums.
+    pub has_sums: bool,
 }
 
 /// Input rows in fixed point. The number of blocks is a multiple of [`STEP`]. Blocks beyond the last column are zero.
@@ -47,12 +36,12 @@ pub(crate) struct Fixed {
 impl Fixed {
     /// Converts `input`, `[input rows, columns]`, for a kernel that reads `rows` rows. If `input` has fewer rows, the
     /// remaining rows are zero. The columns must be whole blocks.
-    pub fn new(input: Rows, columns: usize, rows: usize, order: Order, has_sums: bool) -> Self {
+    pub fn new(input: Rows, columns: usize, rows: usize, form: Form) -> Self {
         let blocks = (columns / BLOCK).next_multiple_of(STEP);
         let mut fixed = Self {
             limbs: vec![0; blocks * rows * 3 * BLOCK],
             units: vec![0.0; blocks * rows],
-            sums: vec![0.0; if has_sums { blocks * rows } else { 0 }],
+            sums: vec![0.0; if form.has_sums { blocks * rows } else { 0 }],
             blocks,
         };
         let mut numbers = [0.0; BLOCK];
@@ -66,18 +55,18 @@ impl Fixed {
                 }
             }
             let (row, block) = (index / (columns / BLOCK), index % (columns / BLOCK));
-            let (limbs, unit) = split(&numbers, order.is_interleaved);
-            let first = match order.in_pairs {
+            let (limbs, unit) = split(&numbers, form.is_interleaved);
+            let first = match form.in_pairs {
                 true => (block * rows + row / 2 * 2) * 3 * BLOCK + row % 2 * 8,
                 false => (block * rows + row) * 3 * BLOCK,
             };
             for (limb, limbs) in limbs.as_chunks::<8>().0.iter().enumerate() {
-                let stride = if order.in_pairs { 16 } else { 8 };
+                let stride = if form.in_pairs { 16 } else { 8 };
                 fixed.limbs[first + limb * stride..][..8].copy_from_slice(limbs);
             }
             fixed.units[block * rows + row] = unit;
-            if has_sums {
-                let at = match order.in_pairs {
+            if form.has_sums {
+                let at = match form.in_pairs {
                     true => block * rows + row,
                     false => row * blocks + block,
                 };
@@ -94,19 +83,13 @@ fn split(numbers: &[f32; BLOCK], is_interleaved: bool) -> ([i8; 3 * BLOCK], f32)
     let largest = numbers
         .iter()
         .fold(0, |most, number| most.max(size(*number)));
-    let exponent = ((largest + TO_NEXT_EXPONENT) >> 23).max(SMALLEST_EXPONENT);
-    let unit = match largest < INFINITY {
-        true => f32::from_bits((exponent - 6) << 23),
-        false => f32::NAN,
-    };
-    let per_unit = f32::from_bits((276 - exponent) << 23);
+    let unit = Unit::of(largest);
     let mut limbs = [0; 3 * BLOCK];
     // SAFETY: each load is of four elements within the block, and each store is of 16 bytes within the limbs.
     unsafe {
-        // A limb plus 128 is a byte of the sum, since the sum of the added numbers is 128 in each byte.
-        let offset = vdupq_n_s32(0x80_8080);
+        let offset = vdupq_n_s32(LIMB_OFFSET);
         let integers: [int32x4_t; 8] = std::array::from_fn(|index| {
-            let numbers = vmulq_n_f32(vld1q_f32(numbers.as_ptr().add(4 * index)), per_unit);
+            let numbers = vmulq_n_f32(vld1q_f32(numbers.as_ptr().add(4 * index)), unit.reciprocal);
             vaddq_s32(vcvtnq_s32_f32(numbers), offset)
         });
         for half in 0..2 {
@@ -132,7 +115,7 @@ fn split(numbers: &[f32; BLOCK], is_interleaved: bool) -> ([i8; 3 * BLOCK], f32)
             }
         }
     }
-    (limbs, unit)
+    (limbs, unit.times_65536)
 }
 
 /// Returns the sum of the elements of a block.
