@@ -1,9 +1,10 @@
 //! Measures the products of one decoded token of Gemma 4 E2B, with the formats of llama.cpp's Q4_0 file: Q4_0, the
 //! output table in Q6_K, and the projection of the per-layer inputs in bf16.
 //!
-//! `cargo bench -p cpu-gemv --bench decode -- [tokens] [f32|bf16]` prints the fastest and the median token, by the
-//! dtype of the input. The weights take 1.4 GB. A whole token also has attention, norms and activations, which are not
-//! part of this benchmark. `benches/peers/llama_cpp.py` runs llama.cpp and this benchmark in turn.
+//! `cargo bench -p cpu-gemv --bench decode -- [tokens] [f32|bf16] [--rows rows]` prints the fastest and the median token,
+//! by the dtype of the input. With `--rows 512` the products are those of a prompt of 512 tokens, and the times are
+//! those of one token of it. The weights take 1.4 GB. A whole token also has attention, norms and activations, which are
+//! not part of this benchmark. `benches/peers/llama_cpp.py` runs llama.cpp and this benchmark in turn.
 
 use cpu_gemv::layout::{Format, Layout, Rounding, Scales};
 use cpu_gemv::{Rows, Weights, multiply, threads};
@@ -21,7 +22,15 @@ const PER_LAYER: usize = 256;
 const VOCABULARY: usize = 262_144;
 
 fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let rows = match arguments.iter().position(|text| text == "--rows") {
+        Some(at) => {
+            let rows = arguments.drain(at..).nth(1);
+            rows.and_then(|text| text.parse().ok())
+                .expect("--rows needs a number")
+        }
+        None => 1,
+    };
     let tokens = arguments
         .iter()
         .find_map(|text| text.parse().ok())
@@ -45,7 +54,9 @@ fn main() {
             continue;
         }
         let is_half = dtype == "bf16";
-        let mut times: Vec<f64> = (0..tokens).map(|_| token(&matrices, is_half)).collect();
+        let mut times: Vec<f64> = (0..tokens)
+            .map(|_| token(&matrices, is_half, rows) / rows as f64)
+            .collect();
         times.sort_by(f64::total_cmp);
         let (fastest, median) = (times[0], times[times.len() / 2]);
         println!(
@@ -58,23 +69,28 @@ fn main() {
     }
 }
 
-/// Multiplies one row by all matrices, and returns the seconds.
-fn token(matrices: &[Matrix], is_half: bool) -> f64 {
-    let numbers: Vec<f32> = (0..2 * 6144)
+/// Multiplies `rows` rows by all matrices, and returns the seconds. The output table multiplies only the last row.
+fn token(matrices: &[Matrix], is_half: bool, rows: usize) -> f64 {
+    let numbers: Vec<f32> = (0..rows * 2 * 6144)
         .map(|at| (at % 97) as f32 / 48.0 - 1.0)
         .collect();
     let halves: Vec<bf16> = numbers
         .iter()
         .map(|number| bf16::from_f32(*number))
         .collect();
-    let mut output = vec![0.0; VOCABULARY];
+    let mut output = vec![0.0; VOCABULARY.max(rows * 2 * 6144)];
     let started = Instant::now();
     for matrix in matrices {
-        let input = match is_half {
-            true => Rows::Bf16(&halves[..matrix.columns]),
-            false => Rows::F32(&numbers[..matrix.columns]),
+        let rows = if matrix.outputs == VOCABULARY {
+            1
+        } else {
+            rows
         };
-        let output = black_box(&mut output[..matrix.outputs]);
+        let input = match is_half {
+            true => Rows::Bf16(&halves[..rows * matrix.columns]),
+            false => Rows::F32(&numbers[..rows * matrix.columns]),
+        };
+        let output = black_box(&mut output[..rows * matrix.outputs]);
         multiply(input, matrix.columns, matrix.weights(), output);
     }
     started.elapsed().as_secs_f64()

@@ -4,6 +4,7 @@
 use crate::fixed_point::{self, Fixed};
 use crate::simd::MOST_LANES;
 use half::bf16;
+use std::ops::Range;
 
 /// The input rows of a product, `[rows, columns in]`.
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +15,15 @@ pub enum Rows<'a> {
     Bf16(&'a [bf16]),
 }
 
-impl Rows<'_> {
+impl<'a> Rows<'a> {
+    /// Returns a range of the elements.
+    pub(crate) fn slice(self, elements: Range<usize>) -> Rows<'a> {
+        match self {
+            Self::F32(numbers) => Self::F32(&numbers[elements]),
+            Self::Bf16(numbers) => Self::Bf16(&numbers[elements]),
+        }
+    }
+
     /// Returns the number of elements.
     pub fn len(&self) -> usize {
         match self {

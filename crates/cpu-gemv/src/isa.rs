@@ -1,5 +1,6 @@
 //! The choice of kernels by the CPU's instruction set.
 
+use crate::CHUNK;
 #[cfg(target_arch = "x86_64")]
 use crate::dots;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -85,6 +86,23 @@ impl Isa {
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| Self::available().pop().unwrap_or(Self::Portable))
+    }
+
+    /// True if the kernel of several rows multiplies more weights per instruction than an instruction on f32 does.
+    /// `has_halves` is true if the input is in bf16.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(unused_variables, reason = "many rows were measured on x86-64 only")
+    )]
+    pub(crate) fn has_fast_chunks(self, format: Format, has_halves: bool) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let has_dots = self == Self::Avx512Bf16 && has_halves && dots_serve(format);
+            let has_vnni = matches!(self, Self::Avx512Vnni | Self::Avx512Bf16);
+            has_dots || (has_vnni && fixed::avx512::kernel(format, CHUNK).is_some())
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        false
     }
 
     /// Returns the kernel of a format for `rows` input rows. `has_halves` is true if these rows are in bf16.

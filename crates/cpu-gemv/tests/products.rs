@@ -1,7 +1,7 @@
 //! Compares the products of every format and instruction set with sums in f64.
 
 use cpu_gemv::layout::{Codebook, Format, Layout, Rounding, Scales};
-use cpu_gemv::{Isa, MAX_ROWS, Rows, Weights, multiply, multiply_by};
+use cpu_gemv::{CHUNK, Isa, Rows, Weights, multiply, multiply_by};
 use half::{bf16, f16};
 
 /// A generator of pseudorandom numbers.
@@ -225,7 +225,7 @@ fn multiply_by_every_isa_matches_sums_in_f64() {
             Stored::Words(_, layout) => format!("{layout:?}"),
             other => format!("{:?} of {columns} columns", std::mem::discriminant(other)),
         };
-        for rows in 1..=MAX_ROWS {
+        for rows in 1..=CHUNK {
             let input: Vec<f32> = (0..rows * columns).map(|_| random.number()).collect();
             let halves: Vec<bf16> = input.iter().map(|number| bf16::from_f32(*number)).collect();
             for isa in Isa::available() {
@@ -246,7 +246,7 @@ fn best_isa_is_the_expected_one() {
 /// The kernels that multiply in integers subtract the zero point exactly, and the others multiply by 0.
 #[test]
 fn multiply_by_codes_that_equal_the_zero_point_gives_zero() {
-    let (outputs, rows) = (5, MAX_ROWS);
+    let (outputs, rows) = (5, CHUNK);
     let mut random = Random(4);
     for (bits, code) in [(4, 0x8888_8888), (5, 0), (8, 0x8080_8080)] {
         let scales = Scales::Half {
@@ -379,13 +379,52 @@ fn multiply_on_several_threads_gives_equal_bits() {
     });
 }
 
+/// Each row of a product of many rows has the bits that it has in a chunk of its own.
 #[test]
-#[should_panic(expected = "input: 18 elements; expected 1 to 8 rows of 2")]
-fn multiply_with_nine_rows_panics() {
-    multiply(
-        Rows::F32(&[0.0; 18]),
-        2,
-        Weights::F32(&[0.0; 2]),
-        &mut [0.0; 9],
-    );
+fn multiply_of_many_rows_equals_its_chunks() {
+    let mut random = Random(5);
+    for (bits, zero, columns, outputs) in [(4, 8, 1536, 700), (6, 32, 608, 41), (8, 128, 96, 3)] {
+        let format = Format {
+            bits,
+            group: Some(32),
+            scales: Scales::Half { zero },
+            codebook: None,
+            rounding: Rounding::None,
+        };
+        let layout = Layout::new(format, columns).expect("the columns are whole groups");
+        let stored = words(layout, outputs, &mut random);
+        for rows in [CHUNK + 1, 3 * CHUNK, 67] {
+            let input: Vec<f32> = (0..rows * columns).map(|_| random.number()).collect();
+            let halves: Vec<bf16> = input.iter().map(|number| bf16::from_f32(*number)).collect();
+            for isa in Isa::available() {
+                let product = |first: usize, rows: usize| {
+                    let elements = first * columns..(first + rows) * columns;
+                    let inputs = [
+                        Rows::F32(&input[elements.clone()]),
+                        Rows::Bf16(&halves[elements]),
+                    ];
+                    inputs.map(|input| {
+                        let mut output = vec![f32::NAN; rows * outputs];
+                        multiply_by(isa, input, columns, stored.weights(), &mut output);
+                        output.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                    })
+                };
+                let all = product(0, rows);
+                for first in (0..rows).step_by(CHUNK) {
+                    let rows = CHUNK.min(rows - first);
+                    let elements = first * outputs..(first + rows) * outputs;
+                    for (all, chunk) in all.iter().zip(product(first, rows)) {
+                        assert_eq!(all[elements.clone()], chunk, "{isa:?}, {bits} bits");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "input: 3 elements; expected one or more rows of 2")]
+fn multiply_with_part_of_a_row_panics() {
+    let weights = Weights::F32(&[0.0; 2]);
+    multiply(Rows::F32(&[0.0; 3]), 2, weights, &mut [0.0; 1]);
 }
