@@ -25,9 +25,7 @@ pub fn ceilings(
         Tensor::<2>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype.burn())
     };
     let left = random([side, side]);
-    let layer = Linear {
-        weight: Weight::Whole(Param::from_tensor(random([side, side]))),
-    };
+    let layer = Linear::from(Weight::Whole(Param::from_tensor(random([side, side]))));
     // In half precision, the benchmark times the GEMM of burn-gemma4's `Linear`, because Burn's own untuned GEMM
     // reaches only a tenth of a Hopper GPU's speed. In f32, the benchmark times Burn's GEMM instead. On NVIDIA GPUs,
     // `Linear` avoids tf32 by splitting an f32 GEMM into several GEMMs. This split would lower the measured peak.

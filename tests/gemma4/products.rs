@@ -37,9 +37,7 @@ fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Ten
 /// Returns the output of a linear layer, and the gradients of the layer's input and weight.
 fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<2>; 3] {
     let (input, weight) = (input.require_grad(), weight.require_grad());
-    let linear = Linear {
-        weight: Weight::Whole(Param::from_tensor(weight)),
-    };
+    let linear = Linear::from(Weight::Whole(Param::from_tensor(weight)));
     let output = linear.forward(input.clone().unsqueeze()).squeeze_dim(0);
     let gradients = (output.clone() * gradient).sum().backward();
     let of_weight = linear.weight.val().grad(&gradients);

@@ -163,13 +163,17 @@ impl Gemma4Model {
         let [batch, positions, _] = hidden.dims();
         let rows = flat_rows(hidden);
         let cap = self.config.final_logit_softcapping;
-        let head = self.head();
         let shape = [batch, positions, self.config.vocab_size];
         #[cfg(feature = "cube")]
         if positions == 1 && DecodeOps::serve(self, batch) {
-            return gemv::project(rows, head, cap, gemv::Origin::Computed).reshape(shape);
+            return gemv::project(rows, self.head(), cap, gemv::Origin::Computed).reshape(shape);
         }
-        let logits = linear::rows(rows, head).reshape(shape);
+        let project = |rows| linear::rows(rows, self.head());
+        let logits = match &self.lm_head {
+            Some(head) => head.rounded(rows, project),
+            None => project(rows),
+        };
+        let logits = logits.reshape(shape);
         match cap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,

@@ -57,7 +57,9 @@ impl Gemma4Model {
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = of_token.reshape([rows, layers, columns]);
         // Multiply in f32, because bf16 cannot represent the constants.
-        let of_embedding = project(embedded.clone(), projection.weight.matrix());
+        let of_embedding = projection.rounded(embedded.clone(), |embedded| {
+            project(embedded, projection.weight.matrix())
+        });
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
         let sum = of_embedding + of_token.cast(DType::F32);

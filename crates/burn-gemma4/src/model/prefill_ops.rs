@@ -333,15 +333,18 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     }
 }
 
-/// Projects the rows by several weights in one GEMM. Returns `None` if one GEMM cannot compute all projections.
+/// Projects the rows by several weights in one GEMM. Returns `None` if one GEMM cannot compute all projections, such as
+/// projections that round their inputs by scales of their own.
 #[cfg(feature = "cuda")]
 fn in_one_product(input: &Tensor<2>, projections: &[&Linear]) -> Option<Vec<ColumnSlice>> {
     let weights: Option<Vec<_>> = projections
         .iter()
-        .map(|linear| match linear.weight.adapter() {
-            Some(_) => None,
-            None => linear.weight.matrix().into_whole(),
-        })
+        .map(
+            |linear| match (linear.weight.adapter(), linear.activation_scales) {
+                (None, None) => linear.weight.matrix().into_whole(),
+                _ => None,
+            },
+        )
         .collect();
     let weights = weights?;
     let counts: Vec<_> = weights.iter().map(|weight| weight.dims()[0]).collect();

@@ -72,6 +72,9 @@ pub struct Gemma4Model {
     /// The dtype of the checkpoint's weights, or `None` if the model was not loaded from a checkpoint.
     #[module(skip)]
     pub(crate) written: Option<DType>,
+    /// True if a projection rounds its activations by static scales.
+    #[module(skip)]
+    pub(crate) rounds_activations: bool,
     /// The projection of the scaled token embeddings. Its output is added to the per-layer embeddings. `None` if the model
     /// has no per-layer embeddings.
     pub per_layer_model_projection: Option<Linear>,
@@ -138,6 +141,7 @@ impl Gemma4Model {
             placement: None,
             warnings: Vec::new(),
             written: None,
+            rounds_activations: false,
             per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
             per_layer_projection_norm: per_layer_embeddings

@@ -3,6 +3,7 @@
 use super::{
     Gemma4Model,
     layer::weight::{AnyWeight, QuantizedNumbers},
+    layer::{DecoderLayer, Experts, Linear},
 };
 use crate::error::Gemma4Error;
 use burn::{
@@ -34,11 +35,23 @@ impl Gemma4Model {
         held
     }
 
-    /// Refuses to train weights other than adapters in a model with quantized weights.
+    /// Refuses a change to a model that rounds its activations by static scales. `action` says what is refused, such as
+    /// `training`.
     ///
     /// # Errors
-    /// Returns an error if the model has quantized weights, and a weight that is not an adapter requires gradients.
+    /// Returns [`Gemma4Error::Argument`] if the model rounds its activations.
+    pub(crate) fn refuse_if_rounding(&self, action: &str) -> Result<(), Gemma4Error> {
+        refuse_rounding(self.rounds_activations, action)
+    }
+
+    /// Refuses to train weights other than adapters in a model with quantized weights, and to train a model that rounds
+    /// its activations, because rounding has no gradient.
+    ///
+    /// # Errors
+    /// Returns an error if the model has quantized weights, and a weight that is not an adapter requires gradients. Also
+    /// returns an error if the model rounds its activations.
     pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
+        self.refuse_if_rounding("training")?;
         let held = self.held();
         match held.is_quantized && held.trains_weights {
             false => Ok(()),
@@ -59,42 +72,24 @@ impl Gemma4Model {
                 add(format!("split_table.parts.{index}"), part);
             }
         }
-        for (name, linear) in [
-            (
-                "per_layer_model_projection",
-                &mut self.per_layer_model_projection,
-            ),
-            ("lm_head", &mut self.lm_head),
-        ] {
-            if let Some(linear) = linear {
-                add(format!("{name}.weight"), &mut linear.weight);
-            }
+        let (linears, experts) = linears_and_experts(
+            [&mut self.per_layer_model_projection, &mut self.lm_head],
+            &mut self.layers,
+        );
+        for (path, linear) in linears {
+            add(format!("{path}.weight"), &mut linear.weight);
         }
-        for (index, layer) in self.layers.iter_mut().enumerate() {
-            let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
-            let linears = [
-                ("self_attn.q_proj", Some(&mut attention.q_proj)),
-                ("self_attn.k_proj", attention.k_proj.as_mut()),
-                ("self_attn.v_proj", attention.v_proj.as_mut()),
-                ("self_attn.o_proj", Some(&mut attention.o_proj)),
-                ("mlp.gate_proj", Some(&mut mlp.gate_proj)),
-                ("mlp.up_proj", Some(&mut mlp.up_proj)),
-                ("mlp.down_proj", Some(&mut mlp.down_proj)),
-                ("per_layer_input_gate", layer.per_layer_input_gate.as_mut()),
-                ("per_layer_projection", layer.per_layer_projection.as_mut()),
-            ];
-            for (name, linear) in linears {
-                if let Some(linear) = linear {
-                    add(format!("layers.{index}.{name}.weight"), &mut linear.weight);
-                }
-            }
-            if let Some(experts) = &mut layer.experts {
-                let path = |name: &str| format!("layers.{index}.experts.{name}");
-                add(path("gate_up_proj"), &mut experts.gate_up_proj);
-                add(path("down_proj"), &mut experts.down_proj);
-            }
+        for (path, experts) in experts {
+            add(format!("{path}.gate_up_proj"), &mut experts.gate_up_proj);
+            add(format!("{path}.down_proj"), &mut experts.down_proj);
         }
         weights
+    }
+
+    /// Returns all linear projections outside of experts and routers, with their paths.
+    pub(crate) fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let of_model = [&mut self.per_layer_model_projection, &mut self.lm_head];
+        linears_and_experts(of_model, &mut self.layers).0
     }
 
     /// Returns the quantized weights, with their parameter paths.
@@ -104,6 +99,57 @@ impl Gemma4Model {
         let quantized = weights.map(|(path, weight)| Some((path, weight.quantized()?)));
         quantized.flatten().collect()
     }
+}
+
+/// Returns the error of [`Gemma4Model::refuse_if_rounding`] if `rounds` is true.
+pub(crate) fn refuse_rounding(rounds: bool, action: &str) -> Result<(), Gemma4Error> {
+    match rounds {
+        false => Ok(()),
+        true => Err(Gemma4Error::Argument {
+            argument: "model",
+            reason: format!(
+                "rounds its activations by static scales (quant_method \"gemma\"), with which {action} is not supported; use the original checkpoint, or the one whose name ends with -qat-w4a16-ct"
+            ),
+        }),
+    }
+}
+
+/// Modules with their paths.
+type Paths<'a, M> = Vec<(String, &'a mut M)>;
+
+/// Returns all linear projections outside of experts and routers, and all experts. `of_model` are the model's
+/// `per_layer_model_projection` and `lm_head`.
+fn linears_and_experts<'a>(
+    of_model: [&'a mut Option<Linear>; 2],
+    layers: &'a mut [DecoderLayer],
+) -> (Paths<'a, Linear>, Paths<'a, Experts>) {
+    let names = ["per_layer_model_projection", "lm_head"];
+    let of_model = names.into_iter().zip(of_model);
+    let mut linears: Paths<Linear> = of_model
+        .filter_map(|(name, linear)| Some((name.to_owned(), linear.as_mut()?)))
+        .collect();
+    let mut all_experts = Vec::new();
+    for (index, layer) in layers.iter_mut().enumerate() {
+        let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
+        let of_layer = [
+            ("self_attn.q_proj", Some(&mut attention.q_proj)),
+            ("self_attn.k_proj", attention.k_proj.as_mut()),
+            ("self_attn.v_proj", attention.v_proj.as_mut()),
+            ("self_attn.o_proj", Some(&mut attention.o_proj)),
+            ("mlp.gate_proj", Some(&mut mlp.gate_proj)),
+            ("mlp.up_proj", Some(&mut mlp.up_proj)),
+            ("mlp.down_proj", Some(&mut mlp.down_proj)),
+            ("per_layer_input_gate", layer.per_layer_input_gate.as_mut()),
+            ("per_layer_projection", layer.per_layer_projection.as_mut()),
+        ];
+        let of_layer = of_layer.into_iter();
+        linears.extend(
+            of_layer.filter_map(|(name, linear)| Some((format!("layers.{index}.{name}"), linear?))),
+        );
+        let experts = layer.experts.as_mut();
+        all_experts.extend(experts.map(|experts| (format!("layers.{index}.experts"), experts)));
+    }
+    (linears, all_experts)
 }
 
 /// Describes the format of the model's weights: `whole`, or quantized to some number of bits. The per-layer embedding

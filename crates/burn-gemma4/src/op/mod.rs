@@ -48,6 +48,7 @@ pub(crate) mod residual;
 pub(crate) mod ring_mask;
 pub(crate) mod rope;
 pub(crate) mod sample;
+pub(crate) mod static_range;
 #[cfg(feature = "cube")]
 pub(crate) mod store;
 #[cfg(feature = "cube")]

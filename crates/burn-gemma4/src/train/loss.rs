@@ -12,6 +12,7 @@
 
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
+use crate::model::layer::ActivationScales;
 use crate::op::attach::attach;
 use crate::op::cross_entropy::cross_entropy;
 use crate::op::linear::{Matrix, columns, product, rows};
@@ -57,6 +58,11 @@ impl Gemma4Model {
         let [batch, positions, columns] = check(&hidden, &targets)?;
         if hidden.is_tracked() {
             self.refuse_training_quantized()?;
+        }
+        if self.rounds_activations {
+            let counts = targets.clone().inner().greater_equal_elem(0).float();
+            let counts = counts.cast(DType::F32).sum().clamp_min(1.0);
+            return Ok(self.token_losses(hidden, targets)?.sum() / counts);
         }
         Ok(mean_cross_entropy(
             hidden.reshape([batch * positions, columns]),
@@ -105,6 +111,10 @@ impl Gemma4Model {
             head: &self.head().inner(),
             targets: targets.inner().reshape([batch * positions]),
             softcap: self.config().final_logit_softcapping,
+            scales: self
+                .lm_head
+                .as_ref()
+                .and_then(|head| head.activation_scales),
         };
         let chunks = texts.chunks(&rows, LOGITS_AT_ONCE / texts.head.rows());
         let losses: Vec<Tensor<1>> = chunks.map(|chunk| chunk.loss(false).0).collect();
@@ -171,6 +181,7 @@ fn in_chunks(
         head: &head.inner(),
         targets,
         softcap,
+        scales: None,
     };
     let constants = hidden.clone().inner();
     let is_tracked = hidden.is_tracked() || tracked_head.is_some();
@@ -226,6 +237,8 @@ struct Texts<'a> {
     /// The targets, `[rows]`. Negative targets do not count.
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
+    /// The static scales of the head's input and output, or `None` if nothing is rounded.
+    scales: Option<ActivationScales>,
 }
 
 impl Texts<'_> {
@@ -244,6 +257,7 @@ impl Texts<'_> {
                 head: self.head,
                 targets: self.targets.clone().narrow(0, start, length),
                 softcap: self.softcap,
+                scales: self.scales,
             }
         })
     }
@@ -258,13 +272,15 @@ struct Chunk<'a> {
     /// The targets, `[rows]`.
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
+    scales: Option<ActivationScales>,
 }
 
 impl Chunk<'_> {
     /// Returns the losses `[rows]` in f32. If requested, also returns the gradient of the summed losses with respect to
     /// the logits before the softcap, `[rows, vocabulary]` in the model's dtype.
     fn loss(&self, with_gradient: bool) -> (Tensor<1>, Option<Tensor<2>>) {
-        let logits = rows(self.hidden.clone(), self.head.clone());
+        let project = |hidden| rows(hidden, self.head.clone());
+        let logits = ActivationScales::rounded(self.scales, self.hidden.clone(), project);
         let targets = self.targets.clone();
         cross_entropy(logits, targets, self.softcap, with_gradient)
     }

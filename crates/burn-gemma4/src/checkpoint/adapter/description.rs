@@ -110,6 +110,7 @@ impl Adapter {
     /// - The model has none of the named matrices, or the model already has an adapter.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         self.check()?;
+        model.refuse_if_rounding("training")?;
         if self.modules.is_empty() {
             return Ok(model.no_grad());
         }

@@ -44,6 +44,7 @@ impl Gemma4Model {
         placement: Placement,
         warns: bool,
     ) -> Result<Self, Gemma4Error> {
+        self.refuse_if_rounding("an adapter")?;
         let files = AdapterFiles::open(folder)?;
         let mut merger = Merger {
             reader: files.reader()?,

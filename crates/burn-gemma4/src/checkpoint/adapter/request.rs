@@ -5,6 +5,7 @@ use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
 use crate::model::adapters::{Factors, LoadedAdapter};
+use crate::model::weights::refuse_rounding;
 use burn::module::{ParamId, list_param_ids};
 use burn::tensor::{DType, Tensor, TensorData};
 use std::collections::HashMap;
@@ -48,6 +49,8 @@ pub struct AdapterTargets {
     /// The dtype in which the model computes.
     dtype: DType,
     projections: Vec<Projection>,
+    /// True if the model rounds its activations by static scales, so that it takes no adapters.
+    rounds_activations: bool,
 }
 
 /// A linear projection of the model.
@@ -102,6 +105,7 @@ impl AdapterTargets {
             config: model.config().clone(),
             dtype: model.dtype(),
             projections: projections.collect(),
+            rounds_activations: model.rounds_activations,
         }
     }
 
@@ -111,8 +115,10 @@ impl AdapterTargets {
     /// # Errors
     /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not
     /// fit the model, or change a module other than a linear projection, the error lists all such tensors. Returns an
-    /// error if no tensor changes the model, or if a value is not finite in the model's dtype.
+    /// error if no tensor changes the model, or if a value is not finite in the model's dtype. Returns an error if the
+    /// model rounds its activations by static scales.
     pub fn read(&self, folder: impl AsRef<Path>) -> Result<AdapterWeights, Gemma4Error> {
+        refuse_rounding(self.rounds_activations, "an adapter")?;
         let files = AdapterFiles::open(folder.as_ref())?;
         let mut reader = files.reader()?;
         let mut factors = Vec::new();

@@ -2,6 +2,7 @@
 
 use super::Weight;
 use crate::op::linear::{Matrix, rows};
+use crate::op::static_range::round_by_scale;
 use crate::op::{flat_rows, lora};
 #[cfg(feature = "cube")]
 use burn::module::LoraAdapter;
@@ -15,13 +16,54 @@ use burn::{
 pub struct Linear {
     /// The weight, `[columns out, columns in]`, as in checkpoints. GEMMs read the transpose through the strides.
     pub weight: Weight,
+    /// The scales by which the input and the output are rounded, or `None` if nothing is rounded.
+    #[module(skip)]
+    pub(crate) activation_scales: Option<ActivationScales>,
+}
+
+/// The static scales of a linear projection's activations, which a checkpoint with `quant_method` "gemma" brings. A scale
+/// of 0 rounds nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct ActivationScales {
+    pub input: f32,
+    pub output: f32,
+}
+
+impl ActivationScales {
+    /// True if at least one of the scales rounds.
+    pub fn round_something(self) -> bool {
+        self.input != 0.0 || self.output != 0.0
+    }
+
+    /// Applies `project` to rows, and rounds its input and its output by the scales, if there are any.
+    pub fn rounded(
+        scales: Option<Self>,
+        input: Tensor<2>,
+        project: impl FnOnce(Tensor<2>) -> Tensor<2>,
+    ) -> Tensor<2> {
+        match scales {
+            None => project(input),
+            Some(scales) => {
+                let output = project(round_by_scale(input, scales.input));
+                round_by_scale(output, scales.output)
+            }
+        }
+    }
+}
+
+impl From<Weight> for Linear {
+    /// Creates a projection by a weight, `[columns out, columns in]`.
+    fn from(weight: Weight) -> Self {
+        Self {
+            weight,
+            activation_scales: None,
+        }
+    }
 }
 
 impl Linear {
     pub(crate) fn new(input: usize, output: usize, deviation: f64, device: &Device) -> Self {
-        Self {
-            weight: Weight::random([output, input], deviation, device),
-        }
+        Weight::random([output, input], deviation, device).into()
     }
 
     /// Applies the projection to the last dimension.
@@ -37,7 +79,17 @@ impl Linear {
 
     /// Projects `[rows, columns in]` to `[rows, columns out]`. See [`Weight::project`].
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        self.weight.project(input)
+        self.rounded(input, |input| self.weight.project(input))
+    }
+
+    /// Projects rows by `project`, which multiplies by the transpose of the weight. The input and the output are rounded
+    /// by the static scales, if there are any.
+    pub(crate) fn rounded(
+        &self,
+        input: Tensor<2>,
+        project: impl FnOnce(Tensor<2>) -> Tensor<2>,
+    ) -> Tensor<2> {
+        ActivationScales::rounded(self.activation_scales, input, project)
     }
 
     /// Returns the base weight and its adapter, or `None` if the weight has no adapter or if the base weight is

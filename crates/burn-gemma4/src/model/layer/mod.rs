@@ -14,6 +14,7 @@ pub use attention::Attention;
 pub use decoder::DecoderLayer;
 pub use embedding::Embedding;
 pub use experts::{Experts, Router};
+pub(crate) use linear::ActivationScales;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use norm::RmsNorm;
