@@ -13,7 +13,7 @@ use crate::config::audio::{AudioConfig, AudioEncoderConfig};
 use crate::error::Gemma4Error;
 use crate::media_size::MediumSize;
 use crate::model::audio::{ConformerPass, ProjectedAudio, TowerAudio};
-use crate::model::multimodal::Clip;
+use crate::model::multimodal::ClippedLinear;
 use burn::tensor::{DType, Device, Tensor};
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
@@ -96,8 +96,8 @@ impl MediumFormat for AudioFormat {
 }
 
 impl ClippedModule for TowerAudio {
-    fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
-        self.clips_mut()
+    fn linears_mut(&mut self) -> Vec<(String, &mut ClippedLinear)> {
+        self.linears_mut()
     }
 }
 
@@ -126,7 +126,7 @@ impl LazyAudio {
             extractor: Arc::new(extractor(folder, &config)?),
             config,
         };
-        Self::new(folder, files, format, text, dtype, device).map(Some)
+        Self::new(folder, (files, json), format, text, dtype, device).map(Some)
     }
 
     /// Begins to compute the soft tokens of a clip. The first call loads the weights.

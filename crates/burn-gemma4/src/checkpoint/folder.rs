@@ -3,24 +3,26 @@
 use super::{
     files::TensorFiles,
     floats8,
+    mobile::{self, MobileModule},
     names::{MLX, Names},
     packed,
     source::{Source, WeightSource, burn_dtype},
 };
 use crate::config::Gemma4Config;
+use crate::config::quantization::QuantizationSchemes;
 use crate::error::{Gemma4Error, TensorProblem};
-use crate::quant::scheme::WeightScheme;
+use crate::model::layer::ActivationScales;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
-/// The tensors in a folder's files, and the quantization schemes of the packed matrices.
+/// The tensors in a folder's files, and the quantization schemes of the matrices.
 pub(super) struct Folder {
     files: Arc<TensorFiles>,
     names: Names,
-    schemes: Vec<WeightScheme>,
+    schemes: QuantizationSchemes,
 }
 
 impl Folder {
-    pub fn of(files: Arc<TensorFiles>, schemes: Vec<WeightScheme>) -> Self {
+    pub fn of(files: Arc<TensorFiles>, schemes: QuantizationSchemes) -> Self {
         let names = Names::of(&files);
         Self {
             files,
@@ -31,7 +33,7 @@ impl Folder {
 
     /// Creates a source of weights from `files`. In these files, the name of each tensor must be the path of its
     /// parameter.
-    pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<WeightScheme>) -> Self {
+    pub fn of_paths(files: Arc<TensorFiles>, schemes: QuantizationSchemes) -> Self {
         Self {
             files,
             names: Names::of_paths(),
@@ -100,6 +102,9 @@ impl Folder {
     /// Returns the names of the tensors that store the matrix `name`. If the files do not contain the matrix, the list
     /// is empty.
     fn tensors(&self, name: &str) -> Vec<String> {
+        if let Some(module) = self.mobile(name) {
+            return module.names();
+        }
         match self.files.get(name) {
             Some(entry) if floats8::is_fp8(entry) => floats8::fp8_names(&self.files, name),
             Some(_) => vec![name.to_owned()],
@@ -107,16 +112,25 @@ impl Folder {
         }
     }
 
+    /// Returns the module of a mobile checkpoint whose matrix is called `name`, or `None` if the matrix has floats.
+    fn mobile<'name>(&self, name: &'name str) -> Option<MobileModule<'_, 'name>> {
+        self.schemes.mobile.as_ref()?;
+        MobileModule::of(&self.files, name)
+    }
+
     /// Reads a parameter or one expert's matrix. `name` is the name of the parameter or matrix in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
+        if let (Some(scheme), Some(module)) = (&self.schemes.mobile, self.mobile(name)) {
+            return module.matrix(scheme);
+        }
         let Some(entry) = self.files.get(name) else {
             return match packed::names(&self.files, name).is_empty() {
                 true => Err(TensorProblem::Missing { name: name.into() }),
-                false => packed::get(&self.files, &self.schemes, name),
+                false => packed::get(&self.files, &self.schemes.matrices, name),
             };
         };
         match burn_dtype(entry.dtype) {
-            _ if floats8::is_fp8(entry) => floats8::fp8(&self.files, &self.schemes, name),
+            _ if floats8::is_fp8(entry) => floats8::fp8(&self.files, &self.schemes.matrices, name),
             Some(dtype) => {
                 let bytes = self.files.bytes(entry);
                 Ok(Source::floats(entry.shape.clone(), dtype, bytes))
@@ -133,6 +147,9 @@ impl Folder {
         Source::joined(names.into_iter().map(named).collect::<Result<_, _>>()?)
     }
 }
+
+/// Parts of the paths of matrices whose layers cannot round their activations by static scales.
+const WITHOUT_ROUNDING: [&str; 2] = [".router.", EXPERTS];
 
 /// The part of an expert tensor's name that follows the layer's name.
 const EXPERTS: &str = ".experts.";
@@ -168,10 +185,27 @@ impl WeightSource for Folder {
         }
     }
 
+    fn activation_scales(&self, path: &str) -> Result<Option<ActivationScales>, TensorProblem> {
+        let name = self.names.in_file(path);
+        let Some(module) = self.mobile(&name) else {
+            return Ok(None);
+        };
+        let is_served = !WITHOUT_ROUNDING.iter().any(|part| path.contains(part));
+        match module.activation_scales()? {
+            Some(_) if !is_served => Err(module.unserved_scales()),
+            scales => Ok(scales),
+        }
+    }
+
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let names = self.files.names();
+        let is_ignored = |name: &str| {
+            let part = name.rsplit('.').next().unwrap_or_default();
+            let is_of_cache = self.schemes.mobile.is_some() && mobile::CACHE_SCALES.contains(&part);
+            is_of_cache || self.names.is_ignored(name, config)
+        };
         names
-            .filter(|name| !known.contains(*name) && !self.names.is_ignored(name, config))
+            .filter(|name| !known.contains(*name) && !is_ignored(name))
             .map(String::from)
             .collect()
     }

@@ -41,6 +41,7 @@ impl TableRows for TableInFiles {
 mod tests {
     use super::super::{files::TensorFiles, folder::Folder};
     use super::*;
+    use crate::config::quantization::QuantizationSchemes;
     use burn::tensor::{Device, Tensor, TensorData};
 
     #[test]
@@ -48,7 +49,10 @@ mod tests {
         let bytes = include_bytes!("../../embedded/model.safetensors");
         let files = TensorFiles::embedded("model.safetensors", bytes)
             .expect("the embedded file is valid safetensors");
-        let table = host_table(Arc::new(Folder::of(Arc::new(files), Vec::new())));
+        let table = host_table(Arc::new(Folder::of(
+            Arc::new(files),
+            QuantizationSchemes::default(),
+        )));
         let device = Device::default();
         let tokens: Vec<u32> = (0..300).map(|token| token * 7 % 1000).collect();
         let values = |rows: Tensor<2>| rows.into_data().iter::<f32>().collect::<Vec<_>>();

@@ -5,8 +5,9 @@ use super::adapter::{PartNames, check_tower_adapter, merge_tower_adapter};
 use super::files::TensorFiles;
 use super::tower::TowerWeights;
 use crate::config::Gemma4Config;
+use crate::config::quantization::{QuantizationSchemes, schemes_of};
 use crate::error::Gemma4Error;
-use crate::model::multimodal::Clip;
+use crate::model::multimodal::ClippedLinear;
 use burn::{
     module::Module,
     tensor::{DType, Device},
@@ -34,8 +35,8 @@ pub(crate) trait MediumFormat: Clone + Debug {
 
 /// A module with linear layers that have bounds.
 pub(crate) trait ClippedModule: Module {
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    fn clips_mut(&mut self) -> Vec<(String, &mut Clip)>;
+    /// Returns each linear layer that may have bounds, with its path.
+    fn linears_mut(&mut self) -> Vec<(String, &mut ClippedLinear)>;
 }
 
 /// The modules of an encoder.
@@ -58,20 +59,22 @@ struct Shared<F: MediumFormat> {
     text: Gemma4Config,
     dtype: DType,
     device: Device,
+    /// The quantization of the checkpoint's weights.
+    schemes: Arc<QuantizationSchemes>,
     /// The folders of adapters that become part of the weights when these are loaded.
     adapters: Vec<PathBuf>,
     loaded: OnceLock<Encoder<F::Tower, F::Projected>>,
 }
 
 impl<F: MediumFormat> LazyEncoder<F> {
-    /// Checks the tensors of an encoder, without loading them. `files` are the tensors of `folder`. The encoder computes
-    /// in `dtype` on `device`.
+    /// Checks the tensors of an encoder, without loading them. `files` are the tensors of `folder`, and `json` is the
+    /// text of its `config.json`. The encoder computes in `dtype` on `device`.
     ///
     /// # Errors
     /// Returns an error if tensors are missing, unknown or of another shape.
     pub(super) fn new(
         folder: &Path,
-        files: &TensorFiles,
+        (files, json): (&TensorFiles, &str),
         format: F,
         text: &Gemma4Config,
         dtype: DType,
@@ -83,6 +86,7 @@ impl<F: MediumFormat> LazyEncoder<F> {
             text: text.clone(),
             dtype,
             device: device.clone(),
+            schemes: Arc::new(schemes_of(json)?),
             adapters: Vec::new(),
             loaded: OnceLock::new(),
         };
@@ -104,6 +108,7 @@ impl<F: MediumFormat> LazyEncoder<F> {
             text: own.text.clone(),
             dtype: own.dtype,
             device: own.device.clone(),
+            schemes: own.schemes.clone(),
             adapters: own
                 .adapters
                 .iter()
@@ -170,19 +175,25 @@ impl<F: MediumFormat> Shared<F> {
         module: &mut Encoder<F::Tower, F::Projected>,
         files: &'a TensorFiles,
     ) -> TowerWeights<'a> {
-        let clipped = match module {
-            Encoder::Tower(tower) => {
-                let clips = tower.clips_mut().into_iter();
-                clips.map(|(path, _)| path).collect()
-            }
+        let linears = match module {
+            Encoder::Tower(tower) => tower.linears_mut(),
             Encoder::Projected(_) => Vec::new(),
         };
-        TowerWeights {
+        let mut weights = TowerWeights {
             folder: &self.folder,
             files,
-            clipped,
+            schemes: &self.schemes,
+            linears: Vec::new(),
+            clipped: Vec::new(),
             is_part: F::is_part,
+        };
+        for (path, linear) in linears {
+            if linear.clip_mut().is_some() {
+                weights.clipped.push(path.clone());
+            }
+            weights.linears.push(path);
         }
+        weights
     }
 
     /// Checks the names, shapes and dtypes of the tensors, without loading them.
@@ -203,8 +214,13 @@ impl<F: MediumFormat> Shared<F> {
         Ok(match module {
             Encoder::Tower(tower) => {
                 let mut tower = weights.load(*tower, text, dtype, device)?;
-                for ((_, clip), found) in tower.clips_mut().into_iter().zip(weights.clips()?) {
-                    *clip = found;
+                let mut clips = weights.clips()?.into_iter();
+                let scales = weights.scales_of_linears()?;
+                for ((_, linear), scales) in tower.linears_mut().into_iter().zip(scales) {
+                    linear.set_activation_scales(scales);
+                    if let Some((clip, found)) = linear.clip_mut().zip(clips.next()) {
+                        *clip = found;
+                    }
                 }
                 Encoder::Tower(Box::new(self.adapted(tower, false)?))
             }

@@ -19,7 +19,7 @@ use std::{fs, path::Path, sync::Arc};
 impl Gemma4Model {
     /// Loads the weights at `path`, which is a folder in Hugging Face's layout or a GGUF file.
     ///
-    /// A folder's weights may be packed by compressed-tensors into integers of 4 or 8 bits. Only the text model of a
+    /// A folder's weights may be quantized by compressed-tensors, or by Google's method "gemma". Only the text model of a
     /// multimodal checkpoint is loaded. The host holds about one tensor at a time.
     ///
     /// # Errors
@@ -120,6 +120,7 @@ fn load(
     let mut split = None;
     let prepare = |loader: &mut Loader<'_, '_>, model: &mut Gemma4Model| {
         model.written = Some(loader.written);
+        loader.activation_scales(model);
         split = loader.place(model, &weights, wanted, device)?;
         if let WeightForm::Words(target) = form {
             loader.quantized(model, target, device);

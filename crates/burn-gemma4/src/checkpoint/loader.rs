@@ -120,6 +120,7 @@ pub(super) fn check(
             }),
             Err(problem) => problems.push(problem),
         }
+        problems.extend(weights.activation_scales(path).err());
         known.extend(names);
     }
     let unknown = weights.unknown(&known, config).into_iter();
@@ -197,6 +198,11 @@ fn is_processor(device: &Device) -> bool {
     }
 }
 
+/// Panics with a problem that [`check`] would have found.
+fn checked(problem: TensorProblem) -> ! {
+    unreachable!("the tensors were checked before: {problem}")
+}
+
 /// A module mapper that replaces a model's parameters with the tensors of a checkpoint. The tensors have been checked before.
 pub(super) struct Loader<'a, 'options> {
     pub(super) weights: &'a dyn WeightSource,
@@ -228,10 +234,23 @@ impl Loader<'_, '_> {
         }
     }
 
+    /// Sets the static scales by which the projections of a model round their activations. [`check`] has read them
+    /// before.
+    pub(super) fn activation_scales(&self, model: &mut Gemma4Model) {
+        for (path, linear) in model.linears_mut() {
+            let scales = self.weights.activation_scales(&format!("{path}.weight"));
+            linear.activation_scales = scales.unwrap_or_else(|problem| checked(problem));
+        }
+        let mut linears = model.linears_mut().into_iter();
+        let rounds = linears.any(|(_, linear)| linear.activation_scales.is_some());
+        model.rounds_activations = rounds;
+    }
+
     pub(super) fn source(&self, path: &str) -> Source<'_> {
-        self.weights
-            .get(path)
-            .unwrap_or_else(|problem| unreachable!("the tensors were checked before: {problem}"))
+        let source = self.weights.get(path);
+        source
+            .unwrap_or_else(|problem| checked(problem))
+            .computed_in(self.dtype)
     }
 
     pub(super) fn is_there(&mut self, path: &str, bytes: usize) {

@@ -15,6 +15,7 @@ mod load;
 mod loader;
 pub(crate) mod media;
 pub(crate) mod media_towers;
+mod mobile;
 mod names;
 mod options;
 mod packed;

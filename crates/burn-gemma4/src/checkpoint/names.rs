@@ -1,6 +1,6 @@
 //! The names of the model's parameters in a folder's files.
 
-use super::{files::TensorFiles, floats8, packed};
+use super::{files::TensorFiles, floats8, mobile, packed};
 use crate::config::Gemma4Config;
 
 /// The naming scheme of a checkpoint's tensors. A tensor's name is a prefix, which may be empty, followed by the path
@@ -129,7 +129,10 @@ impl Names {
             Some((layer.parse::<usize>().ok()?, part))
         };
         shared().is_some_and(|(layer, part)| {
-            (part == "weight" || packed::PARTS.contains(&part) || floats8::PARTS.contains(&part))
+            (part == "weight"
+                || packed::PARTS.contains(&part)
+                || floats8::PARTS.contains(&part)
+                || mobile::PARTS.contains(&part))
                 && config.is_shared(layer)
                 && layer < config.num_layers()
         })

@@ -7,6 +7,7 @@ use super::media_towers::MediaTowers;
 use super::names::{HEAD, Names};
 use super::packed;
 use super::source::WeightSource;
+use crate::config::quantization::QuantizationSchemes;
 use crate::config::{Gemma4Config, name_of};
 use crate::error::{Gemma4Error, existing, read};
 use crate::model::Gemma4Model;
@@ -24,6 +25,9 @@ use std::{
     path::Path,
     sync::Arc,
 };
+
+/// The refused action in an error about a model that rounds its activations, because the saved files have no scales.
+const SAVING: &str = "saving";
 
 impl Gemma4Model {
     /// Writes the model to the files `config.json` and `model.safetensors` in `folder`. If `folder` is missing, it is
@@ -46,12 +50,14 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if a file cannot be written. Also returns the errors of [`Gemma4Config::to_json`].
+    /// Returns an error if a file cannot be written, or if the model rounds its activations by static scales, which the
+    /// written files could not hold. Also returns the errors of [`Gemma4Config::to_json`].
     ///
     /// # Panics
     /// Panics if the dtype is not f32, f16 or bf16, or if the device fails.
     pub fn save(&self, folder: impl AsRef<Path>, dtype: Option<DType>) -> Result<(), Gemma4Error> {
         let folder = folder.as_ref();
+        self.refuse_if_rounding(SAVING)?;
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         let config = Gemma4Config {
             dtype: Some(dtype),
@@ -107,6 +113,7 @@ impl Gemma4Model {
         dtype: Option<DType>,
     ) -> Result<(), Gemma4Error> {
         let (base, folder) = (base.as_ref(), folder.as_ref());
+        self.refuse_if_rounding(SAVING)?;
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         let config = config_like(&base.join("config.json"), self.config(), dtype)?;
         let files = Arc::new(TensorFiles::open(base)?);
@@ -197,7 +204,7 @@ fn kept<'a>(
     // Do not copy the output projection. It may repeat the old embedding table of `base`, and the model's embedding
     // table may have changed since.
     kept.remove(HEAD);
-    let folder = Folder::of(files.clone(), Vec::new());
+    let folder = Folder::of(files.clone(), QuantizationSchemes::default());
     for path in paths {
         for name in folder.names(path.as_ref()) {
             kept.remove(name.as_str());

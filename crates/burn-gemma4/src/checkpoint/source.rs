@@ -3,10 +3,12 @@
 
 use crate::config::Gemma4Config;
 use crate::error::TensorProblem;
+use crate::model::layer::ActivationScales;
 use crate::quant::blocks::BlockFormat;
 use crate::quant::fp4::{self, Fp4};
 use crate::quant::fp8::Fp8;
 use crate::quant::layout::Layout;
+use crate::quant::mobile::Mobile;
 use crate::quant::packed::Packed;
 use crate::quant::quantize::QuantTarget;
 use crate::quant::rows::{dequantized, numbers, packed, rounded, write_rows};
@@ -21,6 +23,12 @@ pub(super) trait WeightSource: Send + Sync {
 
     /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
+
+    /// Reads the static scales by which the projection with the weight at `path` rounds its activations. The result is
+    /// `None` if nothing is rounded.
+    fn activation_scales(&self, _path: &str) -> Result<Option<ActivationScales>, TensorProblem> {
+        Ok(None)
+    }
 
     /// Returns the names of those tensors that are neither in `known` nor allowed by the checkpoint's format.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
@@ -45,6 +53,7 @@ enum Numbers<'a> {
     Packed(Packed<'a>),
     Fp8(Fp8<'a>),
     Fp4(Fp4<'a>),
+    Mobile(Mobile<'a>),
     /// Several matrices of the same shape, which form a stacked tensor. Each matrix is one slice: the part of the
     /// stacked tensor at one index of its first dimension.
     Joined(Vec<Source<'a>>),
@@ -90,6 +99,22 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Creates a parameter from a matrix of codes in a mobile checkpoint.
+    pub fn mobile(matrix: Mobile<'a>) -> Self {
+        Self {
+            shape: vec![matrix.rows, matrix.columns],
+            numbers: Numbers::Mobile(matrix),
+        }
+    }
+
+    /// Sets the dtype in which the model computes. The elements of some formats depend on it.
+    pub fn computed_in(mut self, dtype: DType) -> Self {
+        if let Numbers::Mobile(matrix) = &mut self.numbers {
+            matrix.dtype = dtype;
+        }
+        self
+    }
+
     /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix comes with its
     /// name, which is used only in error messages.
     pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
@@ -126,13 +151,14 @@ impl<'a> Source<'a> {
             }
             Numbers::Fp8(matrix) => matrix.bytes.len() + matrix.scales.len(),
             Numbers::Fp4(matrix) => matrix.codes.len() + matrix.scales.len(),
+            Numbers::Mobile(matrix) => matrix.codes.len() + matrix.scales.len(),
             Numbers::Joined(parts) => parts.iter().map(Self::len).sum(),
             Numbers::Stacked(parts) => parts.iter().map(Self::len).sum(),
         }
     }
 
-    /// Returns the dtype of the elements, or `None` for quantized blocks. For a packed matrix, the function returns the
-    /// dtype that the matrix had before packing. Matrices of 8-bit and 4-bit floats have the dtype of their dequantized
+    /// Returns the dtype of the elements, or `None` for quantized blocks and mobile checkpoints. For a packed matrix, the
+    /// function returns the dtype that the matrix had before packing. Matrices of 8-bit and 4-bit floats have the dtype of their dequantized
     /// elements.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
@@ -142,7 +168,7 @@ impl<'a> Source<'a> {
             Numbers::Fp4(_) => Some(fp4::DTYPE),
             Numbers::Joined(parts) => parts.first()?.dtype(),
             Numbers::Stacked(parts) => parts[0].dtype(),
-            Numbers::Blocks { .. } => None,
+            Numbers::Blocks { .. } | Numbers::Mobile(_) => None,
         }
     }
 
@@ -194,6 +220,7 @@ impl<'a> Source<'a> {
             Numbers::Blocks { format, .. } => format.words(columns),
             Numbers::Packed(packed) => packed.layout(),
             Numbers::Fp4(matrix) => matrix.layout(),
+            Numbers::Mobile(matrix) => matrix.layout(),
             Numbers::Joined(parts) => layout_of_all(parts, target),
             Numbers::Stacked(parts) => layout_of_all(&parts[..], target),
         }
@@ -230,6 +257,9 @@ impl<'a> Source<'a> {
                 matrix.pack(layout, row, words);
             }),
             Numbers::Fp4(matrix) => packed(rows, layout.words(), |row, words| {
+                matrix.pack(layout, row, words);
+            }),
+            Numbers::Mobile(matrix) => packed(rows, layout.words(), |row, words| {
                 matrix.pack(layout, row, words);
             }),
             Numbers::Fp8(matrix) => packed(rows, layout.words(), |row, words| {
@@ -292,6 +322,9 @@ impl<'a> Source<'a> {
                     Numbers::Packed(packed) => packed.dequantize(rows[index] as usize, space),
                     Numbers::Fp8(matrix) => matrix.dequantize(rows[index] as usize, space),
                     Numbers::Fp4(matrix) => matrix.dequantize(rows[index] as usize, space),
+                    Numbers::Mobile(matrix) => {
+                        matrix.dequantize(rows[index] as usize, dtype, space);
+                    }
                     Numbers::Joined(_) | Numbers::Stacked(_) => {
                         let row = rows[index] as usize;
                         let found = self.slices(row..row + 1, DType::F32);
@@ -329,6 +362,9 @@ impl<'a> Source<'a> {
             }),
             Numbers::Fp4(matrix) => self.dequantized(range, shape, dtype, |row, numbers| {
                 matrix.dequantize(row, numbers);
+            }),
+            Numbers::Mobile(matrix) => self.dequantized(range, shape, dtype, |row, numbers| {
+                matrix.dequantize(row, dtype, numbers);
             }),
             Numbers::Joined(parts) => {
                 let whole = |part: &Self| part.slices(0..part.shape[0], dtype);
@@ -483,6 +519,7 @@ pub(super) fn upload_words(
 mod tests {
     use super::*;
     use crate::checkpoint::{files::TensorFiles, folder::Folder};
+    use crate::config::quantization::QuantizationSchemes;
     use std::sync::Arc;
 
     fn load(source: &Source<'_>, portion: usize) -> Vec<f32> {
@@ -498,7 +535,7 @@ mod tests {
         let bytes = include_bytes!("../../embedded/model.safetensors");
         let files = TensorFiles::embedded("model.safetensors", bytes)
             .expect("the embedded file is valid safetensors");
-        let folder = Folder::of(Arc::new(files), Vec::new());
+        let folder = Folder::of(Arc::new(files), QuantizationSchemes::default());
         let source = folder
             .get("embed_tokens.weight")
             .expect("the file has the embedding table");

@@ -2,11 +2,14 @@
 
 use super::files::TensorFiles;
 use super::loader::{Expected, Loader, check, load_module};
+use super::mobile::MobileModule;
 use super::options::LoadOptions;
 use super::source::{Source, WeightSource, burn_dtype};
 use crate::config::Gemma4Config;
+use crate::config::quantization::QuantizationSchemes;
 use crate::error::{Gemma4Error, TensorProblem, existing, read};
 use crate::json;
+use crate::model::layer::ActivationScales;
 use crate::model::multimodal::Clip;
 use burn::{
     module::Module,
@@ -21,6 +24,9 @@ use std::{
 /// The prefix of a tower's tensors in a checkpoint, before the path of a parameter.
 pub(super) const PREFIX: &str = "model.";
 
+/// The path of the weight in a linear layer that may have bounds.
+const WEIGHT: &str = "linear.weight";
+
 /// The names of a linear layer's bounds, in the order of [`Clip`]'s fields.
 const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"];
 
@@ -28,6 +34,10 @@ const BOUNDS: [&str; 4] = ["input_min", "input_max", "output_min", "output_max"]
 pub(super) struct TowerWeights<'a> {
     pub folder: &'a Path,
     pub files: &'a TensorFiles,
+    /// The quantization of the checkpoint's weights.
+    pub schemes: &'a QuantizationSchemes,
+    /// The paths of the linear layers that may have bounds or static scales.
+    pub linears: Vec<String>,
     /// The paths of the linear layers that have bounds.
     pub clipped: Vec<String>,
     /// A predicate that is true for the names of the tower's tensors.
@@ -57,6 +67,15 @@ impl TowerWeights<'_> {
         load_module(self.folder, self, text, module, device, options, nothing)
     }
 
+    /// Returns the static scales of each layer in `linears`.
+    pub fn scales_of_linears(&self) -> Result<Vec<Option<ActivationScales>>, Gemma4Error> {
+        let scales = self.linears.iter().map(|path| {
+            self.activation_scales(&format!("{path}.{WEIGHT}"))
+                .map_err(|problem| self.error(problem))
+        });
+        scales.collect()
+    }
+
     /// Returns the bounds of each layer in `clipped`.
     pub fn clips(&self) -> Result<Vec<Clip>, Gemma4Error> {
         let clips = self.clipped.iter().map(|path| {
@@ -83,10 +102,20 @@ impl TowerWeights<'_> {
         });
         clips
             .collect::<Result<_, _>>()
-            .map_err(|problem| Gemma4Error::Tensors {
-                path: self.folder.into(),
-                problems: vec![problem],
-            })
+            .map_err(|problem| self.error(problem))
+    }
+
+    fn error(&self, problem: TensorProblem) -> Gemma4Error {
+        Gemma4Error::Tensors {
+            path: self.folder.into(),
+            problems: vec![problem],
+        }
+    }
+
+    /// Returns the module of a mobile checkpoint whose matrix is called `name`, or `None` if the matrix has floats.
+    fn mobile<'name>(&self, name: &'name str) -> Option<MobileModule<'_, 'name>> {
+        self.schemes.mobile.as_ref()?;
+        MobileModule::of(self.files, name)
     }
 
     /// Reads a bound, a tensor of one element that is not NaN.
@@ -112,11 +141,18 @@ impl TowerWeights<'_> {
 
 impl WeightSource for TowerWeights<'_> {
     fn names(&self, path: &str) -> Vec<String> {
-        vec![format!("{PREFIX}{path}")]
+        let name = format!("{PREFIX}{path}");
+        match self.mobile(&name) {
+            Some(module) => module.names(),
+            None => vec![name],
+        }
     }
 
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
         let name = format!("{PREFIX}{path}");
+        if let (Some(scheme), Some(module)) = (&self.schemes.mobile, self.mobile(&name)) {
+            return module.matrix(scheme);
+        }
         let Some(entry) = self.files.get(&name) else {
             return Err(TensorProblem::Missing { name });
         };
@@ -130,6 +166,21 @@ impl WeightSource for TowerWeights<'_> {
             false => entry.shape.clone(),
         };
         Ok(Source::floats(shape, dtype, self.files.bytes(entry)))
+    }
+
+    fn activation_scales(&self, path: &str) -> Result<Option<ActivationScales>, TensorProblem> {
+        let name = format!("{PREFIX}{path}");
+        let Some(module) = self.mobile(&name) else {
+            return Ok(None);
+        };
+        let linear = path
+            .strip_suffix(WEIGHT)
+            .and_then(|path| path.strip_suffix('.'));
+        let is_served = linear.is_some_and(|linear| self.linears.iter().any(|path| path == linear));
+        match module.activation_scales()? {
+            Some(_) if !is_served => Err(module.unserved_scales()),
+            scales => Ok(scales),
+        }
     }
 
     fn unknown(&self, known: &BTreeSet<String>, _config: &Gemma4Config) -> Vec<String> {

@@ -8,7 +8,7 @@ use crate::config::Gemma4Config;
 use crate::config::vision::{EncoderConfig, VisionConfig};
 use crate::error::Gemma4Error;
 use crate::media_size::MediumSize;
-use crate::model::multimodal::Clip;
+use crate::model::multimodal::ClippedLinear;
 use crate::model::vision::{ProjectedVision, TowerPass, TowerVision, Vision};
 use crate::vision::image::{Image, ImageHeader};
 use crate::vision::patches::{ImageProcessor, Patches};
@@ -124,8 +124,8 @@ impl MediumFormat for ImageFormat {
 }
 
 impl ClippedModule for TowerVision {
-    fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
-        self.clips_mut()
+    fn linears_mut(&mut self) -> Vec<(String, &mut ClippedLinear)> {
+        self.linears_mut()
     }
 }
 
@@ -154,7 +154,7 @@ impl LazyVision {
             processor: processor(folder, &config)?,
             config,
         };
-        Self::new(folder, files, format, text, dtype, device).map(Some)
+        Self::new(folder, (files, json), format, text, dtype, device).map(Some)
     }
 
     /// Begins to compute the soft tokens of an image. The first call loads the weights.

@@ -72,7 +72,7 @@ impl DrafterConfig {
                 "model_type is {found}, which is no drafter's; expected one of {DRAFTERS:?}"
             ));
         }
-        schemes_of(json)?;
+        schemes_of(json)?.refuse_mobile("a drafter")?;
         let file: File = json::from_slice(json.as_bytes()).map_err(bad)?;
         let mut text = file.text_config;
         // If `text_config` has no `tie_word_embeddings`, use the value at the top level of the file. The file of a

@@ -63,7 +63,7 @@ impl EmbeddingGemmaConfig {
                 "model_type is {found}, which is not an embedding model's; expected one of {EMBEDDING_MODELS:?}"
             ));
         }
-        schemes_of(json)?;
+        schemes_of(json)?.refuse_mobile("an embedding model")?;
         let file: File = json::from_value(&value).map_err(bad)?;
         let (mut text, embedding): (Text, Embedding) = match &file.text_config {
             Some(fields) => (

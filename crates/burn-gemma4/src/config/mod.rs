@@ -5,6 +5,7 @@ pub(crate) mod drafter;
 pub(crate) mod embedding_gemma;
 pub(crate) mod generation;
 mod json;
+pub(crate) mod mobile;
 mod multimodal;
 pub(crate) mod placeholders;
 mod presets;

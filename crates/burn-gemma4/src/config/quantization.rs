@@ -1,6 +1,7 @@
-//! Reads the `quantization_config` in a `config.json`. The object lists schemes, but does not say which matrix has
-//! which scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
+//! Reads the `quantization_config` in a `config.json`. The object of compressed-tensors lists schemes, but does not say
+//! which matrix has which scheme. The loader finds the scheme of a matrix from the shapes of the matrix's tensors.
 
+use super::mobile::{self, MobileScheme};
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;
 use crate::json;
@@ -10,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The only supported quantization method.
+/// The quantization method whose schemes this module reads. [`mobile`] reads the other supported method.
 const METHOD: &str = "compressed-tensors";
 /// The supported formats of that method.
 const PACKED: &str = "pack-quantized";
@@ -62,17 +63,45 @@ fn yes() -> bool {
     true
 }
 
+/// The quantization of a checkpoint's weights, by one of the supported methods. Without a method, the weights are floats.
+#[derive(Debug, Default)]
+pub(crate) struct QuantizationSchemes {
+    /// The schemes of compressed-tensors.
+    pub matrices: Vec<WeightScheme>,
+    /// The scheme of the method "gemma".
+    pub mobile: Option<MobileScheme>,
+}
+
+impl QuantizationSchemes {
+    /// True if the weights are floats.
+    pub fn is_empty(&self) -> bool {
+        self.matrices.is_empty() && self.mobile.is_none()
+    }
+
+    /// Refuses the method "gemma" for a model that does not round activations by static scales. `model` says which model
+    /// this is, such as `a drafter`.
+    pub fn refuse_mobile(self, model: &str) -> Result<Self, Gemma4Error> {
+        match self.mobile {
+            None => Ok(self),
+            Some(_) => Err(Gemma4Error::Config(format!(
+                "quantization_config: {model} quantized by {:?} is not supported; use the original checkpoint in f32, f16 or bf16",
+                mobile::METHOD
+            ))),
+        }
+    }
+}
+
 /// Returns the schemes in the text of a `config.json`: see [`schemes`].
-pub(crate) fn schemes_of(json: &str) -> Result<Vec<WeightScheme>, Gemma4Error> {
+pub(crate) fn schemes_of(json: &str) -> Result<QuantizationSchemes, Gemma4Error> {
     schemes(&json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?)
 }
 
-/// Returns the schemes of the weights. The list is empty if the weights are not quantized.
+/// Returns the schemes of the weights. They are empty if the weights are not quantized.
 ///
 /// # Errors
 /// Returns [`Gemma4Error::Config`], which names the method or the feature that is not supported.
-fn schemes(config: &Value) -> Result<Vec<WeightScheme>, Gemma4Error> {
-    let mut schemes = Vec::new();
+fn schemes(config: &Value) -> Result<QuantizationSchemes, Gemma4Error> {
+    let mut schemes = QuantizationSchemes::default();
     // A multimodal model has `quantization_config` at the top level or in `text_config`. Read both.
     for part in [Some(config), config.get("text_config")]
         .into_iter()
@@ -80,12 +109,17 @@ fn schemes(config: &Value) -> Result<Vec<WeightScheme>, Gemma4Error> {
     {
         let quantization = part.get("quantization_config");
         let method = quantization.and_then(|quantization| quantization.get("quant_method"));
-        match quantization {
-            Some(quantization) if method.and_then(Value::as_str) == Some(METHOD) => {
-                let read = of_method(quantization);
-                schemes.extend(read.map_err(|reason| {
-                    Gemma4Error::Config(format!("quantization_config: {METHOD}: {reason}"))
-                })?);
+        let named = |method: &'static str| {
+            move |reason| Gemma4Error::Config(format!("quantization_config: {method}: {reason}"))
+        };
+        match (quantization, method.and_then(Value::as_str)) {
+            (Some(quantization), Some(METHOD)) => {
+                let read = of_method(quantization).map_err(named(METHOD))?;
+                schemes.matrices.extend(read);
+            }
+            (Some(quantization), Some(mobile::METHOD)) => {
+                let read = MobileScheme::of(quantization).map_err(named(mobile::METHOD))?;
+                schemes.mobile = Some(read);
             }
             _ => refuse_quantized(part)?,
         }
@@ -166,7 +200,9 @@ fn scheme(group: Value, of_all: Option<&str>) -> Result<Option<WeightScheme>, St
                 true => {
                     "are quantized by static scales, which is not supported; use a checkpoint with dynamic ones"
                 }
-                false => "are quantized, which is not supported",
+                false => {
+                    "are quantized, which is not supported; of Google's mobile checkpoints, use the one whose name ends with -qat-mobile-transformers"
+                }
             };
             return Err(format!("{name} {reason}"));
         }

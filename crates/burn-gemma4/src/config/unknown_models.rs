@@ -74,10 +74,6 @@ pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
 /// Returns the supported checkpoint that is nearest to one of another method. The text of `method` is in JSON.
 fn nearest(method: &str) -> &'static str {
     match method {
-        // Google's method rounds activations by static scales, which no operator of this crate does.
-        "\"gemma\"" => {
-            "the checkpoint whose name ends with -qat-w4a16-ct, or the original one in f32, f16 or bf16"
-        }
         "\"fp8\"" | "\"modelopt\"" | "\"fbgemm_fp8\"" => {
             "an FP8 or NVFP4 checkpoint of compressed-tensors, or the original one in f32, f16 or bf16"
         }

@@ -5,6 +5,7 @@ pub(crate) mod blocks;
 mod codebooks;
 pub(crate) mod fp4;
 pub(crate) mod fp8;
+pub(crate) mod mobile;
 pub(crate) mod pack;
 pub(crate) mod packed;
 pub(crate) mod quantize;

@@ -13,7 +13,7 @@ use super::{
     source::{Source, WeightSource},
 };
 use crate::config::Gemma4Config;
-use crate::config::quantization::schemes_of;
+use crate::config::quantization::{QuantizationSchemes, schemes_of};
 use crate::config::unknown_files::missing;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
@@ -98,11 +98,11 @@ pub fn quantize_checkpoint(
     let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
     if !schemes_of(&json)?.is_empty() {
         return Err(unsupported(
-            "its weights are quantized by compressed-tensors already; quantize the original checkpoint instead",
+            "its weights are quantized already; quantize the original checkpoint instead",
         ));
     }
     let files = Arc::new(TensorFiles::open(from)?);
-    let weights = Folder::of(files.clone(), Vec::new());
+    let weights = Folder::of(files.clone(), QuantizationSchemes::default());
     weights.refuse_mlx(from)?;
     let mut model = Gemma4Model::new(&config, &Device::default());
     let mut expected = Expected::default();

@@ -2,7 +2,7 @@
 
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::{Linear, constant};
-use crate::model::multimodal::{Clip, ClippedLinear, DEVIATION};
+use crate::model::multimodal::{ClippedLinear, DEVIATION};
 use crate::op::linear;
 use burn::{
     module::{Module, Param},
@@ -109,16 +109,16 @@ impl LocalAttention {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
         let modules = [
             ("q_proj", &mut self.q_proj),
             ("k_proj", &mut self.k_proj),
             ("v_proj", &mut self.v_proj),
             ("post", &mut self.post),
         ];
-        let clips = modules.map(|(name, linear)| linear.clip_mut(format!("{path}.{name}")));
-        clips.into_iter().flatten().collect()
+        let linears = modules.map(|(name, linear)| (format!("{path}.{name}"), linear));
+        linears.into()
     }
 
     /// Attends over `[rows, hidden]`. Scores and probabilities are f32.

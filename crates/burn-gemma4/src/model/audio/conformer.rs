@@ -5,7 +5,7 @@ use super::feed_forward::FeedForward;
 use super::light_convolution::LightConvolution;
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::RmsNorm;
-use crate::model::multimodal::Clip;
+use crate::model::multimodal::ClippedLinear;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -43,18 +43,18 @@ impl ConformerLayer {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
-        let mut clips = self
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
+        let mut linears = self
             .feed_forward1
-            .clips_mut(&format!("{path}.feed_forward1"));
-        clips.extend(
+            .linears_mut(&format!("{path}.feed_forward1"));
+        linears.extend(
             self.feed_forward2
-                .clips_mut(&format!("{path}.feed_forward2")),
+                .linears_mut(&format!("{path}.feed_forward2")),
         );
-        clips.extend(self.self_attn.clips_mut(&format!("{path}.self_attn")));
-        clips.extend(self.lconv1d.clips_mut(&format!("{path}.lconv1d")));
-        clips
+        linears.extend(self.self_attn.linears_mut(&format!("{path}.self_attn")));
+        linears.extend(self.lconv1d.linears_mut(&format!("{path}.lconv1d")));
+        linears
     }
 
     /// Runs the layer on the residual stream, `[rows, hidden]`.

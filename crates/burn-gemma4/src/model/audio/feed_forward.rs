@@ -3,7 +3,7 @@
 use super::conformer::{EPSILON, limited};
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::RmsNorm;
-use crate::model::multimodal::{Clip, ClippedLinear};
+use crate::model::multimodal::ClippedLinear;
 use burn::{
     module::Module,
     tensor::{Device, Tensor, activation::silu},
@@ -37,14 +37,14 @@ impl FeedForward {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
         let modules = [
             ("ffw_layer_1", &mut self.ffw_layer_1),
             ("ffw_layer_2", &mut self.ffw_layer_2),
         ];
-        let clips = modules.map(|(name, linear)| linear.clip_mut(format!("{path}.{name}")));
-        clips.into_iter().flatten().collect()
+        let linears = modules.map(|(name, linear)| (format!("{path}.{name}"), linear));
+        linears.into()
     }
 
     /// Runs the part on the residual stream, `[rows, hidden]`.

@@ -3,7 +3,7 @@
 use super::conformer::limited;
 use crate::config::audio::ConformerConfig;
 use crate::model::layer::{RmsNorm, random};
-use crate::model::multimodal::{Clip, ClippedLinear, DEVIATION};
+use crate::model::multimodal::{ClippedLinear, DEVIATION};
 use burn::{
     module::{Module, Param},
     tensor::{
@@ -47,14 +47,14 @@ impl LightConvolution {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
         let modules = [
             ("linear_start", &mut self.linear_start),
             ("linear_end", &mut self.linear_end),
         ];
-        let clips = modules.map(|(name, linear)| linear.clip_mut(format!("{path}.{name}")));
-        clips.into_iter().flatten().collect()
+        let linears = modules.map(|(name, linear)| (format!("{path}.{name}"), linear));
+        linears.into()
     }
 
     /// Runs the part on the residual stream, `[rows, hidden]`.

@@ -9,7 +9,7 @@ mod tower;
 
 pub(crate) use tower::ConformerPass;
 
-use super::multimodal::{Clip, TextProjection};
+use super::multimodal::{ClippedLinear, TextProjection};
 use crate::audio::features::Features;
 use crate::config::audio::{ConformerConfig, FrameConfig};
 use burn::{
@@ -42,9 +42,9 @@ impl TowerAudio {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
-        self.audio_tower.clips_mut("audio_tower")
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self) -> Vec<(String, &mut ClippedLinear)> {
+        self.audio_tower.linears_mut("audio_tower")
     }
 
     /// Begins a pass over the features of a clip.

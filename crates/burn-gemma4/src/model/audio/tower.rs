@@ -4,7 +4,7 @@ use super::attention::CallTables;
 use super::conformer::ConformerLayer;
 use super::subsampling::Subsampling;
 use crate::config::audio::ConformerConfig;
-use crate::model::multimodal::{BiasedLinear, Clip};
+use crate::model::multimodal::{BiasedLinear, ClippedLinear};
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -41,11 +41,11 @@ impl AudioTower {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer. `path` is the tower's path.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
+    /// Returns each linear layer that may have bounds, with its path. `path` is the tower's path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
         let layers = self.layers.iter_mut().enumerate();
         layers
-            .flat_map(|(index, layer)| layer.clips_mut(&format!("{path}.layers.{index}")))
+            .flat_map(|(index, layer)| layer.linears_mut(&format!("{path}.layers.{index}")))
             .collect()
     }
 

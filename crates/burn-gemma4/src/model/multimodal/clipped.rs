@@ -1,7 +1,7 @@
 //! A linear layer whose input and output are clipped to bounds.
 
 use super::DEVIATION;
-use crate::model::layer::Linear;
+use crate::model::layer::{ActivationScales, Linear};
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -26,7 +26,7 @@ impl Clip {
 
 /// A linear layer, with bounds in the towers of some models.
 #[derive(Module, Debug)]
-pub(in crate::model) struct ClippedLinear {
+pub(crate) struct ClippedLinear {
     linear: Linear,
     #[module(skip)]
     clip: Option<Clip>,
@@ -48,9 +48,15 @@ impl ClippedLinear {
         }
     }
 
-    /// Returns the bounds, if the layer has any, with the layer's path.
-    pub fn clip_mut(&mut self, path: String) -> Option<(String, &mut Clip)> {
-        self.clip.as_mut().map(|clip| (path, clip))
+    /// Returns the bounds, if the layer has any.
+    pub fn clip_mut(&mut self) -> Option<&mut Clip> {
+        self.clip.as_mut()
+    }
+
+    /// Sets the static scales by which the input and the output are rounded. The input is clipped before it is rounded,
+    /// and the output is rounded before it is clipped.
+    pub fn set_activation_scales(&mut self, scales: Option<ActivationScales>) {
+        self.linear.activation_scales = scales;
     }
 }
 

@@ -6,8 +6,7 @@ mod layer_norm;
 mod text_projection;
 
 pub(super) use biased::BiasedLinear;
-pub(crate) use clipped::Clip;
-pub(super) use clipped::ClippedLinear;
+pub(crate) use clipped::{Clip, ClippedLinear};
 pub(super) use layer_norm::LayerNorm;
 pub(super) use text_projection::TextProjection;
 

@@ -6,7 +6,7 @@ mod tower;
 
 pub(crate) use tower::TowerPass;
 
-use super::multimodal::{Clip, TextProjection};
+use super::multimodal::{ClippedLinear, TextProjection};
 use crate::config::vision::{ProjectionConfig, TowerConfig, VisionConfig};
 use crate::error::Gemma4Error;
 use crate::vision::patches::Patches;
@@ -61,9 +61,9 @@ impl TowerVision {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer.
-    pub fn clips_mut(&mut self) -> Vec<(String, &mut Clip)> {
-        self.vision_tower.clips_mut("vision_tower")
+    /// Returns each linear layer that may have bounds, with its path.
+    pub fn linears_mut(&mut self) -> Vec<(String, &mut ClippedLinear)> {
+        self.vision_tower.linears_mut("vision_tower")
     }
 }
 

@@ -5,7 +5,7 @@ use super::rotation::AxialRotation;
 use crate::config::vision::{TowerConfig, VisionConfig};
 use crate::error::Gemma4Error;
 use crate::model::layer::{Linear, RmsNorm, constant, random};
-use crate::model::multimodal::{Clip, ClippedLinear, DEVIATION};
+use crate::model::multimodal::{ClippedLinear, DEVIATION};
 use crate::op::geglu::gated;
 use crate::op::norm::normalize;
 use crate::vision::patches::Patches;
@@ -106,8 +106,8 @@ impl VisionTower {
         }
     }
 
-    /// Returns the bounds of each linear layer that has bounds, with the path of the layer. `path` is the tower's path.
-    pub fn clips_mut(&mut self, path: &str) -> Vec<(String, &mut Clip)> {
+    /// Returns each linear layer that may have bounds, with its path. `path` is the tower's path.
+    pub fn linears_mut(&mut self, path: &str) -> Vec<(String, &mut ClippedLinear)> {
         let layers = self.encoder.layers.iter_mut().enumerate();
         layers
             .flat_map(|(index, layer)| {
@@ -133,9 +133,8 @@ impl VisionTower {
                     ("mlp.down_proj", down_proj),
                 ];
                 let in_tower = format!("{path}.encoder.layers.{index}");
-                modules.map(|(name, linear)| linear.clip_mut(format!("{in_tower}.{name}")))
+                modules.map(|(name, linear)| (format!("{in_tower}.{name}"), linear))
             })
-            .flatten()
             .collect()
     }
 
