@@ -49,7 +49,6 @@ fn quantized_checkpoint_is_refused_by_its_method() {
         "bitsandbytes",
         "compressed-tensors",
         "fp8",
-        "gemma",
         "modelopt",
         "torchao",
     ] {

@@ -41,6 +41,7 @@ mod marking;
 mod media;
 #[cfg(feature = "training")]
 mod media_training;
+mod mobile;
 mod not_numbers;
 mod packed;
 mod packed_prefixes;

@@ -1,0 +1,479 @@
+//! Tests checkpoints with `quant_method` "gemma", as Google's `-qat-mobile-transformers`. Weights equal those of Hugging
+//! Face Transformers (`make_mobile.py`) bit for bit, and activations are rounded by the checkpoint's static scales.
+
+use crate::devices::devices;
+use crate::fixture::{self, Fixture, folder, greedy, tokens, values};
+use crate::media::generated;
+use crate::programs::folder::{Folder, Stored};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{
+    Adapter, AdapterTargets, Audio, DrafterConfig, Drafts, Gemma4, Gemma4Config, Gemma4Error,
+    Gemma4Model, GenerateOptions, Image, LoadOptions, Logits, Message, MessagePart, PerLayerTable,
+    Prompt, Quantization, quantize_checkpoint,
+};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, fs, ops::ControlFlow, path::Path};
+use tempfile::TempDir;
+
+const NAME: &str = "mobile";
+
+/// Returns the dequantized weights of the text model by their names in the file.
+fn weights(model: &Gemma4Model) -> BTreeMap<String, Vec<u8>> {
+    let mut weights = BTreeMap::new();
+    let mut add = |name: String, weight: &burn_gemma4::layer::Weight| {
+        weights.insert(name, weight.val().into_data().as_bytes().to_vec());
+    };
+    let prefix = "model.language_model";
+    add(
+        format!("{prefix}.embed_tokens.weight"),
+        &model.embed_tokens.weight,
+    );
+    let table = model.embed_tokens_per_layer.as_ref().expect("a table");
+    add(
+        format!("{prefix}.embed_tokens_per_layer.weight"),
+        &table.weight,
+    );
+    let head = model.lm_head.as_ref().expect("a head");
+    add("lm_head.weight".into(), &head.weight);
+    for (index, layer) in model.layers.iter().enumerate() {
+        let (attention, mlp) = (&layer.self_attn, &layer.mlp);
+        let linears = [
+            ("self_attn.q_proj", Some(&attention.q_proj)),
+            ("self_attn.k_proj", attention.k_proj.as_ref()),
+            ("self_attn.v_proj", attention.v_proj.as_ref()),
+            ("self_attn.o_proj", Some(&attention.o_proj)),
+            ("mlp.gate_proj", Some(&mlp.gate_proj)),
+            ("mlp.up_proj", Some(&mlp.up_proj)),
+            ("mlp.down_proj", Some(&mlp.down_proj)),
+            ("per_layer_input_gate", layer.per_layer_input_gate.as_ref()),
+            ("per_layer_projection", layer.per_layer_projection.as_ref()),
+        ];
+        for (name, linear) in linears {
+            if let Some(linear) = linear {
+                let name = format!("{prefix}.layers.{index}.{name}.weight");
+                add(name, &linear.weight);
+            }
+        }
+    }
+    weights
+}
+
+#[test]
+fn mobile_weights_equal_transformers_in_f32_and_bf16() {
+    let reference = fs::read(folder(NAME).join("reference.json")).expect("the fixture is readable");
+    let reference: Value = serde_json::from_slice(&reference).expect("the reference parses");
+    for (dtype, field) in [(DType::F32, "weights"), (DType::BF16, "weights_bf16")] {
+        for form in [Quantization::Stored, Quantization::Whole] {
+            let options = LoadOptions::new()
+                .dtype(dtype)
+                .quantization(form)
+                .per_layer_table(PerLayerTable::Device);
+            let model = Gemma4Model::load(folder(NAME), &Device::flex(), options);
+            let model = model.expect("the model is valid");
+            assert_eq!(model.is_quantized(), form == Quantization::Stored);
+            let mut expected = reference[field].as_object().expect("an object").clone();
+            expected.retain(|name, _| !name.contains("_tower"));
+            let found = weights(&model);
+            assert_eq!(found.len(), expected.len());
+            for (name, bytes) in found {
+                let crc = u64::from(fixture::crc32(&bytes));
+                assert_eq!(expected[&name], crc, "{name} {dtype:?} {form:?}");
+            }
+        }
+    }
+}
+
+/// Checks that rows of the table in host memory equal those on the device.
+#[test]
+fn mobile_table_on_host_gives_the_same_logits() {
+    for dtype in [DType::F32, DType::BF16] {
+        let logits = [PerLayerTable::Device, PerLayerTable::Host].map(|table| {
+            let options = LoadOptions::new()
+                .dtype(dtype)
+                .quantization(Quantization::Whole)
+                .per_layer_table(table);
+            let model = Gemma4Model::load(folder(NAME), &Device::flex(), options);
+            let prompt = Fixture::open(NAME).prompt;
+            let model = model.expect("the model is valid");
+            values(
+                model
+                    .forward(tokens(&[&prompt], &Device::flex()))
+                    .expect("valid tokens"),
+            )
+        });
+        assert_eq!(logits[0], logits[1], "{dtype:?}");
+    }
+}
+
+#[test]
+fn mobile_logits_and_tokens_equal_transformers() {
+    let fixture = Fixture::open(NAME);
+    for device in devices() {
+        for form in [Quantization::Stored, Quantization::Whole] {
+            let what = format!("{} {form:?}", device.name);
+            let options = LoadOptions::new().dtype(DType::F32).quantization(form);
+            let gemma = Gemma4::load(folder(NAME), &device.device, options);
+            let gemma = gemma.expect("the model is valid");
+            let prompt = tokens(&[&fixture.prompt], &device.device);
+            let logits = gemma.model().forward(prompt).expect("valid tokens");
+            fixture.reference("text.logits").assert_close(logits, &what);
+            for (chunk, drafts) in [
+                (None, Drafts::None),
+                (Some(1), Drafts::None),
+                (Some(7), Drafts::Lookup),
+            ] {
+                let options = GenerateOptions {
+                    prefill_chunk: chunk,
+                    drafts,
+                    ..greedy(&gemma, fixture.generated.len())
+                };
+                let found = gemma.generate(fixture.prompt.clone(), &options, |_| {
+                    ControlFlow::Continue(())
+                });
+                let found = found.expect("the generation succeeds").tokens;
+                assert_eq!(found, fixture.generated, "{what} {chunk:?}");
+            }
+        }
+    }
+}
+
+/// The conversation of `make_mobile.py`, with the media of the fixture `audio-ple`.
+fn conversation() -> Vec<Message> {
+    let open = |name: &str| {
+        let audio = Audio::open(folder("audio-ple").join(name));
+        MessagePart::Audio(audio.expect("the file is decodable"))
+    };
+    let wide = Image::open(folder("audio-ple").join("wide.png")).expect("the image is decodable");
+    vec![
+        Message::user(vec![open("long.wav"), "what is this?".into()]),
+        Message::assistant("a tone"),
+        Message::user(vec![
+            "and in".into(),
+            wide.into(),
+            "and".into(),
+            open("short.wav"),
+        ]),
+    ]
+}
+
+/// The towers have codes of 2, 4 and 8 bits, and linear layers that clip and round. Errors of f32 change some activations
+/// by a step of their scale. Errors of 1e-6 in the inputs change the soft tokens of Transformers by up to 1.6 % of the
+/// largest one (2026-11-30). The bound is twice that, and the soft tokens without rounding are farther away.
+#[test]
+fn mobile_soft_tokens_are_close_to_transformers() {
+    const BOUND: f32 = 0.032;
+    let fixture = Fixture::open(NAME);
+    let media = |name: &str| folder("audio-ple").join(name);
+    for device in devices() {
+        let gemma = fixture.load(&device.device, DType::F32);
+        let audio = |name: &str| {
+            let clip = Audio::open(media(name)).expect("the file is decodable");
+            gemma.audio_soft_tokens(&clip).expect("the model hears")
+        };
+        let image = Image::open(media("wide.png")).expect("the image is decodable");
+        let image = gemma.soft_tokens(&image).expect("the model sees");
+        for (name, found) in [
+            ("audio.0", audio("long.wav")),
+            ("audio.1", audio("short.wav")),
+            ("image.0", image),
+        ] {
+            let what = format!("{} {name}", device.name);
+            let (error, largest) = fixture.reference(name).error(found.clone(), &what);
+            println!("{what}: {}", error / largest);
+            assert!(error <= BOUND * largest, "{what}: {error} of {largest}");
+            let unrounded = fixture.reference(&format!("unrounded.{name}"));
+            let (error, _) = unrounded.error(found, &what);
+            assert!(error > 2.0 * BOUND * largest, "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn mobile_batch_equals_single_prompts() {
+    let fixture = Fixture::open(NAME);
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let options = greedy(&gemma, 6);
+    let prompts = [
+        Prompt::Tokens(fixture.prompt.clone()),
+        Prompt::Chat(conversation()),
+    ];
+    let batch = gemma.generate_batch(&prompts, &options);
+    let batch = batch.expect("the prompts are valid");
+    assert_eq!(batch[0].tokens, fixture.generated[..6]);
+    let single = generated(&gemma, conversation(), &options);
+    assert_eq!(batch[1].tokens, single.tokens);
+}
+
+/// The losses of single tokens and their mean are those of the logits, whose head rounds its input and its output.
+#[test]
+fn mobile_losses_are_those_of_the_logits() {
+    let fixture = Fixture::open(NAME);
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let (model, device) = (gemma.model(), Device::flex());
+    let prompt = tokens(&[&fixture.prompt[..23]], &device);
+    let targets = tokens(&[&fixture.prompt[1..]], &device);
+    let logits = model.forward(prompt.clone()).expect("valid tokens");
+    let expected = -burn::tensor::activation::log_softmax(logits, 2)
+        .gather(2, targets.clone().unsqueeze_dim(2));
+    let expected = values(expected);
+    let hidden = model.hidden(prompt, Logits::All).expect("valid tokens");
+    let losses = model.token_losses(hidden.clone(), targets.clone());
+    fixture::assert_close(&values(losses.expect("valid shapes")), &expected, "losses");
+    let mean = values(model.loss(hidden, targets).expect("valid shapes"));
+    let of_all = expected.iter().sum::<f32>() / expected.len() as f32;
+    fixture::assert_close(&mean, &[of_all], "mean");
+}
+
+#[track_caller]
+fn check_error<T>(outcome: Result<T, Gemma4Error>, words: &[&str]) {
+    let Err(error) = outcome else {
+        panic!("{words:?} should be refused");
+    };
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{word:?} is missing from {text}");
+    }
+}
+
+/// Rounding has no gradient, and the files that this crate writes have no scales.
+#[test]
+fn mobile_model_training_adapters_and_files_are_refused() {
+    let device = Device::flex().autodiff();
+    let load = || {
+        let options = LoadOptions::new().quantization(Quantization::Whole);
+        Gemma4Model::load(folder(NAME), &device, options).expect("the model is valid")
+    };
+    let there = TempDir::new().expect("a temporary folder");
+    let rounds = "static scales";
+    let prompt = || tokens(&[&[2, 30, 40]], &device);
+    let model = load();
+    let loss = model.gradients(prompt(), None, Logits::All, |hidden| {
+        model.loss(hidden, prompt())
+    });
+    check_error(loss, &[rounds, "training", "-qat-w4a16-ct"]);
+    check_error(Adapter::new(2, 4.0).attach(load()), &[rounds, "training"]);
+    check_error(load().merge_adapter(there.path()), &[rounds, "an adapter"]);
+    check_error(load().attach_adapter(there.path()), &[rounds]);
+    check_error(
+        AdapterTargets::of(&model).read(there.path()),
+        &[rounds, "an adapter"],
+    );
+    check_error(model.save(there.path(), None), &[rounds, "saving"]);
+    let saved = model.save_like(folder(NAME), there.path(), None);
+    check_error(saved, &[rounds, "saving"]);
+    for name in ["model.gguf", "folder"] {
+        let out = there.path().join(name);
+        let written = quantize_checkpoint(folder(NAME), out, Quantization::Q8, |_| ());
+        check_error(written, &["quantized already", "original checkpoint"]);
+    }
+}
+
+#[test]
+fn mobile_drafter_and_embedding_model_are_refused() {
+    for (name, what) in [
+        ("assistant-ple", "a drafter"),
+        ("embedding", "an embedding model"),
+    ] {
+        let path = folder(name).join("config.json");
+        let config = fs::read_to_string(path).expect("the file is readable");
+        let mut config: Value = serde_json::from_str(&config).expect("the text is JSON");
+        config["quantization_config"] = json!({"quant_method": "gemma"});
+        let config = config.to_string();
+        let words = ["quantization_config", what, "\"gemma\""];
+        match name {
+            "embedding" => check_error(
+                burn_gemma4::EmbeddingGemmaConfig::from_json(&config),
+                &words,
+            ),
+            _ => check_error(DrafterConfig::from_json(&config), &words),
+        }
+    }
+}
+
+fn load(path: &Path) -> Result<Gemma4Model, Gemma4Error> {
+    Gemma4Model::load(path, &Device::flex(), LoadOptions::new())
+}
+
+#[test]
+fn mobile_config_with_unsupported_field_is_refused_by_name() {
+    let fields: [(&str, Value, &[&str]); 6] = [
+        ("num_bits", json!(3), &["num_bits is 3", "2, 4 and 8"]),
+        (
+            "module_quant_configs",
+            json!({"lm_head": {"num_bits": 16}}),
+            &["\"lm_head\": num_bits is 16"],
+        ),
+        (
+            "module_quant_configs",
+            json!({"lm_head": {"group_size": 32}}),
+            &["\"lm_head\"", "group_size"],
+        ),
+        (
+            "module_quant_configs",
+            json!({"lm_(head": {"num_bits": 2}}),
+            &["module_quant_configs", "lm_(head", "regular expression"],
+        ),
+        (
+            "modules_to_not_convert",
+            json!(["*"]),
+            &["modules_to_not_convert", "\"*\"", "regular expression"],
+        ),
+        (
+            "quantize_embeddings",
+            json!("all"),
+            &["quantize_embeddings"],
+        ),
+    ];
+    let text = fs::read_to_string(folder(NAME).join("config.json")).expect("the file is readable");
+    for (field, value, words) in fields {
+        let mut config: Value = serde_json::from_str(&text).expect("the text is JSON");
+        config["quantization_config"][field] = value;
+        let config = Gemma4Config::from_json(&config.to_string());
+        check_error(config, &[&["quantization_config: gemma"], words].concat());
+    }
+}
+
+type Tensors = BTreeMap<String, Stored>;
+
+#[track_caller]
+fn check(words: &[&str], change: impl Fn(&mut Tensors)) {
+    let folder = Folder::copy(NAME);
+    folder.edit(|tensors| change(tensors));
+    check_error(load(folder.path()), words);
+}
+
+/// Changes one tensor.
+#[track_caller]
+fn check_tensor(name: &str, words: &[&str], change: impl Fn(&mut Stored)) {
+    check(&[&[name], words].concat(), |tensors| {
+        change(tensors.get_mut(name).expect("the tensor exists"));
+    });
+}
+
+#[test]
+fn mobile_wrong_tensors_are_named() {
+    let q = "model.language_model.layers.0.self_attn.q_proj";
+    let table = "model.language_model.embed_tokens_per_layer";
+    let of = |module: &str, part: &str| format!("{module}.{part}");
+    for name in [
+        of(q, "weight_scale"),
+        of(q, "weight"),
+        of(table, "embedding_scale"),
+    ] {
+        check(&[&name, "is missing"], |tensors| {
+            drop(tensors.remove(&name));
+        });
+    }
+    check(&[&of(table, "weight"), "is missing"], |tensors| {
+        drop(tensors.remove(&of(table, "embedding_quantized")));
+    });
+    // Codes of 4 bits are unsigned.
+    let words = ["it is in I8", "expected U8 for codes of 4 bits"];
+    check_tensor(&of(q, "weight"), &words, |tensor| tensor.dtype = Dtype::I8);
+    // The rows have half as many bytes, and the scales stay the same.
+    let words = ["128 rows of 16 codes", "weight_scale", "[64, 1]"];
+    check_tensor(&of(q, "weight"), &words, |tensor| {
+        tensor.shape = vec![128, 8];
+    });
+    // A linear layer has one scale a row.
+    let words = ["64 rows of 32 codes", "[32, 2]"];
+    check(&[&[&of(q, "weight")[..]], &words[..]].concat(), |tensors| {
+        let scale = tensors.get_mut(&of(q, "weight_scale"));
+        scale.expect("the tensor exists").shape = vec![32, 2];
+    });
+    check(&[&of(table, "embedding_quantized"), "F16"], |tensors| {
+        let scale = tensors.get_mut(&of(table, "embedding_scale"));
+        let scale = scale.expect("the tensor exists");
+        scale.dtype = Dtype::F16;
+        scale.bytes.truncate(scale.bytes.len() / 2);
+    });
+    for (number, word) in [(f32::NAN, "NaN"), (-1.0, "-1"), (f32::INFINITY, "inf")] {
+        for part in ["input_activation_scale", "output_activation_scale"] {
+            check_tensor(&of(q, part), &[word, "positive number"], |tensor| {
+                tensor.bytes = number.to_le_bytes().to_vec();
+            });
+        }
+    }
+    let words = ["shape [2]", "one number in F32"];
+    check_tensor(&of(q, "input_activation_scale"), &words, |tensor| {
+        tensor.shape = vec![2];
+        tensor.bytes = vec![0; 8];
+    });
+    // The configuration says that this module has floats.
+    let projection = "model.language_model.per_layer_model_projection";
+    let words = ["U8", "module has floats"];
+    check(
+        &[&[&of(projection, "weight")[..]], &words[..]].concat(),
+        |tensors| {
+            let weight = tensors.get_mut(&of(projection, "weight"));
+            let weight = weight.expect("the tensor exists");
+            weight.dtype = Dtype::U8;
+            weight.bytes.truncate(weight.bytes.len() / 2);
+        },
+    );
+    // Tensors that no module has are refused, even beside keys that no layer reads.
+    for extra in [
+        "layers.4.self_attn.k_proj.rqv2_muls",
+        "layers.0.mlp.rqv2_muls",
+    ] {
+        let extra = format!("model.language_model.{extra}");
+        check(&[&extra, "not part"], |tensors| {
+            let scale = tensors[&of(q, "weight_scale")].clone();
+            tensors.insert(extra.clone(), scale);
+        });
+    }
+}
+
+/// Without its tensors of codes, a tower is refused only when a prompt needs it.
+#[test]
+fn mobile_wrong_tower_answers_text_and_refuses_images() {
+    let projection = "model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight_scale";
+    let relative = "model.audio_tower.layers.0.self_attn.relative_k_proj";
+    let copy = Folder::copy(NAME);
+    copy.edit(|tensors| {
+        drop(tensors.remove(projection));
+        // A linear layer without bounds rounds no activations.
+        let [rows, columns] = tensors[&format!("{relative}.weight")].shape[..] else {
+            panic!("the weight is a matrix");
+        };
+        let mut add = |part: &str, dtype, shape, bytes| {
+            let name = format!("{relative}.{part}");
+            tensors.insert(
+                name,
+                Stored {
+                    dtype,
+                    shape,
+                    bytes,
+                },
+            );
+        };
+        let bytes = columns / 4;
+        add(
+            "weight",
+            Dtype::U8,
+            vec![rows, bytes],
+            vec![0; rows * bytes],
+        );
+        let ones = 1f32.to_le_bytes();
+        add("weight_scale", Dtype::F32, vec![rows, 1], ones.repeat(rows));
+        add("input_activation_scale", Dtype::F32, vec![], ones.to_vec());
+    });
+    let config = String::from_utf8(copy.read("config.json")).expect("the text is UTF-8");
+    let mut config: Value = serde_json::from_str(&config).expect("the text is JSON");
+    let floats = config["quantization_config"]["modules_to_not_convert"].as_array_mut();
+    floats
+        .expect("an array")
+        .retain(|name| name != "relative_k_proj");
+    copy.write("config.json", config.to_string());
+    let gemma = Gemma4::load(copy.path(), &Device::flex(), LoadOptions::new());
+    let gemma = gemma.expect("the text model is valid");
+    let image = Image::open(folder("audio-ple").join("wide.png")).expect("a decodable image");
+    check_error(gemma.soft_tokens(&image), &[projection, "is missing"]);
+    let clip = Audio::open(folder("audio-ple").join("short.wav")).expect("the file is decodable");
+    check_error(gemma.audio_soft_tokens(&clip), &[relative, "static scales"]);
+    let options = greedy(&gemma, 2);
+    let prompt = Fixture::open(NAME).prompt;
+    let found = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
+    assert_eq!(found.expect("the generation succeeds").tokens.len(), 2);
+}
