@@ -1,5 +1,5 @@
-//! Tests checkpoints with `quant_method` "gemma", as Google's `-qat-mobile-transformers`. Weights equal those of Hugging
-//! Face Transformers (`make_mobile.py`) bit for bit, and activations are rounded by the checkpoint's static scales.
+//! Tests checkpoints with `quant_method` "gemma", as Google's `-qat-mobile-transformers`. Weights equal those of
+//! Hugging Face Transformers (`make_mobile.py`) bit for bit. The checkpoint's static scales round the activations.
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, folder, greedy, tokens, values};
@@ -157,8 +157,8 @@ fn conversation() -> Vec<Message> {
     ]
 }
 
-/// The towers have codes of 2, 4 and 8 bits, and linear layers that clip and round. Errors of f32 change some activations
-/// by a step of their scale. Errors of 1e-6 in the inputs change the soft tokens of Transformers by up to 1.6 % of the
+/// The towers have codes of 2, 4 and 8 bits, and linear layers that clip and round. Errors of f32 change some
+/// activations by a step of their scale. Errors of 1e-6 in the inputs change the soft tokens of Transformers by up to 1.6 % of the
 /// largest one (2026-11-30). The bound is twice that, and the soft tokens without rounding are farther away.
 #[test]
 fn mobile_soft_tokens_are_close_to_transformers() {

@@ -80,8 +80,8 @@ impl MobileScheme {
         })
     }
 
-    /// Returns the width of the codes of the module called `module`, or `None` if the module keeps its floats. The rules
-    /// are those of `replace_with_quant_layers` in Hugging Face Transformers.
+    /// Returns the width of the codes of the module `module`, or `None` if the module keeps its floats. The rules are
+    /// those of `replace_with_quant_layers` in Hugging Face Transformers.
     pub(crate) fn bits(&self, module: &str, is_embedding: bool) -> Result<Option<usize>, String> {
         if is_embedding && !self.has_embeddings {
             return Ok(None);
