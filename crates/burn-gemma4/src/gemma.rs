@@ -31,6 +31,8 @@ use crate::text::chat::{ChatOptions, ChatTemplate, Message};
 use crate::text::tokenizer::Tokenizer;
 use crate::vision::image::Image;
 use crate::vision::prepared::PreparedImage;
+use crate::vision::prepared_video::PreparedVideo;
+use crate::vision::video::Video;
 use burn::tensor::{DType, Device, Tensor};
 use std::{fs, ops::ControlFlow, path::Path};
 
@@ -337,6 +339,14 @@ impl Gemma4 {
         self.encoders.vision().map(|_| ())
     }
 
+    /// Checks that the model sees videos, which need the weights of the vision too.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no videos.
+    pub fn check_video(&self) -> Result<(), Gemma4Error> {
+        self.encoders.vision()?.format().video().map(|_| ())
+    }
+
     /// Checks that the model hears audio. The weights of the audio are loaded when the first audio clip needs them.
     ///
     /// ```
@@ -378,6 +388,23 @@ impl Gemma4 {
         let prepared = self.encoders.vision()?.format().prepared(image)?;
         let input = MediumInput::Image(prepared.patches);
         self.encoders.soft_tokens(&input)
+    }
+
+    /// Computes the soft tokens that stand for each frame of a video in a prompt.
+    ///
+    /// # Shapes
+    /// Each tensor is `[soft tokens, hidden]`, in reading order.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] in the cases in which [`PromptEncoder::prepare_video`] fails. Returns an error
+    /// if the weights of the vision cannot be loaded.
+    pub fn video_soft_tokens(&self, video: &Video) -> Result<Vec<Tensor<2>>, Gemma4Error> {
+        let prepared = self.encoders.vision()?.format().prepared_video(video)?;
+        let frames = prepared.frames.into_iter().map(|(_, frame)| {
+            let input = MediumInput::Image(frame.patches);
+            self.encoders.soft_tokens(&input)
+        });
+        frames.collect()
     }
 
     /// Computes the soft tokens that stand for an audio clip in a prompt.
@@ -501,13 +528,13 @@ impl Gemma4 {
     }
 
     /// Encodes a prompt to token ids. Each image and each audio clip becomes a begin token, one placeholder token for
-    /// each of its soft tokens, and an end token.
+    /// each of its soft tokens, and an end token. So does each frame of a video, after its timestamp.
     ///
     /// # Errors
     /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text. Returns
     /// [`Gemma4Error::Argument`] if the prompt has images and the model sees none, or audio and the model hears none.
-    /// Returns the same error if the chat template does not write one placeholder for each of them, and for
-    /// placeholders of video.
+    /// Returns the same error if the chat template does not write one placeholder for each of them, and for videos in
+    /// the cases in which [`PromptEncoder::prepare_video`] fails.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         Ok(self.encode(prompt, chat, None)?.tokens)
     }
@@ -526,28 +553,40 @@ impl Gemma4 {
         };
         let contents = || messages.iter().map(|message| &message.content);
         let images: Vec<&Image> = contents().flat_map(|content| content.images()).collect();
+        let videos: Vec<&Video> = contents().flat_map(|content| content.videos()).collect();
         let audio: Vec<&Audio> = contents().flat_map(|content| content.audio()).collect();
         // Check the model before the chat template, which may reject images or audio without a reason.
         if !images.is_empty() {
             self.encoders.vision()?;
         }
+        if !videos.is_empty() {
+            self.check_video()?;
+        }
         if !audio.is_empty() {
             self.encoders.audio()?;
         }
-        let tokens = self.rendered(prompt, chat, cancellation)?;
         let encoder = self.prompt_encoder();
+        let videos = videos.into_iter().map(|video| encoder.prepare_video(video));
+        let videos: Vec<PreparedVideo> = videos.collect::<Result<_, _>>()?;
+        let expand = |text: String| match videos.is_empty() {
+            true => Ok(text),
+            false => encoder.expand_videos(&text, &videos),
+        };
+        let tokens = self.rendered(prompt, chat, expand, cancellation)?;
         let images = images.into_iter().map(|image| encoder.prepare(image));
         let images: Vec<PreparedImage> = images.collect::<Result<_, _>>()?;
         let audio = audio.into_iter().map(|clip| encoder.prepare_audio(clip));
         let audio: Vec<PreparedAudio> = audio.collect::<Result<_, _>>()?;
-        encoder.encode(tokens, &images, &audio)
+        encoder.encode_with_videos(tokens, &images, &videos, &audio)
     }
 
-    /// Encodes a prompt to token ids, in which each image and each audio clip is one placeholder.
+    /// Encodes a prompt to token ids, in which each image, each frame and each audio clip is one placeholder.
+    /// `expand_videos` replaces the placeholders of videos in a rendered conversation.
     fn rendered(
         &self,
         prompt: &Prompt,
         chat: ChatOptions,
+        expand_videos: impl Fn(String) -> Result<String, Gemma4Error>,
         cancellation: Option<&Cancellation>,
     ) -> Result<Vec<u32>, Gemma4Error> {
         let template = &self.chat_template;
@@ -561,9 +600,9 @@ impl Gemma4 {
                 Ok(tokens)
             }
             // Encode the rendered text without adding a BOS token, because the chat template has written one.
-            Prompt::Chat(messages) if chat.special_tokens => self
-                .tokenizer
-                .encode(&template.render_until(messages, chat, cancellation)?),
+            Prompt::Chat(messages) if chat.special_tokens => self.tokenizer.encode(&expand_videos(
+                template.render_until(messages, chat, cancellation)?,
+            )?),
             Prompt::Chat(messages) => {
                 let marking = self
                     .tokenizer
@@ -579,7 +618,7 @@ impl Gemma4 {
                     })
                     .collect::<Result<_, Gemma4Error>>()?;
                 let prompt = template.render_until(&marked, chat, cancellation)?;
-                marking.encode(&prompt)
+                marking.encode(&expand_videos(prompt)?)
             }
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
         }

@@ -84,6 +84,8 @@ pub use train::media::PlacedMedia;
 pub use train::packing::Packing;
 pub use vision::image::{Image, ImageHeader};
 pub use vision::prepared::PreparedImage;
+pub use vision::prepared_video::PreparedVideo;
+pub use vision::video::{Video, VideoOptions};
 
 pub mod update {
     //! The last part of a training step: the sum of squares for the global gradient norm, and AdamW in f32. AdamW

@@ -26,7 +26,7 @@ pub(crate) struct MediaFormats {
     pub audio: Result<AudioFormat, String>,
 }
 
-/// An image or an audio clip in the form from which soft tokens are computed. Clones share the memory.
+/// An image, a frame of a video or an audio clip in the form from which soft tokens are computed. Clones share the memory.
 #[derive(Clone, Debug)]
 pub(crate) enum MediumInput {
     Image(Arc<Patches>),
@@ -202,6 +202,14 @@ impl MediaFormats {
     /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no images.
     pub fn vision(&self) -> Result<&ImageFormat, Gemma4Error> {
         seeing(&self.vision)
+    }
+
+    /// Checks that the model sees videos.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no images or no videos.
+    pub fn check_video(&self) -> Result<(), Gemma4Error> {
+        self.vision()?.video().map(|_| ())
     }
 
     /// Returns the form of audio.

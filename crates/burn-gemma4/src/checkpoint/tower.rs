@@ -11,6 +11,7 @@ use crate::error::{Gemma4Error, TensorProblem, existing, read};
 use crate::json;
 use crate::model::layer::ActivationScales;
 use crate::model::multimodal::Clip;
+use crate::vision::video_processor;
 use burn::{
     module::Module,
     tensor::{DType, Device},
@@ -201,15 +202,20 @@ impl WeightSource for TowerWeights<'_> {
 }
 
 /// Reads the description of a part of the preprocessing: the field `name` of `processor_config.json`, or the whole of
-/// `preprocessor_config.json`. Returns the description with the path of its file, or `None` if both files lack it.
+/// `preprocessor_config.json`. A video processor may have `video_preprocessor_config.json` instead. Returns the
+/// description with the path of its file, or `None` if no file has it.
 pub(super) fn description(
     folder: &Path,
     name: &str,
 ) -> Result<Option<(PathBuf, Value)>, Gemma4Error> {
     for (file, is_nested) in [
         ("processor_config.json", true),
+        ("video_preprocessor_config.json", false),
         ("preprocessor_config.json", false),
     ] {
+        if file.starts_with("video") && name != video_processor::FIELD {
+            continue;
+        }
         let Some(path) = existing(folder, file)? else {
             continue;
         };

@@ -1,4 +1,4 @@
-//! Loads the vision of a multimodal checkpoint, when the first image of a prompt needs it.
+//! Loads the vision of a multimodal checkpoint, when the first image or video of a prompt needs it.
 
 use super::files::TensorFiles;
 use super::lazy_encoder::{ClippedModule, Encoder, LazyEncoder, MediumFormat};
@@ -13,17 +13,22 @@ use crate::model::vision::{ProjectedVision, TowerPass, TowerVision, Vision};
 use crate::vision::image::{Image, ImageHeader};
 use crate::vision::patches::{ImageProcessor, Patches};
 use crate::vision::prepared::PreparedImage;
+use crate::vision::prepared_video::PreparedVideo;
+use crate::vision::video::Video;
+use crate::vision::video_processor::{FIELD, VideoProcessor};
 use burn::tensor::{DType, Device, Tensor};
 use std::path::Path;
 
 /// The vision of a checkpoint in a folder. The weights are loaded when the first image needs them.
 pub(crate) type LazyVision = LazyEncoder<ImageFormat>;
 
-/// The form that images have in the prompts of a checkpoint. It needs no weights.
+/// The form that images and videos have in the prompts of a checkpoint. It needs no weights.
 #[derive(Clone, Debug)]
 pub(crate) struct ImageFormat {
     pub config: VisionConfig,
     processor: ImageProcessor,
+    /// The settings for videos, or the reason why the model sees none.
+    video: Result<VideoProcessor, String>,
 }
 
 impl ImageFormat {
@@ -36,6 +41,37 @@ impl ImageFormat {
         let size = [image.width(), image.height()];
         self.check_positions(self.processor.soft_tokens(size, image.max_soft_tokens())?)?;
         image.prepared(self.processor)
+    }
+
+    /// Returns the settings for videos.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no videos.
+    pub fn video(&self) -> Result<&VideoProcessor, Gemma4Error> {
+        self.video.as_ref().map_err(|reason| Gemma4Error::Argument {
+            argument: "video",
+            reason: format!("this model sees no videos: {reason}"),
+        })
+    }
+
+    /// Resizes the frames of a video for the model.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model sees no videos, if the frames are too narrow, or if the
+    /// checkpoint samples another number of frames.
+    pub fn prepared_video(&self, video: &Video) -> Result<PreparedVideo, Gemma4Error> {
+        let VideoProcessor { frame, frames } = *self.video()?;
+        video.check_sampling(frames)?;
+        let size = [video.width(), video.height()];
+        let prepared = video.timestamps().zip(video.frames());
+        let prepared = prepared.map(|(timestamp, one)| {
+            let soft_tokens = frame.soft_tokens(size, one.image.max_soft_tokens())?;
+            self.check_positions(soft_tokens)?;
+            Ok((timestamp, one.image.prepared(frame)?))
+        });
+        Ok(PreparedVideo {
+            frames: prepared.collect::<Result<_, Gemma4Error>>()?,
+        })
     }
 
     /// Returns the size of an image from the header of its file. `max_soft_tokens` is the largest number of soft
@@ -152,6 +188,7 @@ impl LazyVision {
         };
         let format = ImageFormat {
             processor: processor(folder, &config)?,
+            video: video_processor(folder, &config, text),
             config,
         };
         Self::new(folder, (files, json), format, text, dtype, device).map(Some)
@@ -197,8 +234,31 @@ fn processor(folder: &Path, config: &VisionConfig) -> Result<ImageProcessor, Gem
     let default = ImageProcessor::new(config.patch_size, config.pooling_kernel_size);
     match description(folder, "image_processor")? {
         Some((path, description)) => default
-            .read(&description)
+            .read("image_processor", &description)
             .map_err(|reason| Gemma4Error::Malformed { path, reason }),
+        None => Ok(default),
+    }
+}
+
+/// Reads the video processor, or returns Gemma 4's defaults. The error is the reason why the model sees no videos. Such
+/// a model still sees images.
+fn video_processor(
+    folder: &Path,
+    config: &VisionConfig,
+    text: &Gemma4Config,
+) -> Result<VideoProcessor, String> {
+    if config.video_token as usize >= text.vocab_size {
+        return Err(format!(
+            "video_token_id is {}, which is outside the vocabulary: vocab_size is {}",
+            config.video_token, text.vocab_size
+        ));
+    }
+    let default = VideoProcessor::new(config.patch_size, config.pooling_kernel_size);
+    match description(folder, FIELD).map_err(|error| error.to_string())? {
+        Some((path, description)) => default.read(&description).map_err(|reason| {
+            let malformed = Gemma4Error::Malformed { path, reason };
+            malformed.to_string()
+        }),
         None => Ok(default),
     }
 }

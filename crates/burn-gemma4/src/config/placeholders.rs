@@ -43,6 +43,9 @@ pub(crate) const IMAGE: &str = "image";
 /// The medium of the placeholders that audio clips replace.
 pub(crate) const AUDIO: &str = "audio";
 
+/// The medium of the placeholders that the frames of videos replace.
+pub(crate) const VIDEO: &str = "video";
+
 impl Placeholders {
     /// Reads the placeholders from the text of a `config.json`. A missing field has the default value of Hugging Face
     /// Transformers. A text model has no placeholders, and neither has a vocabulary without the tokens.
@@ -54,7 +57,7 @@ impl Placeholders {
         let tokens = [
             (IMAGE, fields.image_token_id.unwrap_or(258_880)),
             (AUDIO, fields.audio_token_id.unwrap_or(258_881)),
-            ("video", fields.video_token_id.unwrap_or(258_884)),
+            (VIDEO, fields.video_token_id.unwrap_or(258_884)),
         ];
         let in_vocabulary = tokens
             .into_iter()

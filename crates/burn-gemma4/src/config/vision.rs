@@ -22,6 +22,8 @@ pub(crate) struct VisionConfig {
     pub pooling_kernel_size: usize,
     /// The token in whose place each soft token stands.
     pub image_token: u32,
+    /// The token in whose place each soft token of a video's frame stands.
+    pub video_token: u32,
     /// The token before the soft tokens of an image.
     pub begin_token: u32,
     /// The token after the soft tokens of an image.
@@ -75,6 +77,7 @@ struct File {
     vision_config: Option<Value>,
     text_config: Option<Value>,
     image_token_id: Option<u32>,
+    video_token_id: Option<u32>,
     boi_token_id: Option<u32>,
     eoi_token_id: Option<u32>,
 }
@@ -126,6 +129,7 @@ impl VisionConfig {
             patch_size: fields.patch_size.unwrap_or(16),
             pooling_kernel_size: fields.pooling_kernel_size.unwrap_or(3),
             image_token: file.image_token_id.unwrap_or(258_880),
+            video_token: file.video_token_id.unwrap_or(258_884),
             begin_token: file.boi_token_id.unwrap_or(255_999),
             end_token: file.eoi_token_id.unwrap_or(258_882),
             is_bidirectional: is_bidirectional(&file, is_unified),

@@ -1,4 +1,5 @@
-//! An encoded prompt: token ids, and the images and audio clips whose soft tokens stand in the place of some of them.
+//! An encoded prompt: token ids, and the images, frames of videos and audio clips whose soft tokens stand in the place of
+//! some of them.
 
 use super::media_layout::{Around, Replaced, Replacements, replace};
 use crate::audio::prepared::PreparedAudio;
@@ -7,9 +8,10 @@ use crate::error::Gemma4Error;
 use crate::media_hash::MediumHash;
 use crate::model::soft_tokens::{CallMedia, SoftTokens};
 use crate::vision::prepared::PreparedImage;
+use crate::vision::prepared_video::PreparedVideo;
 use std::ops::Range;
 
-/// An image or an audio clip in a prompt.
+/// An image, a frame of a video or an audio clip in a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PlacedMedium {
     /// The tokens of the prompt in whose place the soft tokens stand.
@@ -17,7 +19,7 @@ pub(crate) struct PlacedMedium {
     pub hash: MediumHash,
 }
 
-/// A prompt as token ids, with its images and audio clips. [`PromptEncoder::encode`](crate::PromptEncoder::encode)
+/// A prompt as token ids, with its images, videos and audio clips. [`PromptEncoder::encode`](crate::PromptEncoder::encode)
 /// makes one from tokens and media, and [`Gemma4::prefill`](crate::Gemma4::prefill) reads it.
 ///
 /// ```
@@ -29,7 +31,7 @@ pub(crate) struct PlacedMedium {
 #[derive(Clone, Debug, Default)]
 pub struct EncodedPrompt {
     pub(crate) tokens: Vec<u32>,
-    /// The images and audio clips in ascending order.
+    /// The images, the frames of videos and the audio clips in ascending order.
     pub(crate) media: Vec<PlacedMedium>,
     /// The input of each of `media`, from which the model computes soft tokens.
     pub(crate) inputs: Vec<MediumInput>,
@@ -89,8 +91,8 @@ impl EncodedPrompt {
         self.tokens.is_empty()
     }
 
-    /// The images and audio clips in ascending order: the placeholders of each of them, and its hash. Two prompts with
-    /// the same tokens have the same meaning only if their media have the same hashes.
+    /// The images, the frames of videos and the audio clips in ascending order: the placeholders of each of them, and
+    /// its hash. Two prompts with the same tokens have the same meaning only if their media have the same hashes.
     pub fn media(&self) -> impl Iterator<Item = (Range<usize>, MediumHash)> {
         let media = self.media.iter();
         media.map(|medium| (medium.tokens.clone(), medium.hash))
@@ -106,6 +108,7 @@ impl EncodedPrompt {
     pub(crate) fn expand(
         tokens: Vec<u32>,
         images: &[PreparedImage],
+        videos: &[PreparedVideo],
         audio: &[PreparedAudio],
         formats: &MediaFormats,
     ) -> Self {
@@ -113,11 +116,16 @@ impl EncodedPrompt {
             around: Around::images(formats),
             media: images.iter().map(Replacement::from).collect(),
         };
+        let frames = videos.iter().flat_map(|video| &video.frames);
+        let frames = Replacements {
+            around: Around::frames(formats),
+            media: frames.map(|(_, frame)| frame.into()).collect(),
+        };
         let audio = Replacements {
             around: Around::audio(formats),
             media: audio.iter().map(Replacement::from).collect(),
         };
-        Self::replace(tokens, vec![images, audio])
+        Self::replace(tokens, vec![images, frames, audio])
     }
 
     /// Replaces the placeholders of each of some kinds of media.

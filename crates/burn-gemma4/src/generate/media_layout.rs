@@ -69,6 +69,16 @@ impl Around {
         })
     }
 
+    /// Returns the tokens around the frames of videos.
+    pub fn frames(formats: &MediaFormats) -> Option<Self> {
+        let format = formats.vision.as_ref().ok()?;
+        format.video().ok()?;
+        Some(Self {
+            placeholder: format.config.video_token,
+            ..Self::images(formats)?
+        })
+    }
+
     pub fn audio(formats: &MediaFormats) -> Option<Self> {
         let config = &formats.audio.as_ref().ok()?.config;
         Some(Self {

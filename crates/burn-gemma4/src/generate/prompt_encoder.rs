@@ -1,4 +1,4 @@
-//! Puts images and audio clips in the place of the placeholders in a prompt, without the weights of the model.
+//! Puts images, videos and audio clips in the place of the placeholders in a prompt, without the weights of the model.
 
 use super::encoded::EncodedPrompt;
 use super::media_layout::MediaLayout;
@@ -6,13 +6,15 @@ use crate::audio::clip::Audio;
 use crate::audio::header::AudioHeader;
 use crate::audio::prepared::PreparedAudio;
 use crate::checkpoint::media::MediaFormats;
-use crate::config::placeholders::{AUDIO, IMAGE, Placeholders};
+use crate::config::placeholders::{AUDIO, IMAGE, Placeholders, VIDEO};
 use crate::error::Gemma4Error;
 use crate::media_size::MediumSize;
 use crate::vision::image::{Image, ImageHeader};
 use crate::vision::prepared::PreparedImage;
+use crate::vision::prepared_video::{self, PreparedVideo};
+use crate::vision::video::Video;
 
-/// Puts images and audio clips in the place of the placeholders in a prompt. The encoder holds no weights, so a thread
+/// Puts images, videos and audio clips in the place of the placeholders in a prompt. The encoder holds no weights, so a thread
 /// that does not own the model can encode prompts. [`Gemma4::prompt_encoder`](crate::Gemma4::prompt_encoder) returns
 /// it.
 ///
@@ -52,6 +54,22 @@ impl PromptEncoder {
         self.formats.vision().map(|_| ())
     }
 
+    /// Checks that the model sees videos.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no videos.
+    pub fn check_video(&self) -> Result<(), Gemma4Error> {
+        self.formats.check_video()
+    }
+
+    /// Returns the number of frames that the checkpoint's video processor samples from a longer video.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] with the reason why the model sees no videos.
+    pub fn video_frames(&self) -> Result<usize, Gemma4Error> {
+        Ok(self.formats.vision()?.video()?.frames)
+    }
+
     /// Checks that the model hears audio.
     ///
     /// # Errors
@@ -66,6 +84,15 @@ impl PromptEncoder {
     /// Returns [`Gemma4Error::Argument`] if the model sees no images, or if the image is too narrow.
     pub fn prepare(&self, image: &Image) -> Result<PreparedImage, Gemma4Error> {
         self.formats.vision()?.prepared(image)
+    }
+
+    /// Resizes the frames of a video for the model. The result does not keep the original pixels.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model sees no videos, or if the frames are too narrow. Returns the same
+    /// error if [`video_frames`](Self::video_frames) is not 32, and the video has been read without `max_frames`.
+    pub fn prepare_video(&self, video: &Video) -> Result<PreparedVideo, Gemma4Error> {
+        self.formats.vision()?.prepared_video(video)
     }
 
     /// Computes the features of an audio clip for the model. The result does not keep the samples.
@@ -110,8 +137,45 @@ impl PromptEncoder {
         images: &[PreparedImage],
         audio: &[PreparedAudio],
     ) -> Result<EncodedPrompt, Gemma4Error> {
-        self.check(&tokens, images.len(), audio.len())?;
-        Ok(EncodedPrompt::expand(tokens, images, audio, &self.formats))
+        self.encode_with_videos(tokens, images, &[], audio)
+    }
+
+    /// Encodes tokens like [`encode`](Self::encode), with videos. Tokenize the text that
+    /// [`expand_videos`](Self::expand_videos) returns, so that each frame of a video has a placeholder.
+    ///
+    /// # Errors
+    /// Returns the errors of [`encode`](Self::encode). Returns [`Gemma4Error::Argument`] for videos if the model sees
+    /// none, and if there is not one placeholder for each frame.
+    pub fn encode_with_videos(
+        &self,
+        tokens: Vec<u32>,
+        images: &[PreparedImage],
+        videos: &[PreparedVideo],
+        audio: &[PreparedAudio],
+    ) -> Result<EncodedPrompt, Gemma4Error> {
+        let frames = videos.iter().map(PreparedVideo::frames).sum();
+        self.check_media(&tokens, images.len(), frames, audio.len())?;
+        Ok(EncodedPrompt::expand(
+            tokens,
+            images,
+            videos,
+            audio,
+            &self.formats,
+        ))
+    }
+
+    /// Replaces each `<|video|>` in a rendered prompt by the timestamps and placeholders of a video's frames, in order:
+    /// `00:00 <|video|> 00:01 <|video|>`. The timestamps are part of the text, so this precedes tokenization.
+    ///
+    /// # Errors
+    /// Returns [`Gemma4Error::Argument`] if the model sees no videos, or if there is not one video for each placeholder.
+    pub fn expand_videos(
+        &self,
+        prompt: &str,
+        videos: &[PreparedVideo],
+    ) -> Result<String, Gemma4Error> {
+        self.check_video()?;
+        prepared_video::expand(prompt, videos)
     }
 
     /// Replaces each image placeholder and each audio placeholder in `tokens` by as many placeholders as an image or a
@@ -150,8 +214,22 @@ impl PromptEncoder {
     /// # Errors
     /// Returns the errors of [`encode`](Self::encode).
     pub fn check(&self, tokens: &[u32], images: usize, audio: usize) -> Result<(), Gemma4Error> {
+        self.check_media(tokens, images, 0, audio)
+    }
+
+    /// Checks tokens like [`check`](Self::check), with `frames` frames of videos.
+    fn check_media(
+        &self,
+        tokens: &[u32],
+        images: usize,
+        frames: usize,
+        audio: usize,
+    ) -> Result<(), Gemma4Error> {
         if images > 0 {
             self.check_vision()?;
+        }
+        if frames > 0 {
+            self.check_video()?;
         }
         if audio > 0 {
             self.check_audio()?;
@@ -160,13 +238,21 @@ impl PromptEncoder {
             vision,
             audio: hearing,
         } = &self.formats;
-        let media = [(vision.is_ok(), IMAGE), (hearing.is_ok(), AUDIO)];
+        let media = [
+            (vision.is_ok(), IMAGE),
+            (frames > 0, VIDEO),
+            (hearing.is_ok(), AUDIO),
+        ];
         let media = media.into_iter().filter(|(is_read, _)| *is_read);
         let media: Vec<&str> = media.map(|(_, medium)| medium).collect();
         self.placeholders.check_except(tokens, &media)?;
         if let Ok(format) = vision {
             let nouns = ["image", "images"];
             check_count(tokens, format.config.image_token, images, nouns)?;
+            if frames > 0 {
+                let nouns = ["video frame", "frames"];
+                check_count(tokens, format.config.video_token, frames, nouns)?;
+            }
         }
         match hearing {
             Ok(format) => {

@@ -126,7 +126,7 @@ impl Session<'_> {
     /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot
     /// be read from the device. Passes on the errors of
     /// [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json). Returns [`Gemma4Error::Argument`] if the session
-    /// or a message has images or audio.
+    /// or a message has images, videos or audio.
     ///
     /// # Panics
     /// Panics if the device fails while the file is written.
@@ -135,7 +135,7 @@ impl Session<'_> {
         if !self.media.is_empty() || contents.any(|content| content.has_media()) {
             return Err(Gemma4Error::Argument {
                 argument: "session",
-                reason: "has images or audio, which a session file cannot hold".into(),
+                reason: "has images, videos or audio, which a session file cannot hold".into(),
             });
         }
         let model = self.gemma.model();

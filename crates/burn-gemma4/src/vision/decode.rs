@@ -15,7 +15,7 @@ const FORMATS: [ImageFormat; 3] = [ImageFormat::Png, ImageFormat::Jpeg, ImageFor
 
 /// The limit of the PNG decoder for chunks of metadata and one row of pixels. A larger color profile is ignored, and
 /// larger texts are refused. Without this limit, a profile of 600 KB could be inflated to any size.
-const METADATA_BYTES: u64 = 4 << 20;
+pub(super) const METADATA_BYTES: u64 = 4 << 20;
 
 /// The largest number of bytes that the WebP decoder needs for each pixel: 14.5 for a lossy image with transparency.
 const WEBP_PIXEL_BYTES: u64 = 15;
@@ -87,8 +87,8 @@ pub(super) fn header(bytes: &[u8]) -> Result<ImageHeader, String> {
 /// True if a PNG file has a chunk of metadata before its pixels.
 fn has_metadata(bytes: &[u8]) -> bool {
     png_chunks(bytes)
-        .take_while(|kind| *kind != b"IDAT")
-        .any(|kind| METADATA_CHUNKS.contains(&&kind[..]))
+        .take_while(|(kind, _)| *kind != b"IDAT")
+        .any(|(kind, _)| METADATA_CHUNKS.contains(&&kind[..]))
 }
 
 /// Returns the format of an image file, if it can be decoded.
@@ -112,7 +112,7 @@ fn open(bytes: &[u8], format: ImageFormat) -> Result<impl ImageDecoder, String> 
     Ok(decoder)
 }
 
-fn failed(error: ImageError) -> String {
+pub(super) fn failed(error: ImageError) -> String {
     format!("cannot be decoded as an image: {error}")
 }
 
@@ -133,7 +133,7 @@ fn whole_jpeg(bytes: &[u8]) -> Result<DynamicImage, String> {
 }
 
 /// Refuses a file whose end is missing. Some decoders do not notice this, and the header of an image never shows it.
-fn refuse_truncated(bytes: &[u8], format: ImageFormat) -> Result<(), String> {
+pub(super) fn refuse_truncated(bytes: &[u8], format: ImageFormat) -> Result<(), String> {
     let is_whole = match format {
         ImageFormat::Jpeg => has_end_marker(bytes),
         // The header has the number of the bytes that follow its first eight.
@@ -142,7 +142,7 @@ fn refuse_truncated(bytes: &[u8], format: ImageFormat) -> Result<(), String> {
             let size = size.map(|size| u64::from(u32::from_le_bytes(*size)));
             size.is_some_and(|size| size + 8 <= bytes.len() as u64)
         }
-        _ => png_chunks(bytes).any(|kind| kind == b"IEND"),
+        _ => png_chunks(bytes).any(|(kind, _)| kind == b"IEND"),
     };
     match is_whole {
         true => Ok(()),
@@ -150,17 +150,17 @@ fn refuse_truncated(bytes: &[u8], format: ImageFormat) -> Result<(), String> {
     }
 }
 
-/// Returns the types of the chunks of a PNG file, up to the first chunk whose beginning is missing. The empty chunk at
-/// the end may be incomplete.
-fn png_chunks(bytes: &[u8]) -> impl Iterator<Item = &[u8; 4]> {
+/// Returns the types and the data of the chunks of a PNG file, up to the first chunk whose beginning is missing. The
+/// last chunk may be incomplete.
+pub(super) fn png_chunks(bytes: &[u8]) -> impl Iterator<Item = (&[u8; 4], &[u8])> {
     let mut rest = bytes.get(8..).unwrap_or_default();
     iter::from_fn(move || {
         let (length, after) = rest.split_first_chunk()?;
-        let kind = after.first_chunk()?;
-        // The type has 4 bytes before the data, and the checksum has 4 bytes after it.
+        let (kind, data) = after.split_first_chunk()?;
         let length = u32::from_be_bytes(*length) as usize;
-        rest = after.get(length.saturating_add(8)..).unwrap_or_default();
-        Some(kind)
+        // The checksum has 4 bytes after the data.
+        rest = data.get(length.saturating_add(4)..).unwrap_or_default();
+        Some((kind, &data[..length.min(data.len())]))
     })
 }
 
@@ -193,7 +193,7 @@ fn has_end_marker(bytes: &[u8]) -> bool {
 
 /// Returns the channels red, green and blue of each pixel, 8 bits each. A channel of 16 bits becomes its high byte, as
 /// in Pillow.
-fn rgb(image: DynamicImage) -> Vec<u8> {
+pub(super) fn rgb(image: DynamicImage) -> Vec<u8> {
     let high = |value: u16| (value >> 8) as u8;
     let mut rgb = Vec::with_capacity(image.width() as usize * image.height() as usize * 3);
     match image {

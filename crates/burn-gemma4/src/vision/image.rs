@@ -12,7 +12,7 @@ use std::{fmt, path::Path};
 pub(crate) const SOFT_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
 
 /// The noun of an image file in messages.
-const MEDIUM: &str = "an image";
+pub(super) const MEDIUM: &str = "an image";
 
 /// The largest number of pixels of an image. An image of this size takes 192 MiB in memory.
 pub(super) const MOST_PIXELS: usize = 1 << 26;
@@ -141,7 +141,7 @@ impl Image {
         Ok(Self::of(Pixels { width, height, rgb }))
     }
 
-    fn of(pixels: Pixels) -> Self {
+    pub(super) fn of(pixels: Pixels) -> Self {
         Self {
             pixels: Arc::new(pixels),
             max_soft_tokens: None,

@@ -58,13 +58,13 @@ impl ImageProcessor {
         }
     }
 
-    /// Reads the description of an image processor. A missing field keeps its value in `self`. The error is a reason
-    /// that names the field.
-    pub fn read(self, description: &Value) -> Result<Self, String> {
-        let fields: Fields = json::from_field("image_processor", description)?;
+    /// Reads the description of an image processor, which `name` names in messages. A missing field keeps its value in
+    /// `self`. The error is a reason that names the field.
+    pub fn read(self, name: &str, description: &Value) -> Result<Self, String> {
+        let fields: Fields = json::from_field(name, description)?;
         let refuse = |field: &str, value: String, expected: &str| {
             Err(format!(
-                "image_processor: {field} is {value}; only {expected} is supported"
+                "{name}: {field} is {value}; only {expected} is supported"
             ))
         };
         let switches = [
@@ -107,7 +107,7 @@ impl ImageProcessor {
                 ..self
             }),
             false => Err(format!(
-                "image_processor: max_soft_tokens is {max_soft_tokens}; expected one of {SOFT_TOKENS:?}"
+                "{name}: max_soft_tokens is {max_soft_tokens}; expected one of {SOFT_TOKENS:?}"
             )),
         }
     }
@@ -233,7 +233,7 @@ impl Patches {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use std::path::PathBuf;
 
@@ -265,7 +265,7 @@ mod tests {
         Image::from_rgb(width, height, rgb).expect("the number of bytes is right")
     }
 
-    fn crc32(bytes: &[u8]) -> u32 {
+    pub fn crc32(bytes: &[u8]) -> u32 {
         let step = |crc: u32, byte: &u8| {
             (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
                 (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())

@@ -1,7 +1,8 @@
-//! The content of a message: text, or parts of text, images and audio.
+//! The content of a message: text, or parts of text, images, videos and audio.
 
 use crate::audio::clip::Audio;
 use crate::vision::image::Image;
+use crate::vision::video::Video;
 use serde::{Deserialize, Serialize, Serializer, ser::SerializeMap};
 
 /// The content of a [`Message`](super::Message).
@@ -14,7 +15,7 @@ use serde::{Deserialize, Serialize, Serializer, ser::SerializeMap};
 pub enum Content {
     /// A text.
     Text(String),
-    /// Texts, images and audio, in the order in which the model reads them.
+    /// Texts, images, videos and audio, in the order in which the model reads them.
     Parts(Vec<MessagePart>),
 }
 
@@ -25,6 +26,8 @@ pub enum MessagePart {
     Text(String),
     /// An image.
     Image(Image),
+    /// A video.
+    Video(Video),
     /// An audio clip.
     Audio(Audio),
 }
@@ -38,7 +41,7 @@ impl Content {
         };
         let texts = parts.iter().filter_map(|part| match part {
             MessagePart::Text(text) => Some(text.as_str()),
-            MessagePart::Image(_) | MessagePart::Audio(_) => None,
+            MessagePart::Image(_) | MessagePart::Video(_) | MessagePart::Audio(_) => None,
         });
         whole.into_iter().chain(texts)
     }
@@ -46,20 +49,28 @@ impl Content {
     /// Returns the images of the content, in order.
     pub fn images(&self) -> impl Iterator<Item = &Image> {
         self.parts().iter().filter_map(|part| match part {
-            MessagePart::Text(_) | MessagePart::Audio(_) => None,
+            MessagePart::Text(_) | MessagePart::Video(_) | MessagePart::Audio(_) => None,
             MessagePart::Image(image) => Some(image),
+        })
+    }
+
+    /// Returns the videos of the content, in order.
+    pub fn videos(&self) -> impl Iterator<Item = &Video> {
+        self.parts().iter().filter_map(|part| match part {
+            MessagePart::Text(_) | MessagePart::Image(_) | MessagePart::Audio(_) => None,
+            MessagePart::Video(video) => Some(video),
         })
     }
 
     /// Returns the audio clips of the content, in order.
     pub fn audio(&self) -> impl Iterator<Item = &Audio> {
         self.parts().iter().filter_map(|part| match part {
-            MessagePart::Text(_) | MessagePart::Image(_) => None,
+            MessagePart::Text(_) | MessagePart::Image(_) | MessagePart::Video(_) => None,
             MessagePart::Audio(audio) => Some(audio),
         })
     }
 
-    /// True if the content has images or audio.
+    /// True if the content has images, videos or audio.
     pub(crate) fn has_media(&self) -> bool {
         let is_text = |part: &MessagePart| matches!(part, MessagePart::Text(_));
         !self.parts().iter().all(is_text)
@@ -82,7 +93,9 @@ impl Content {
             Self::Parts(parts) => {
                 let parts = parts.iter().map(|part| match part {
                     MessagePart::Text(text) => Ok(MessagePart::Text(change(text)?)),
-                    MessagePart::Image(_) | MessagePart::Audio(_) => Ok(part.clone()),
+                    MessagePart::Image(_) | MessagePart::Video(_) | MessagePart::Audio(_) => {
+                        Ok(part.clone())
+                    }
                 });
                 Self::Parts(parts.collect::<Result<_, E>>()?)
             }
@@ -132,6 +145,12 @@ impl From<Image> for MessagePart {
     }
 }
 
+impl From<Video> for MessagePart {
+    fn from(video: Video) -> Self {
+        Self::Video(video)
+    }
+}
+
 impl From<Audio> for MessagePart {
     fn from(audio: Audio) -> Self {
         Self::Audio(audio)
@@ -156,6 +175,7 @@ impl Serialize for MessagePart {
                 map.serialize_entry("text", text)?;
             }
             Self::Image(_) => map.serialize_entry("type", "image")?,
+            Self::Video(_) => map.serialize_entry("type", "video")?,
             Self::Audio(_) => map.serialize_entry("type", "audio")?,
         }
         map.end()
