@@ -65,5 +65,6 @@ mod sampling;
 mod sessions;
 mod templates;
 mod text;
+mod video;
 mod vision;
 mod vocabulary;
