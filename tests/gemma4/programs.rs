@@ -20,6 +20,7 @@ mod resumed;
 mod sessions;
 #[cfg(feature = "training")]
 pub mod training;
+mod videos;
 
 use attention_workspace::testing::program::{Ended, gemma4, run, succeed};
 

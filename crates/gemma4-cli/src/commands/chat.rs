@@ -4,7 +4,7 @@ use crate::{
     Error,
     cache_file::CacheFile,
     generation::{GenerationArguments, tell_length, with_drafter},
-    media::{ImageSize, content},
+    media::{ImageSize, VideoSampling, content},
     model::AdaptedModelArguments,
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
@@ -17,11 +17,11 @@ use std::io::{IsTerminal, stdin};
 use std::path::Path;
 use std::process::ExitCode;
 
-const COMMANDS: &str = "Ctrl-C stops an answer, /image FILE shows an image with the next message, /audio FILE plays a recording with it, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
+const COMMANDS: &str = "Ctrl-C stops an answer, /image FILE shows an image with the next message, /video PATH shows a video with it, /audio FILE plays a recording with it, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
 
 /// Talk to a Gemma 4 model in the terminal.
 ///
-/// Ctrl-C stops an answer. /image FILE shows a PNG, JPEG or WebP file with the next message. /audio FILE plays a WAV, FLAC, MP3 or Ogg Vorbis file with it. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
+/// Ctrl-C stops an answer. /image FILE shows a PNG, JPEG or WebP file with the next message. /video PATH shows an animated GIF, PNG or WebP file with it, or a folder of frames with --fps. /audio FILE plays a WAV, FLAC, MP3 or Ogg Vorbis file with it. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
 ///
 /// If messages come from a file or a pipe, one on each line, an empty line separates the answers.
 #[derive(Parser)]
@@ -39,6 +39,8 @@ pub struct Chat {
     system: Option<String>,
     #[command(flatten)]
     image_size: ImageSize,
+    #[command(flatten)]
+    video_sampling: VideoSampling,
     #[command(flatten)]
     generation: GenerationArguments,
 }
@@ -68,6 +70,7 @@ fn run(cli: &Chat) -> Result<(), Error> {
         session,
         media: Vec::new(),
         image_size: &cli.image_size,
+        video_sampling: &cli.video_sampling,
         options: GenerateOptions {
             cancellation: Some(interrupt.cancellation()),
             ..cli.generation.options(&loaded.gemma, true)
@@ -185,6 +188,7 @@ fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
 #[derive(Clone, Copy)]
 enum Medium {
     Image,
+    Video,
     Audio,
 }
 
@@ -193,6 +197,7 @@ impl Medium {
     fn command(self) -> &'static str {
         match self {
             Self::Image => "/image",
+            Self::Video => "/video",
             Self::Audio => "/audio",
         }
     }
@@ -200,7 +205,7 @@ impl Medium {
 
 /// Returns the kind and the path of the file that a command reads, or `None` for other lines.
 fn medium(line: &str) -> Option<(Medium, &str)> {
-    [Medium::Image, Medium::Audio]
+    [Medium::Image, Medium::Video, Medium::Audio]
         .into_iter()
         .find_map(|medium| {
             let rest = line.strip_prefix(medium.command())?;
@@ -218,9 +223,10 @@ struct Conversation<'a> {
     messages: Vec<Message>,
     /// The session, which holds the KV cache of the conversation so far.
     session: Session<'a>,
-    /// The images and audio that precede the next message, in the order of the commands.
+    /// The images, videos and audio that precede the next message, in the order of the commands.
     media: Vec<MessagePart>,
     image_size: &'a ImageSize,
+    video_sampling: &'a VideoSampling,
     options: GenerateOptions,
 }
 
@@ -231,7 +237,7 @@ impl Conversation<'_> {
         self.session.reset();
     }
 
-    /// Reads an image or audio, which precedes the next message.
+    /// Reads an image, a video or audio, which precedes the next message.
     fn add(&mut self, medium: Medium, path: &str) -> Result<(), Error> {
         let command = medium.command();
         let refuse = |reason: &str| Err(WrongArgument(format!("{command}: {reason}")).into());
@@ -240,13 +246,17 @@ impl Conversation<'_> {
         }
         if self.cache.is_some() {
             return refuse(
-                "the file of --cache cannot hold images or audio; start the chat without --cache",
+                "the file of --cache cannot hold images, videos or audio; start the chat without --cache",
             );
         }
         self.media.push(match medium {
             Medium::Image => {
                 self.gemma.check_vision()?;
                 self.image_size.open(Path::new(path))?.into()
+            }
+            Medium::Video => {
+                self.gemma.check_video()?;
+                self.video_sampling.open(Path::new(path))?.into()
             }
             Medium::Audio => {
                 self.gemma.check_audio()?;

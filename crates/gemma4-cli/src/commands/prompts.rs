@@ -27,7 +27,7 @@ pub struct PromptsArguments {
         value_name = "FILE",
         requires = "out",
         conflicts_with_all = [
-            "text", "images", "audio", "prompt", "chat", "system", "prompt_tokens", "thinking", "special_tokens", "cache", "lookup", "draft", "json",
+            "text", "images", "videos", "audio", "prompt", "chat", "system", "prompt_tokens", "thinking", "special_tokens", "cache", "lookup", "draft", "json",
             "logprobs", "ignore_eos"
         ]
     )]

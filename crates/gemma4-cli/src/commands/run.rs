@@ -50,7 +50,8 @@ pub struct Run {
     /// Answer the prompt as a chat message, with the checkpoint's chat template.
     #[arg(long, help_heading = "Prompt")]
     chat: bool,
-    /// System instructions before the message. This option implies --chat, and so do --thinking, --image and --audio.
+    /// System instructions before the message. This option implies --chat, and so do --thinking, --image, --video and
+    /// --audio.
     #[arg(
         long,
         help_heading = "Prompt",
@@ -179,7 +180,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
         return Ok(Prompt::Tokens(tokens.clone()));
     }
     let is_embedded = cli.model.model.model.is_none();
-    // Read images and audio first. An error in them is then reported before the prompt is read from a pipe.
+    // Read images, videos and audio first. An error in them is then reported before the prompt is read from a pipe.
     let media = cli.media.open()?;
     let argument = cli.text.as_deref().or(cli.prompt.as_deref());
     let given = match argument {
