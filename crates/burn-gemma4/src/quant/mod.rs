@@ -3,6 +3,7 @@
 
 pub(crate) mod blocks;
 mod codebooks;
+pub(crate) mod encode;
 pub(crate) mod fp4;
 pub(crate) mod fp8;
 pub(crate) mod mobile;
