@@ -33,7 +33,8 @@ pub use cancellation::Cancellation;
 pub use checkpoint::adapter::{Adapter, AdapterTargets, AdapterWeights, TowerTargets};
 pub use checkpoint::media_towers::{BatchMedia, MediaKinds, MediaTowers};
 pub use checkpoint::{
-    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,
+    ExportForm, ExportOptions, ImportanceMatrix, LoadOptions, LoadProgress, Quantization,
+    QuantizedCheckpoint, copy_beside, quantize_checkpoint,
 };
 pub use config::generation::GenerationDefaults;
 pub use config::placeholders::Placeholders;

@@ -26,8 +26,10 @@ mod source;
 mod tower;
 mod vision;
 
+pub use export::options::{ExportForm, ExportOptions};
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};
 pub(crate) use files::map;
+pub use gguf::importance::ImportanceMatrix;
 pub use options::{LoadOptions, LoadProgress, Quantization};
 pub use save::copy_beside;
 pub(crate) use save::{Stored, create, stored, write_file, write_tensors};

@@ -4,10 +4,13 @@ use crate::{
     Dtype, Error,
     device::DeviceName,
     hub,
-    model::{self, ModelArguments, Table, progress_bar},
+    model::{ModelArguments, Table, progress_bar},
     terminal::{Output, WrongArgument, exit_code, note},
 };
-use burn_gemma4::{LoadProgress, quantize_checkpoint};
+use burn_gemma4::{
+    ExportForm, ExportOptions, ImportanceMatrix, LoadProgress, QuantizedCheckpoint,
+    quantize_checkpoint,
+};
 use clap::Parser;
 use gemma4_train::{
     data::documents::read_documents_or_text,
@@ -15,11 +18,12 @@ use gemma4_train::{
 };
 use serde::Serialize;
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
-/// Quantize a checkpoint to 8 or 4 bits.
+/// Quantize a checkpoint to 8 to 2 bits.
 ///
 /// Read a checkpoint folder, and write a GGUF file or a folder in compressed-tensors' format. Only one matrix is in memory at a
 /// time.
@@ -29,14 +33,19 @@ pub struct Quantize {
     /// Checkpoint to quantize: a folder in Hugging Face's layout, in f32, f16 or bf16. It is not changed.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Format of the quantized weights: blocks of 32 elements with 8 or 4 bits each, and a scale per block.
-    #[arg(long, value_enum, value_name = "FORM")]
+    /// Form of the quantized weights. q8 and q4 have blocks of 32 elements with 8 or 4 bits each, and a scale per block. The
+    /// others are llama.cpp's mixtures of K formats, for GGUF files.
+    #[arg(long, value_enum, ignore_case = true, value_name = "FORM")]
     to: Form,
     /// Path to write, which must not exist yet. If the name ends with .gguf, a GGUF file is written, in which all weights except
     /// norms and routers are quantized. For another name, a folder in compressed-tensors' format is written, in which embeddings
     /// are not quantized either.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
+    /// Importance matrix of the model, as llama-imatrix writes it: a GGUF file or a .dat file. It lowers the error of the
+    /// channels that matter. For GGUF files in forms other than q8.
+    #[arg(long, value_name = "FILE")]
+    imatrix: Option<PathBuf>,
     /// File on which to measure the cross entropy before and after quantization. It has the format of evaluate's data: .jsonl,
     /// .txt, .md or .rs.
     #[arg(long, value_name = "FILE")]
@@ -55,19 +64,68 @@ pub struct Quantize {
 }
 
 /// The values of `--to`.
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Form {
     /// Q8_0 in GGUF, W8A16 in a folder.
     Q8,
     /// Q4_0 in GGUF, W4A16 in a folder.
     Q4,
+    /// 2 bits, and 3 bits for a few matrices of each layer.
+    #[value(name = "q2_k")]
+    Q2K,
+    /// 3 bits.
+    #[value(name = "q3_k_s")]
+    Q3KSmall,
+    /// 3 bits, and 4 or 5 bits for a few matrices of each layer.
+    #[value(name = "q3_k_m")]
+    Q3KMedium,
+    /// 3 bits, and 5 bits for a few matrices of each layer.
+    #[value(name = "q3_k_l")]
+    Q3KLarge,
+    /// 4 bits, and 5 bits for a few matrices of the first layers.
+    #[value(name = "q4_k_s")]
+    Q4KSmall,
+    /// 4 bits, and 6 bits for a few matrices of half of the layers.
+    #[value(name = "q4_k_m")]
+    Q4KMedium,
+    /// 5 bits.
+    #[value(name = "q5_k_s")]
+    Q5KSmall,
+    /// 5 bits, and 6 bits for a few matrices of half of the layers.
+    #[value(name = "q5_k_m")]
+    Q5KMedium,
+    /// 6 bits.
+    #[value(name = "q6_k")]
+    Q6K,
+}
+
+impl From<Form> for ExportForm {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Q8 => Self::Q8,
+            Form::Q4 => Self::Q4,
+            Form::Q2K => Self::Q2K,
+            Form::Q3KSmall => Self::Q3KSmall,
+            Form::Q3KMedium => Self::Q3KMedium,
+            Form::Q3KLarge => Self::Q3KLarge,
+            Form::Q4KSmall => Self::Q4KSmall,
+            Form::Q4KMedium => Self::Q4KMedium,
+            Form::Q5KSmall => Self::Q5KSmall,
+            Form::Q5KMedium => Self::Q5KMedium,
+            Form::Q6K => Self::Q6K,
+        }
+    }
 }
 
 /// The JSON object that `--json` prints.
 #[derive(Serialize)]
 struct Report {
     bytes: u64,
+    bits_per_weight: f64,
+    types: BTreeMap<String, usize>,
     whole: Vec<String>,
+    small_blocks: Vec<String>,
+    without_importance: Vec<String>,
     left_out: Vec<String>,
     before: Option<CostSummary>,
     after: Option<CostSummary>,
@@ -88,18 +146,21 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
         let reason = format!("--out: {} is there already", cli.out.display());
         return Err(WrongArgument(reason).into());
     }
+    cli.refuse_what_only_gguf_stores()?;
+    let importance = cli.imatrix.as_deref().map(ImportanceMatrix::from_file);
+    let importance = importance.transpose()?;
     let before = cli.cost(&cli.model, cli.dtype)?;
     let dtype = before.map(|(_, dtype)| dtype);
 
     let bar = progress_bar()?;
+    let mut options = ExportOptions::from(ExportForm::from(cli.to));
+    if let Some(importance) = &importance {
+        options = options.importance(importance);
+    }
     let written = quantize_checkpoint(
         &cli.model,
         &cli.out,
-        match cli.to {
-            Form::Q8 => model::WeightForm::Q8,
-            Form::Q4 => model::WeightForm::Q4,
-        }
-        .into(),
+        options,
         |progress: LoadProgress<'_>| {
             bar.set_length(progress.total_bytes as u64);
             bar.set_position(progress.bytes as u64);
@@ -108,20 +169,11 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
     );
     bar.finish_and_clear();
     let written = written?;
-    if !written.whole.is_empty() {
-        note(format_args!(
-            "not quantized, because their rows are not whole blocks of 32 numbers: {}",
-            written.whole.join(", ")
-        ));
-    }
-    if !written.left_out.is_empty() {
-        note(format_args!(
-            "not in the file: {}",
-            written.left_out.join(", ")
-        ));
-    }
+    tell(&written);
+    let elements: usize = written.types.values().sum();
+    let bits_per_weight = 8.0 * written.bytes as f64 / elements.max(1) as f64;
     note(format_args!(
-        "written to {}: {:.3} GB of weights",
+        "written to {}: {:.3} GB of weights, {bits_per_weight:.2} bits a weight",
         cli.out.display(),
         written.bytes as f64 / 1e9
     ));
@@ -130,7 +182,11 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
     let after = cli.cost(&cli.out, dtype.flatten().or(cli.dtype))?;
     Report {
         bytes: written.bytes,
+        bits_per_weight,
+        types: written.types,
         whole: written.whole,
+        small_blocks: written.small_blocks,
+        without_importance: written.without_importance,
         left_out: written.left_out,
         before: before.map(|(summary, _)| summary),
         after: after.map(|(summary, _)| summary),
@@ -138,7 +194,51 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
     .print(cli.json)
 }
 
+/// Prints which weights are not in the form that the user asked for.
+fn tell(written: &QuantizedCheckpoint) {
+    for (what, names) in [
+        (
+            "not quantized, because their rows are not whole blocks of 32 numbers",
+            &written.whole,
+        ),
+        (
+            "in blocks of 32 numbers, because their rows are not whole blocks of 256",
+            &written.small_blocks,
+        ),
+        (
+            "quantized without importance, because the importance matrix lacks them",
+            &written.without_importance,
+        ),
+        ("not in the file", &written.left_out),
+    ] {
+        if !names.is_empty() {
+            note(format_args!("{what}: {}", names.join(", ")));
+        }
+    }
+}
+
 impl Quantize {
+    /// Refuses combinations of arguments that only GGUF files support, by the names of the arguments.
+    fn refuse_what_only_gguf_stores(&self) -> Result<(), Error> {
+        let extension = self.out.extension();
+        let is_gguf = extension.is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+        let form = ExportForm::from(self.to);
+        let reason = match self.imatrix {
+            _ if !is_gguf && !matches!(self.to, Form::Q8 | Form::Q4) => {
+                format!("--to: {form} exists in GGUF files only; expected an --out that ends with .gguf")
+            }
+            Some(_) if !is_gguf => {
+                "--imatrix: a folder does not use an importance matrix; expected an --out that ends with .gguf"
+                    .into()
+            }
+            Some(_) if self.to == Form::Q8 => {
+                "--imatrix: Q8_0 does not use an importance matrix; expected --to with fewer bits".into()
+            }
+            _ => return Ok(()),
+        };
+        Err(WrongArgument(reason).into())
+    }
+
     /// Measures the cross entropy of the model at `path` on the data, if data is given. Returns the cross entropy and the
     /// compute dtype.
     fn cost(

@@ -1,6 +1,6 @@
 //! Writes a quantized checkpoint as a folder. The folder's weights are in the packed format of compressed-tensors.
 
-use super::{Export, QuantizedCheckpoint};
+use super::{Export, QuantizedCheckpoint, options::ExportForm};
 use crate::checkpoint::files::TensorFiles;
 use crate::checkpoint::packed::{SCALES, SHAPE, WORDS};
 use crate::checkpoint::save::{
@@ -9,7 +9,6 @@ use crate::checkpoint::save::{
 use crate::checkpoint::source::{Source, WeightSource};
 use crate::error::Gemma4Error;
 use crate::quant::packed::Scheme;
-use crate::quant::quantize::QuantTarget;
 use crate::quant::rows::written;
 use burn::tensor::DType;
 use safetensors::{Dtype, View};
@@ -159,9 +158,9 @@ impl Export<'_> {
 
     fn scheme(&self) -> Scheme {
         Scheme {
-            bits: match self.target {
-                QuantTarget::Q8 => 8,
-                QuantTarget::Q4 => 4,
+            bits: match self.options.form {
+                ExportForm::Q8 => 8,
+                _ => 4,
             },
             group: Some(GROUP),
             is_symmetric: true,
@@ -172,7 +171,7 @@ impl Export<'_> {
     fn matrices(&self) -> Vec<(String, Matrix<'_>)> {
         let mut matrices = Vec::new();
         for (path, shape) in &self.parameters {
-            if !self.is_quantized(path, shape) {
+            if self.format(path).is_none() {
                 continue;
             }
             let name = self.weights.in_file(path);

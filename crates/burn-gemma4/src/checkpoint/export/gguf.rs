@@ -1,19 +1,19 @@
 //! Writes a GGUF file of the text model. The file has the keys and tensors that llama.cpp's converter and quantizer
 //! write.
 
-use super::{Export, QuantizedCheckpoint, tokenizer};
+use super::folder::TABLES;
+use super::{Export, QuantizedCheckpoint};
 use crate::checkpoint::gguf::types::Encoding;
-use crate::checkpoint::gguf::writer::{Planned, Written};
+use crate::checkpoint::gguf::writer::Planned;
 use crate::checkpoint::gguf::{Gguf, names, writer};
 use crate::checkpoint::save::replace;
 use crate::checkpoint::source::{PORTION, Source};
 use crate::config::generation::GenerationDefaults;
-use crate::config::{Gemma4Config, LayerType, RopeConfig};
+use crate::config::{Gemma4Config, LayerType};
 use crate::error::Gemma4Error;
-use crate::error::{existing, read};
-use crate::quant::quantize::QuantTarget;
+use crate::error::existing;
+use crate::quant::blocks::BlockFormat;
 use crate::quant::rows::written;
-use crate::text::chat::source_of_folder;
 use burn::tensor::DType;
 use serde_json::Value;
 use std::{
@@ -27,12 +27,11 @@ use std::{
 /// channel pair. A divisor of 1e30 means no rotation.
 const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
 const STANDS_STILL: f32 = 1e30;
-/// The value of the metadata key `general.quantization_version`: the version of ggml's block formats.
-const QUANTIZATION_VERSION: usize = 2;
 
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
         let values = self.values()?;
+        self.refuse_other_importance()?;
         // Parse the generation defaults first, so that an error in the defaults is reported before the long write
         // begins.
         let defaults = existing(self.from, "generation_config.json")?;
@@ -75,7 +74,7 @@ impl Export<'_> {
             Planned {
                 name,
                 shape: shape.clone(),
-                encoding: self.encoding(path, shape),
+                encoding: self.encoding(path),
             }
         };
         let parameters = self.parameters.iter();
@@ -84,12 +83,13 @@ impl Export<'_> {
             .collect()
     }
 
-    fn encoding(&self, path: &str, shape: &[usize]) -> Encoding {
-        if self.is_quantized(path, shape) {
-            return Encoding::Blocks(self.target.format());
+    /// Returns the encoding of a parameter in the file.
+    pub(super) fn encoding(&self, path: &str) -> Encoding {
+        if let Some(format) = self.format(path) {
+            return Encoding::Blocks(format);
         }
-        Encoding::Floats(match self.quantized.contains(path) {
-            // Do not quantize a matrix whose rows do not consist of whole blocks.
+        Encoding::Floats(match self.large.contains(path) {
+            // A matrix that the form does not quantize keeps its dtype.
             true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
@@ -120,7 +120,7 @@ impl Export<'_> {
                     }
                     numbers.into_bytes().to_vec()
                 }
-                Encoding::Blocks(_) => self.blocks(path, &source, range),
+                Encoding::Blocks(format) => self.blocks(path, format, &source, range),
             };
             file.write_all(&bytes)?;
         }
@@ -130,11 +130,29 @@ impl Export<'_> {
 
     /// Quantizes the slices `range` of a parameter, and returns the quantized blocks. A slice is the part of the
     /// parameter at one index of its first dimension.
-    fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
+    fn blocks(
+        &self,
+        path: &str,
+        format: BlockFormat,
+        source: &Source<'_>,
+        range: std::ops::Range<usize>,
+    ) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
+        // The rows of an expert share a slice of the importance matrix. A matrix has only one slice.
+        let rows_of_slice = match source.shape[..] {
+            [_, rows, _] => rows,
+            _ => usize::MAX,
+        };
+        let first_row = match source.shape.len() {
+            3 => range.start * rows_of_slice,
+            _ => range.start,
+        };
+        let importance = self.importance(path, &source.shape).unwrap_or_default();
+        let importance = |row: usize| {
+            let slice = (first_row + row) / rows_of_slice;
+            importance.map(|values| &values[slice * columns..][..columns])
+        };
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
-        let target = self.target;
-        let format = target.format();
         let row_bytes = columns / format.numbers() * format.bytes();
         let are_numbers = AtomicBool::new(true);
         let rows = numbers.len() / columns;
@@ -143,7 +161,8 @@ impl Export<'_> {
             row_bytes,
             || (),
             |row, (), bytes| {
-                if !target.write(&numbers[row * columns..][..columns], bytes) {
+                let numbers = &numbers[row * columns..][..columns];
+                if !format.encode(numbers, importance(row), bytes) {
                     are_numbers.store(false, Ordering::Relaxed);
                 }
             },
@@ -152,6 +171,66 @@ impl Export<'_> {
             self.is_no_number(path);
         }
         bytes
+    }
+
+    /// Returns the importance of the channels of a parameter, or `None` if no importance is known.
+    ///
+    /// # Errors
+    /// Returns a text if the importance matrix has another number of channels.
+    fn importance(&self, path: &str, shape: &[usize]) -> Result<Option<&[f32]>, String> {
+        let (slices, columns) = match shape {
+            [slices, _, columns] => (*slices, *columns),
+            _ => (1, shape.last().copied().unwrap_or(1)),
+        };
+        let name = names::in_file(path, |_| false).swap_remove(0);
+        match self.options.importance {
+            Some(matrix) => matrix.of_tensor(&name, slices, columns),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns an error if the importance matrix fits none of the quantized matrices, or has another number of channels
+    /// for one of them.
+    fn refuse_other_importance(&self) -> Result<(), Gemma4Error> {
+        let refused = |reason| {
+            Err(Gemma4Error::Argument {
+                argument: "importance",
+                reason,
+            })
+        };
+        let Some(matrix) = self.options.importance else {
+            return Ok(());
+        };
+        let mut is_used = false;
+        for (path, shape) in &self.parameters {
+            if self.format(path).is_some() {
+                match self.importance(path, shape) {
+                    Ok(values) => is_used |= values.is_some(),
+                    Err(reason) => return refused(reason),
+                }
+            }
+        }
+        match is_used {
+            true => Ok(()),
+            false => refused(format!(
+                "has {} matrices, but none of this model's; it is of another model",
+                matrix.len()
+            )),
+        }
+    }
+
+    /// Returns the paths of the quantized matrices of the layers that the importance matrix lacks.
+    pub(super) fn without_importance(&self) -> Vec<String> {
+        if self.options.importance.is_none() {
+            return Vec::new();
+        }
+        let lacks = |(path, shape): &&(String, Vec<usize>)| {
+            self.format(path).is_some()
+                && !TABLES.contains(&path.as_str())
+                && matches!(self.importance(path, shape), Ok(None))
+        };
+        let lacking = self.parameters.iter().filter(lacks);
+        lacking.map(|(path, _)| path.clone()).collect()
     }
 
     /// Returns the numbers that divide the rotary angles, one per channel pair. Returns `None` if the model has no
@@ -167,49 +246,6 @@ impl Export<'_> {
         let pairs = 0..config.global_head_dim / 2;
         let has_full = config.layer_types.contains(&LayerType::Full);
         has_full.then(|| pairs.map(divisor).collect())
-    }
-
-    /// Returns the metadata keys of the written file, with their values.
-    fn values(&self) -> Result<Vec<(String, Written)>, Gemma4Error> {
-        let generation = match existing(self.from, "generation_config.json")? {
-            Some(path) => {
-                serde_json::from_slice(&read(&path)?).map_err(|error| Gemma4Error::Malformed {
-                    path,
-                    reason: error.to_string(),
-                })?
-            }
-            None => Value::Null,
-        };
-        let mut values = Values(Vec::new());
-        values.add("general.architecture", Written::Text("gemma4".into()));
-        values.add("general.type", Written::Text("model".into()));
-        values.sampling(&generation);
-        let name = self.from.canonicalize();
-        let name = name.as_deref().unwrap_or(self.from).file_name();
-        if let Some(name) = name.and_then(|name| name.to_str()) {
-            values.add("general.name", Written::Text(name.into()));
-        }
-        values.shape(self.config);
-        let tokens = tokenizer::Tokens::read(self.from, self.config)?;
-        tokens.add_to(&mut values.0);
-        if let Some(tokens) = generation.get("suppress_tokens").and_then(Value::as_array) {
-            let tokens = tokens.iter().filter_map(Value::as_i64);
-            let tokens = tokens.filter_map(|token| i32::try_from(token).ok());
-            values.add(
-                "tokenizer.ggml.suppress_tokens",
-                Written::I32s(tokens.collect()),
-            );
-        }
-        if let Some(source) = source_of_folder(self.from)? {
-            values.add("tokenizer.chat_template", Written::Text(source));
-        }
-        values.number("general.quantization_version", QUANTIZATION_VERSION);
-        let file_type = match self.target {
-            QuantTarget::Q8 => 7,
-            QuantTarget::Q4 => 2,
-        };
-        values.number("general.file_type", file_type);
-        Ok(values.0)
     }
 
     /// Returns an error if the configuration in the written file differs from the source's configuration. GGUF's keys
@@ -278,106 +314,5 @@ impl Export<'_> {
             left_out.extend(is_set.then(|| format!("{name} of generation_config.json")));
         }
         Ok(left_out)
-    }
-}
-
-/// The metadata keys and values of the file to write, in the order in which the file stores them.
-struct Values(Vec<(String, Written)>);
-
-impl Values {
-    fn add(&mut self, key: &str, value: Written) {
-        self.0.push((key.into(), value));
-    }
-
-    fn number(&mut self, key: &str, number: usize) {
-        // A number that does not fit into u32 becomes the largest u32. The later comparison with the source's configuration
-        // then finds a difference.
-        self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
-    }
-
-    fn of_model(&mut self, key: &str, number: usize) {
-        self.number(&format!("gemma4.{key}"), number);
-    }
-
-    fn float(&mut self, key: &str, number: f64) {
-        self.add(&format!("gemma4.{key}"), Written::F32(number as f32));
-    }
-
-    /// Adds a list with one number per layer, or a single number if all layers have the same number.
-    fn of_layers(&mut self, key: &str, numbers: Vec<usize>) {
-        if numbers.windows(2).all(|pair| pair[0] == pair[1]) {
-            self.of_model(key, numbers[0]);
-            return;
-        }
-        let numbers = numbers.into_iter();
-        let numbers = numbers.map(|number| i32::try_from(number).unwrap_or(i32::MAX));
-        self.add(&format!("gemma4.{key}"), Written::I32s(numbers.collect()));
-    }
-
-    /// Adds the sampling settings of `generation_config.json` if its `do_sample` is true.
-    fn sampling(&mut self, generation: &Value) {
-        if generation.get("do_sample").and_then(Value::as_bool) != Some(true) {
-            return;
-        }
-        if let Some(top_k) = generation.get("top_k").and_then(Value::as_i64) {
-            let top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
-            self.add("general.sampling.top_k", Written::I32(top_k));
-        }
-        for (field, key) in [
-            ("top_p", "top_p"),
-            ("min_p", "min_p"),
-            ("temperature", "temp"),
-            ("repetition_penalty", "penalty_repeat"),
-        ] {
-            if let Some(number) = generation.get(field).and_then(Value::as_f64) {
-                let key = format!("general.sampling.{key}");
-                self.add(&key, Written::F32(number as f32));
-            }
-        }
-    }
-
-    fn shape(&mut self, config: &Gemma4Config) {
-        let layers = 0..config.num_layers();
-        self.of_model("block_count", config.num_layers());
-        self.of_model("context_length", config.max_position_embeddings);
-        self.of_model("embedding_length", config.hidden_size);
-        let widths = layers.clone().map(|layer| config.intermediate_size(layer));
-        self.of_layers("feed_forward_length", widths.collect());
-        self.of_model("attention.head_count", config.num_attention_heads);
-        let heads = layers.map(|layer| config.key_value_heads(layer));
-        self.of_layers("attention.head_count_kv", heads.collect());
-        let RopeConfig { theta, .. } = config.global_rope;
-        self.float("rope.freq_base", theta);
-        self.float("rope.freq_base_swa", config.sliding_rope.theta);
-        self.float("attention.layer_norm_rms_epsilon", config.rms_norm_eps);
-        if let Some(experts) = &config.experts {
-            self.of_model("expert_count", experts.num_experts);
-            self.of_model("expert_used_count", experts.top_k_experts);
-        }
-        self.of_model("attention.key_length", config.global_head_dim);
-        self.of_model("attention.value_length", config.global_head_dim);
-        self.float(
-            "final_logit_softcapping",
-            config.final_logit_softcapping.unwrap_or(0.0),
-        );
-        self.of_model("attention.sliding_window", config.sliding_window);
-        self.of_model("attention.shared_kv_layers", config.num_kv_shared_layers);
-        self.of_model(
-            "embedding_length_per_layer_input",
-            config.hidden_size_per_layer_input,
-        );
-        let slides = config.layer_types.iter();
-        let slides = slides.map(|kind| *kind == LayerType::Sliding).collect();
-        self.add(
-            "gemma4.attention.sliding_window_pattern",
-            Written::Booleans(slides),
-        );
-        self.of_model("attention.key_length_swa", config.sliding_head_dim);
-        self.of_model("attention.value_length_swa", config.sliding_head_dim);
-        if let Some(experts) = &config.experts {
-            self.of_model("expert_feed_forward_length", experts.moe_intermediate_size);
-        }
-        self.of_model("rope.dimension_count", config.global_head_dim);
-        self.of_model("rope.dimension_count_swa", config.sliding_head_dim);
     }
 }

@@ -3,13 +3,18 @@
 
 mod folder;
 mod gguf;
+mod metadata;
+mod mixture;
+pub(super) mod options;
 mod tokenizer;
 
+use self::mixture::Mixture;
+use self::options::{ExportForm, ExportOptions};
 use super::{
     files::TensorFiles,
     folder::Folder,
     loader::{Expected, check, written_dtype},
-    options::{LoadProgress, Quantization},
+    options::LoadProgress,
     source::{Source, WeightSource},
 };
 use crate::config::Gemma4Config;
@@ -17,14 +22,14 @@ use crate::config::quantization::{QuantizationSchemes, schemes_of};
 use crate::config::unknown_files::missing;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
-use crate::quant::quantize::QuantTarget;
+use crate::quant::blocks::BlockFormat;
 use burn::{
     module::Module,
     tensor::{DType, Device},
 };
 use std::{
     cell::RefCell,
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     sync::Arc,
@@ -37,6 +42,15 @@ pub struct QuantizedCheckpoint {
     pub bytes: u64,
     /// The paths of the parameters that stay unquantized because their row length is not a multiple of the block size.
     pub whole: Vec<String>,
+    /// The paths of the parameters whose rows are not multiples of 256 elements, in a mixture of K formats. Such a
+    /// parameter has a format with blocks of 32 elements, and may have more bits.
+    pub small_blocks: Vec<String>,
+    /// The paths of the quantized parameters that the importance matrix does not contain, except for embeddings and the
+    /// head. The list is empty without an importance matrix.
+    pub without_importance: Vec<String>,
+    /// The number of elements of the written parameters in each of ggml's types. In a folder, the quantized elements
+    /// are listed by the type with the same codes.
+    pub types: BTreeMap<String, usize>,
     /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as vision and audio towers.
     pub left_out: Vec<String>,
 }
@@ -47,10 +61,11 @@ pub struct QuantizedCheckpoint {
 /// folder.
 ///
 /// In a GGUF file, all weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize are
-/// stored in blocks of Q8_0 or Q4_0. Bit by bit, these blocks equal those of llama.cpp's quantizer. A weight whose rows
-/// do not consist of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file
-/// also has the tokenizer, the chat template and the sampling defaults. Only the text model of a multimodal checkpoint
-/// is written.
+/// stored in blocks. Bit by bit, these blocks equal those of llama.cpp's quantizer. [`Q8`](ExportForm::Q8) and
+/// [`Q4`](ExportForm::Q4) have the same format for all weights. A mixture of K formats has the formats that llama.cpp
+/// chooses, and leaves the projection of the per-layer embeddings as it is. A weight whose rows do not consist of whole
+/// blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file also has the tokenizer,
+/// the chat template and the sampling defaults. Only the text model of a multimodal checkpoint is written.
 ///
 /// In a folder, the linear layers and the projection of the per-layer embeddings are stored in the format of
 /// compressed-tensors. The scheme is symmetric `pack-quantized` with 8 or 4 bits. Each group of 32 elements shares one
@@ -67,23 +82,22 @@ pub struct QuantizedCheckpoint {
 /// - The folder `from` is not a complete checkpoint of Gemma 4. For example, `from` is a drafter or has quantized
 ///   weights.
 /// - No matrix has rows that consist of whole blocks, or a weight has an element that is NaN or infinite.
-/// - The requested format is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4).
+/// - The output is a folder, and the form is neither [`Q8`](ExportForm::Q8) nor [`Q4`](ExportForm::Q4).
+/// - An importance matrix is given for a folder or for [`Q8`](ExportForm::Q8), or is of another model.
 /// - GGUF cannot express the configuration or the tokenizer.
-pub fn quantize_checkpoint(
+pub fn quantize_checkpoint<'a>(
     from: impl AsRef<Path>,
     to: impl AsRef<Path>,
-    form: Quantization,
+    options: impl Into<ExportOptions<'a>>,
     mut on_progress: impl FnMut(LoadProgress<'_>),
 ) -> Result<QuantizedCheckpoint, Gemma4Error> {
     let (from, to) = (from.as_ref(), to.as_ref());
-    let target = form.target().ok_or_else(|| Gemma4Error::Argument {
-        argument: "form",
-        reason: format!("is {form:?}; weights can be written as Q8 or Q4"),
-    })?;
+    let options = options.into();
     refuse_existing(to)?;
     let is_gguf = to
         .extension()
         .is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    refuse_what_only_gguf_stores(options, is_gguf)?;
     let unsupported = |reason: &str| Gemma4Error::Unsupported {
         path: from.into(),
         reason: reason.into(),
@@ -108,12 +122,22 @@ pub fn quantize_checkpoint(
     let mut expected = Expected::default();
     model.visit(&mut expected);
     let total_bytes = check(from, &weights, &config, &expected)?;
-    let quantized = model
+    let large: BTreeSet<String> = model
         .weights_mut()
         .into_iter()
         .map(|(path, _)| path)
-        .filter(|path| is_gguf || !folder::TABLES.contains(&path.as_str()))
         .collect();
+    let unread = weights.unread(&config);
+    let paths = large.iter().chain(&unread).map(String::as_str);
+    let mixture = Mixture::new(options.form, options.importance.is_some(), &config, paths);
+    let mut formats = BTreeMap::new();
+    for (path, shape) in &expected.parameters {
+        let is_table = folder::TABLES.contains(&path.as_str());
+        if large.contains(path) && mixture.is_quantized(path) && (is_gguf || !is_table) {
+            let columns = shape.last().copied().unwrap_or(0);
+            formats.insert(path.clone(), mixture.format(path, columns));
+        }
+    }
     let export = Export {
         from,
         json: &json,
@@ -121,8 +145,9 @@ pub fn quantize_checkpoint(
         weights: &weights,
         dtype: written_dtype(&weights, &expected.parameters),
         parameters: expected.parameters,
-        quantized,
-        target,
+        large,
+        formats,
+        options,
         report: RefCell::new(Report {
             on_progress: &mut on_progress,
             bytes: 0,
@@ -134,6 +159,31 @@ pub fn quantize_checkpoint(
     match is_gguf {
         true => export.write_gguf(to),
         false => export.write_folder(&files, to),
+    }
+}
+
+/// Refuses K formats and importance matrices for folders, and importance matrices for Q8_0.
+fn refuse_what_only_gguf_stores(
+    options: ExportOptions<'_>,
+    is_gguf: bool,
+) -> Result<(), Gemma4Error> {
+    let form = options.form;
+    let refused = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
+    match options.importance {
+        _ if !is_gguf && form.target().is_none() => refused(
+            "form",
+            format!("{form} exists in GGUF files only; let the name of the output end with .gguf"),
+        ),
+        Some(_) if !is_gguf => refused(
+            "importance",
+            "a folder does not use an importance matrix; let the name of the output end with .gguf"
+                .into(),
+        ),
+        Some(_) if form == ExportForm::Q8 => refused(
+            "importance",
+            "Q8_0 does not use an importance matrix; expected a form with fewer bits".into(),
+        ),
+        _ => Ok(()),
     }
 }
 
@@ -158,9 +208,12 @@ struct Export<'a> {
     dtype: DType,
     /// The path and shape of each parameter.
     parameters: Vec<(String, Vec<usize>)>,
-    /// The paths of the parameters that the output format can quantize if their row length is a multiple of the block size.
-    quantized: BTreeSet<String>,
-    target: QuantTarget,
+    /// The paths of the matrices and embeddings. An unquantized one keeps the checkpoint's dtype.
+    large: BTreeSet<String>,
+    /// The formats of the parameters that the output form quantizes. The format is `None` if the parameter stays
+    /// unquantized because its row length is not a multiple of the block size.
+    formats: BTreeMap<String, Option<BlockFormat>>,
+    options: ExportOptions<'a>,
     report: RefCell<Report<'a>>,
 }
 
@@ -181,25 +234,31 @@ impl<'a> Export<'a> {
             .unwrap_or_else(|problem| unreachable!("the tensors were checked before: {problem}"))
     }
 
-    /// True if a parameter is quantized: the output format can quantize it, and its row length is a multiple of the block
-    /// size.
-    fn is_quantized(&self, path: &str, shape: &[usize]) -> bool {
-        let columns = shape.last().copied().unwrap_or(0);
-        self.quantized.contains(path) && self.target.layout(columns).is_some()
+    /// Returns the format of a quantized parameter, or `None` if the parameter stays unquantized.
+    fn format(&self, path: &str) -> Option<BlockFormat> {
+        self.formats.get(path).copied().flatten()
     }
 
     /// Returns the paths of parameters that stay unquantized only because their row length is not a multiple of the block
     /// size.
     fn whole(&self) -> Vec<String> {
-        let parameters = self.parameters.iter();
-        let whole = parameters.filter(|(path, shape)| {
-            self.quantized.contains(path) && !self.is_quantized(path, shape)
-        });
+        let whole = self.formats.iter().filter(|(_, format)| format.is_none());
         whole.map(|(path, _)| path.clone()).collect()
     }
 
+    /// Returns the paths of the parameters with smaller blocks than the form's format, because of their row length.
+    fn small_blocks(&self) -> Vec<String> {
+        let numbers = self.options.form.base().numbers();
+        let has_other_rows = |(path, shape): &&(String, Vec<usize>)| {
+            let columns = shape.last().copied().unwrap_or(0);
+            self.format(path).is_some() && !columns.is_multiple_of(numbers)
+        };
+        let small = self.parameters.iter().filter(has_other_rows);
+        small.map(|(path, _)| path.clone()).collect()
+    }
+
     fn refuse_nothing(&self) -> Result<(), Gemma4Error> {
-        match self.whole().len() == self.quantized.len() {
+        match self.whole().len() == self.formats.len() {
             false => Ok(()),
             true => Err(Gemma4Error::Unsupported {
                 path: self.from.into(),
@@ -239,10 +298,23 @@ impl<'a> Export<'a> {
         }
     }
 
+    /// Returns the number of elements in each of ggml's types.
+    fn types(&self) -> BTreeMap<String, usize> {
+        let mut types = BTreeMap::new();
+        for (path, shape) in &self.parameters {
+            let elements: usize = shape.iter().product();
+            *types.entry(self.encoding(path).name()).or_default() += elements;
+        }
+        types
+    }
+
     fn written(&self, file: &Path, left_out: Vec<String>) -> QuantizedCheckpoint {
         QuantizedCheckpoint {
             bytes: file.metadata().map_or(0, |metadata| metadata.len()),
             whole: self.whole(),
+            small_blocks: self.small_blocks(),
+            without_importance: self.without_importance(),
+            types: self.types(),
             left_out,
         }
     }

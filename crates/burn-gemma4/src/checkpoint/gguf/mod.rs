@@ -2,6 +2,7 @@
 
 mod config;
 mod container;
+pub(super) mod importance;
 mod metadata;
 pub(super) mod names;
 mod parts;

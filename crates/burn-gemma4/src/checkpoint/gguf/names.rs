@@ -70,10 +70,7 @@ const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 /// Returns the names of the tensors that store the parameter at `path`. `has` returns true if the file contains a
 /// tensor of the given name.
 pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
-    let layer = path
-        .strip_prefix("layers.")
-        .and_then(|rest| rest.split_once('.'));
-    let Some((layer, of_layer)) = layer else {
+    let Some((layer, of_layer)) = layer_and_rest(path) else {
         return vec![named(&OF_MODEL, path).to_owned()];
     };
     let in_layer = |name: &str| format!("blk.{layer}.{name}");
@@ -82,6 +79,12 @@ pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> 
         true => halves.into(),
         false => vec![in_layer(named(&OF_LAYER, of_layer))],
     }
+}
+
+/// Returns the index of the layer to which the parameter at `path` belongs, and the rest of the path.
+pub(in crate::checkpoint) fn layer_and_rest(path: &str) -> Option<(usize, &str)> {
+    let (layer, rest) = path.strip_prefix("layers.")?.split_once('.')?;
+    Some((layer.parse().ok()?, rest))
 }
 
 /// Returns llama.cpp's name for the parameter at `path`. If `names` does not list the path, returns `path`.

@@ -99,6 +99,14 @@ impl Encoding {
         known.expect("ggml has a type for the encoding").0
     }
 
+    /// Returns ggml's name of the type that has this encoding.
+    ///
+    /// # Panics
+    /// Panics if ggml has no type for the dtype.
+    pub fn name(self) -> String {
+        Type(self.id()).to_string()
+    }
+
     /// Returns the number of elements per block. An unquantized element is a block of its own.
     pub fn block_numbers(self) -> usize {
         match self {

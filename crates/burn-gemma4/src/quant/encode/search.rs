@@ -199,8 +199,7 @@ impl Steps {
         for step in 0..=self.last {
             // As in ggml, the range and the codes begin at the best minimum so far.
             let start = least;
-            let inverse =
-                (self.first + self.step * step as f32 + limit as f32) / (most - start);
+            let inverse = (self.first + self.step * step as f32 + limit as f32) / (most - start);
             let (mut of_codes, mut squares, mut with_numbers) = (0f32, 0f32, 0f32);
             for (number, weight) in numbers.iter().zip(weights) {
                 let code = code(inverse, start, *number) as f32;

@@ -129,7 +129,9 @@ impl Search {
             }
             return weights;
         }
-        let groups = numbers.chunks_exact(size).zip(weights.chunks_exact_mut(size));
+        let groups = numbers
+            .chunks_exact(size)
+            .zip(weights.chunks_exact_mut(size));
         for (numbers, weights) in groups {
             let mean = match self.adds_mean {
                 true => mean_square(numbers, 1.0).sqrt(),

@@ -17,7 +17,9 @@ fn requantize(
     limit: i32,
     codes: &mut [u8; SUPER_BLOCK],
 ) {
-    let groups = numbers.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP));
+    let groups = numbers
+        .chunks_exact(GROUP)
+        .zip(codes.chunks_exact_mut(GROUP));
     for ((numbers, codes), integer) in groups.zip(integers) {
         let scale = scale * integer as f32;
         if scale != 0.0 {
@@ -85,7 +87,9 @@ fn q3_k_scales(
     codes: &mut [u8; SUPER_BLOCK],
 ) -> (f32, [i32; GROUPS]) {
     let mut scales = [0f32; GROUPS];
-    let groups = numbers.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP));
+    let groups = numbers
+        .chunks_exact(GROUP)
+        .zip(codes.chunks_exact_mut(GROUP));
     let Some(importance) = importance else {
         for (scale, (numbers, codes)) in scales.iter_mut().zip(groups) {
             *scale = refined_symmetric(numbers, 4, codes);
@@ -123,7 +127,9 @@ pub(super) fn q6_k(numbers: &[f32], importance: Option<&[f32]>, blocks: &mut [u8
         let importance = importance_of_block(importance, index, SUPER_BLOCK);
         let mut codes = [0; SUPER_BLOCK];
         let mut scales = [0f32; GROUPS];
-        let groups = numbers.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP));
+        let groups = numbers
+            .chunks_exact(GROUP)
+            .zip(codes.chunks_exact_mut(GROUP));
         for (group, (numbers, codes)) in groups.enumerate() {
             let mut weights = [0f32; GROUP];
             match importance {

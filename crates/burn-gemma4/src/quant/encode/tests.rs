@@ -109,7 +109,9 @@ fn encoder_error_falls_with_bits_and_with_importance() {
         state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
         (state >> 8) as f32 / (1 << 24) as f32
     };
-    let numbers: Vec<f32> = (0..4096).map(|_| uniform() + uniform() + uniform() - 1.5).collect();
+    let numbers: Vec<f32> = (0..4096)
+        .map(|_| uniform() + uniform() + uniform() - 1.5)
+        .collect();
     let importance: Vec<f32> = (0..4096).map(|_| (8.0 * uniform()).exp()).collect();
     let errors = |format: BlockFormat, given: Option<&[f32]>| {
         let mut blocks = vec![0; numbers.len() / format.numbers() * format.bytes()];
