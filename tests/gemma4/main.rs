@@ -58,6 +58,7 @@ mod quantized;
 mod quantized_cache;
 #[cfg(feature = "training")]
 mod quantizing;
+mod quantizing_mixtures;
 mod recorded;
 mod rendered;
 mod request_adapters;

@@ -19,8 +19,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor},
 };
 use burn_gemma4::{
-    Gemma4, Gemma4Config, Gemma4Model, LayerType, LoadOptions, Message, Prompt, Quantization,
-    quantize_checkpoint,
+    ExportForm, Gemma4, Gemma4Config, Gemma4Model, LayerType, LoadOptions, Message, Prompt,
+    Quantization, quantize_checkpoint,
 };
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -32,7 +32,11 @@ use std::{
 };
 use tempfile::TempDir;
 
-const FORMS: [(Quantization, &str); 2] = [(Quantization::Q8, "q8"), (Quantization::Q4, "q4")];
+/// Forms that loading can also quantize to, each with the argument of the program.
+const FORMS: [(Quantization, ExportForm, &str); 2] = [
+    (Quantization::Q8, ExportForm::Q8, "q8"),
+    (Quantization::Q4, ExportForm::Q4, "q4"),
+];
 
 fn load(path: &Path, form: Quantization) -> Gemma4 {
     let options = LoadOptions::new().dtype(DType::F32).quantization(form);
@@ -79,10 +83,10 @@ impl ModuleVisitor for Parameters {
 fn quantize_to_gguf_equals_quantizing_while_loading() {
     let folder = TempDir::new().expect("a temporary folder");
     for name in fixture::ALL {
-        for (form, to) in FORMS {
+        for (form, exported, to) in FORMS {
             let out = folder.path().join(format!("{name}.{to}.gguf"));
             let from = fixture::folder(name);
-            let written = quantize_checkpoint(&from, &out, form, |_| ()).expect(name);
+            let written = quantize_checkpoint(&from, &out, exported, |_| ()).expect(name);
             assert_eq!(
                 written.bytes,
                 fs::metadata(&out).expect("the file is readable").len()
@@ -120,8 +124,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
     let out = folder.path().join("out.gguf");
     let read = |path: &Path| Gguf::read(&fs::read(path).expect("a file")).expect("GGUF");
     for (name, form, file) in [
-        ("dense-ple", Quantization::Q8, "dense-ple.Q8_0.gguf"),
-        ("moe", Quantization::Q4, "moe.Q4_0.gguf"),
+        ("dense-ple", ExportForm::Q8, "dense-ple.Q8_0.gguf"),
+        ("moe", ExportForm::Q4, "moe.Q4_0.gguf"),
     ] {
         quantize_checkpoint(fixture::folder(name), &out, form, |_| ()).expect(name);
         let (mut found, mut expected) = (read(&out), read(&fixture::folder("gguf").join(file)));
@@ -163,9 +167,9 @@ fn quantize_to_folder_equals_compressed_tensors() {
         let (checkpoint, to) = name.rsplit_once('-').expect("the name ends with a form");
         let form = FORMS
             .iter()
-            .find(|(_, name)| *name == to)
+            .find(|(_, _, name)| *name == to)
             .expect("the form is known")
-            .0;
+            .1;
         let (from, out) = (fixture::folder(checkpoint), folder.path().join(&name));
         quantize_checkpoint(&from, &out, form, |_| ()).expect(&name);
         let written = tensors(&out);
@@ -358,7 +362,7 @@ fn quantize_leaves_other_files_unchanged() {
         std::os::unix::fs::symlink(&others, &left).expect("the link is created");
         #[cfg(not(unix))]
         fs::copy(&others, &left).expect("the file is written");
-        quantize_checkpoint(&from, &out, Quantization::Q8, |_| ()).expect(name);
+        quantize_checkpoint(&from, &out, ExportForm::Q8, |_| ()).expect(name);
         for path in [&others, &left] {
             let there = fs::read_to_string(path).unwrap_or_default();
             assert!(there == "theirs", "{name}: {}", path.display());
@@ -389,7 +393,7 @@ fn quantize_output_has_the_usual_permissions() {
     let mode = |path: &Path| fs::metadata(path).expect("exists").permissions().mode();
     let from = fixture::folder("dense-ple");
     for name in ["out", "out.gguf"] {
-        quantize_checkpoint(&from, path(name), Quantization::Q8, |_| ()).expect(name);
+        quantize_checkpoint(&from, path(name), ExportForm::Q8, |_| ()).expect(name);
     }
     assert_eq!(mode(&path("out.gguf")), mode(&path("a file")));
     assert_eq!(mode(&path("out")), mode(&path("a folder")));
@@ -404,7 +408,7 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     for name in ["A.GGUF", "a.Gguf"] {
         let out = folder.path().join(name);
         let from = fixture::folder("dense-ple");
-        quantize_checkpoint(from, &out, Quantization::Q8, |_| ()).expect(name);
+        quantize_checkpoint(from, &out, ExportForm::Q8, |_| ()).expect(name);
         assert!(out.is_file(), "{name}");
         assert!(load(&out, Quantization::Stored).model().is_quantized());
     }
@@ -435,7 +439,7 @@ fn quantize_folder_without_packable_weights_is_refused() {
     model
         .save(path("small"), None)
         .expect("the checkpoint is valid");
-    let written = quantize_checkpoint(path("small"), path("out"), Quantization::Q8, |_| ());
+    let written = quantize_checkpoint(path("small"), path("out"), ExportForm::Q8, |_| ());
     let error = written
         .expect_err("there is nothing to quantize")
         .to_string();
@@ -510,7 +514,7 @@ fn quantize_empty_keys_of_shared_kv_layers_are_ignored() {
         load(folder.path(), Quantization::Stored);
         let out = TempDir::new().expect("a temporary folder");
         let out = out.path().join("quantized");
-        quantize_checkpoint(folder.path(), &out, Quantization::Q8, |_| ())
+        quantize_checkpoint(folder.path(), &out, ExportForm::Q8, |_| ())
             .expect("the checkpoint is quantized");
         load(&out, Quantization::Stored);
     }

@@ -196,3 +196,117 @@ fn smaller(format: BlockFormat) -> Option<BlockFormat> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::gguf::types::Encoding;
+    use crate::checkpoint::loader::Expected;
+    use crate::config::{ExpertsConfig, LayerType};
+    use crate::model::Gemma4Model;
+    use burn::module::Module;
+    use burn::tensor::Device;
+    use serde_json::Value;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    const FORMS: [ExportForm; 9] = [
+        ExportForm::Q2K,
+        ExportForm::Q3KSmall,
+        ExportForm::Q3KMedium,
+        ExportForm::Q3KLarge,
+        ExportForm::Q4KSmall,
+        ExportForm::Q4KMedium,
+        ExportForm::Q5KSmall,
+        ExportForm::Q5KMedium,
+        ExportForm::Q6K,
+    ];
+
+    /// The models of `tests/fixtures/gguf/make_mixtures.py`.
+    fn config(name: &str) -> Gemma4Config {
+        let layers = |period: usize, count: usize| -> Vec<LayerType> {
+            let kind = |layer: usize| match (layer + 1).is_multiple_of(period) {
+                true => LayerType::Full,
+                false => LayerType::Sliding,
+            };
+            (0..count).map(kind).collect()
+        };
+        let wide = Gemma4Config {
+            vocab_size: 320,
+            hidden_size: 256,
+            intermediate_size: 256,
+            num_attention_heads: 8,
+            sliding_head_dim: 32,
+            global_head_dim: 64,
+            ..Gemma4Config::e2b()
+        };
+        let experts = |num_experts, moe_intermediate_size, count| Gemma4Config {
+            num_key_value_heads: 2,
+            num_global_key_value_heads: 1,
+            layer_types: layers(6, count),
+            experts: Some(ExpertsConfig {
+                num_experts,
+                top_k_experts: 2,
+                moe_intermediate_size,
+            }),
+            vocab_size: 320,
+            hidden_size: 256,
+            intermediate_size: 256,
+            num_attention_heads: 8,
+            sliding_head_dim: 32,
+            global_head_dim: 64,
+            ..Gemma4Config::moe_26b_a4b()
+        };
+        match name {
+            "E2B" => Gemma4Config {
+                vocab_size_per_layer_input: 320,
+                num_key_value_heads: 1,
+                num_global_key_value_heads: 1,
+                layer_types: layers(5, 35),
+                num_kv_shared_layers: 20,
+                hidden_size_per_layer_input: 32,
+                ..wide
+            },
+            "26B-A4B" => experts(16, 32, 30),
+            "8 experts" => experts(8, 256, 6),
+            _ => panic!("{name}: the model is not in the script"),
+        }
+    }
+
+    /// Checks the type of every matrix in every mixture against the types that llama.cpp's quantizer has chosen.
+    #[test]
+    fn format_of_every_tensor_equals_llama_cpp() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
+        let file = std::fs::read(format!("{folder}/mixtures.json")).expect("the fixture exists");
+        let file: Value = serde_json::from_slice(&file).expect("the fixture is JSON");
+        let models: BTreeMap<String, BTreeMap<String, BTreeMap<String, BTreeSet<String>>>> =
+            serde_json::from_value(file["types"].clone()).expect("the fixture has types");
+        assert_eq!(models.len(), 3);
+        for (model, mixtures) in models {
+            let config = config(&model);
+            let mut module = Gemma4Model::new(&config, &Device::default());
+            let mut expected = Expected::default();
+            module.visit(&mut expected);
+            let large: BTreeSet<String> = module
+                .weights_mut()
+                .into_iter()
+                .map(|(path, _)| path)
+                .collect();
+            for form in FORMS {
+                let paths = large.iter().map(String::as_str);
+                let mixture = Mixture::new(form, false, &config, paths);
+                let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+                for (path, shape) in &expected.parameters {
+                    if large.contains(path) && mixture.is_quantized(path) {
+                        let columns = shape.last().copied().unwrap_or(0);
+                        let format = mixture.format(path, columns).expect("rows of whole blocks");
+                        if format != form.base() {
+                            let names = found.entry(Encoding::Blocks(format).name()).or_default();
+                            names.extend(names::in_file(path, |_| false));
+                        }
+                    }
+                }
+                assert_eq!(found, mixtures[&form.to_string()], "{model}, {form}");
+            }
+        }
+    }
+}
