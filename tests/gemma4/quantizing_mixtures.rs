@@ -193,7 +193,7 @@ fn quantize_unsupported_mixtures_are_refused_by_argument() {
             "q4_k_m",
             &file,
             Some(&matrix),
-            1,
+            2,
             ["importance", "of another model"],
         ),
         (

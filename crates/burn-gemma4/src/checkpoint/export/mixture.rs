@@ -7,7 +7,7 @@
 //! | `per_layer_model_proj` | not quantized |
 //! | other matrices of the layers | the base format |
 //!
-//! Q8 and Q4 are no mixtures: every weight has the same format.
+//! Q8 and Q4 are not mixtures: every weight has the same format, except for Q4 with an importance matrix.
 
 use super::options::ExportForm;
 use crate::checkpoint::gguf::names;

@@ -22,6 +22,15 @@ const GATE: &str = "ffn_gate_exps.weight";
 /// The mean squared input of each channel of a model's matrices, by which quantization weights its errors.
 ///
 /// llama.cpp's program `llama-imatrix` writes such files.
+///
+/// ```no_run
+/// use burn_gemma4::{ExportForm, ExportOptions, ImportanceMatrix, quantize_checkpoint};
+///
+/// let matrix = ImportanceMatrix::from_file("imatrix.gguf")?;
+/// let options = ExportOptions::from(ExportForm::Q3KMedium).importance(&matrix);
+/// quantize_checkpoint("gemma-4-E2B-it", "gemma-4-E2B-it-Q3_K_M.gguf", options, |_| ())?;
+/// # Ok::<(), burn_gemma4::Gemma4Error>(())
+/// ```
 #[derive(Clone)]
 pub struct ImportanceMatrix {
     /// The values of each matrix, by llama.cpp's name of the weight. The values of all experts follow one another.
