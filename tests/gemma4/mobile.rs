@@ -7,9 +7,9 @@ use crate::media::generated;
 use crate::programs::folder::{Folder, Stored};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    Adapter, AdapterTargets, Audio, DrafterConfig, Drafts, Gemma4, Gemma4Config, Gemma4Error,
-    Gemma4Model, GenerateOptions, Image, LoadOptions, Logits, Message, MessagePart, PerLayerTable,
-    Prompt, Quantization, quantize_checkpoint,
+    Adapter, AdapterTargets, Audio, DrafterConfig, Drafts, ExportForm, Gemma4, Gemma4Config,
+    Gemma4Error, Gemma4Model, GenerateOptions, Image, LoadOptions, Logits, Message, MessagePart,
+    PerLayerTable, Prompt, Quantization, quantize_checkpoint,
 };
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -264,7 +264,7 @@ fn mobile_model_training_adapters_and_files_are_refused() {
     check_error(saved, &[rounds, "saving"]);
     for name in ["model.gguf", "folder"] {
         let out = there.path().join(name);
-        let written = quantize_checkpoint(folder(NAME), out, Quantization::Q8, |_| ());
+        let written = quantize_checkpoint(folder(NAME), out, ExportForm::Q8, |_| ());
         check_error(written, &["quantized already", "original checkpoint"]);
     }
 }

@@ -201,7 +201,7 @@ fn encode_of_other_numbers_of_frames_is_refused() {
             }
         }
     }
-    let text = encoder.expand_videos("a <|video|> b", &[video.clone()]);
+    let text = encoder.expand_videos("a <|video|> b", std::slice::from_ref(&video));
     let text = text.expect("one placeholder");
     assert_eq!(text, "a 00:00 <|video|> 01:02 <|video|> b");
     let error = encoder
@@ -274,7 +274,7 @@ fn save_session_with_videos_is_refused() {
     let messages = [Message::user(vec![open("clip.png", &of_clip()).into()])];
     let error = gemma
         .session()
-        .save(&folder.path().join("session"), &messages)
+        .save(folder.path().join("session"), &messages)
         .expect_err("a message has a video");
     assert!(error.to_string().contains("videos"), "{error}");
 }
