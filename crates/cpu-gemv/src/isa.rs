@@ -1,6 +1,5 @@
 //! The choice of kernels by the CPU's instruction set.
 
-use crate::CHUNK;
 #[cfg(target_arch = "x86_64")]
 use crate::dots;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -99,7 +98,7 @@ impl Isa {
         {
             let has_dots = self == Self::Avx512Bf16 && has_halves && dots_serve(format);
             let has_vnni = matches!(self, Self::Avx512Vnni | Self::Avx512Bf16);
-            has_dots || (has_vnni && fixed::avx512::kernel(format, CHUNK).is_some())
+            has_dots || (has_vnni && fixed::avx512::kernel(format, crate::kernel::CHUNK).is_some())
         }
         #[cfg(not(target_arch = "x86_64"))]
         false

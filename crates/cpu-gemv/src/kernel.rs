@@ -7,6 +7,9 @@ use crate::scales::{Groups, Lanes};
 use crate::simd::{MOST_LANES, Simd};
 use std::ops::Range;
 
+/// The largest number of input rows that a kernel multiplies at once. A product of more rows computes them in chunks.
+pub const CHUNK: usize = 8;
+
 /// The format of the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {

@@ -29,6 +29,7 @@ mod team;
 
 pub use input::Rows;
 pub use isa::Isa;
+pub use kernel::CHUNK;
 pub use team::{parallel, threads};
 
 use half::{bf16, f16};
@@ -36,9 +37,6 @@ use input::Input;
 use kernel::{Format, Kernel, Task};
 use layout::Layout;
 use std::{ops::Range, sync::OnceLock};
-
-/// The largest number of input rows that a kernel multiplies at once. A product of more rows computes them in chunks.
-pub const CHUNK: usize = 8;
 
 /// The number of bytes of weights in one part of a product. Each part is computed by one thread. The parts are small.
 /// If another process delays a thread, the other threads therefore wait only for a short time.
