@@ -237,6 +237,13 @@ fn quantize_program_reports_the_cost() {
         let more = of("after") / of("before") - 1.0;
         assert!(more != 0.0 && more.abs() < most, "{report}");
         assert!(report["bytes"].as_u64() < Some(2_800_000), "{report}");
+        // The types are those of GGUF files.
+        let bits = report["bits_per_weight"].as_f64();
+        let is_right = match to {
+            "q8" => bits.is_none() && report["types"] == serde_json::json!({}),
+            _ => bits.is_some_and(|bits| (4.5..6.0).contains(&bits)),
+        };
+        assert!(is_right, "{report}");
         let again = run(&mut quantize(Path::new(embedded), to, &out, &[]));
         check("what is there", &again, 2, &["--out", "is there already"]);
     }
@@ -259,7 +266,7 @@ fn quantize_unsupported_input_is_refused_by_name() {
         assert_eq!(left, 0, "{what}: files are left in the folder");
     };
     let packed = fixture::folder("compressed").join("mixed");
-    refused("packed", &packed, &outs, &["compressed-tensors already"]);
+    refused("packed", &packed, &outs, &["quantized already"]);
     let gguf = fixture::folder("gguf").join("dense-ple.Q8_0.gguf");
     refused("a file", &gguf, &outs, &["Q8_0.gguf", "is a file"]);
     let drafter = fixture::folder("assistant-ple");

@@ -144,9 +144,9 @@ pub enum TensorProblem {
         name: String,
     },
     /// An element of the tensor cannot be quantized. The element is not finite, or is too large for the scale of the
-    /// element's block.
+    /// element's block, or its square times the importance overflows.
     #[error(
-        "{} has an element that is no finite number, or too large for a block's scale",
+        "{} has an element that is no finite number, or too large for a block's scale or for its importance",
         Escaped::line(name)
     )]
     NoNumber {

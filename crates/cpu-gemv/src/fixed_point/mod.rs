@@ -3,7 +3,7 @@
 //! A *block* is 32 columns. An element of a block is `x = X · unit`, where `X` is an integer of 24 bits and the unit is
 //! a power of two. `X` is three signed bytes, the *limbs*: `X = 65536 · a + 256 · b + c`.
 //!
-//! An element moves by less than 2⁻²² of the largest element of its block. A block with an element that is infinite or
+//! An element moves by less than 2⁻²² of the largest element of its block, or by at most 2⁻¹²⁸. A block with an element that is infinite or
 //! NaN has the unit NaN.
 
 #[cfg(target_arch = "x86_64")]

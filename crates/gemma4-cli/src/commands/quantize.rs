@@ -121,7 +121,7 @@ impl From<Form> for ExportForm {
 #[derive(Serialize)]
 struct Report {
     bytes: u64,
-    bits_per_weight: f64,
+    bits_per_weight: Option<f64>,
     types: BTreeMap<String, usize>,
     whole: Vec<String>,
     small_blocks: Vec<String>,
@@ -171,9 +171,12 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
     let written = written?;
     tell(&written);
     let elements: usize = written.types.values().sum();
-    let bits_per_weight = 8.0 * written.bytes as f64 / elements.max(1) as f64;
+    let bits_per_weight =
+        (elements > 0).then(|| 8.0 * written.parameter_bytes as f64 / elements as f64);
+    let bits =
+        bits_per_weight.map_or_else(String::new, |bits| format!(", {bits:.2} bits a weight"));
     note(format_args!(
-        "written to {}: {:.3} GB of weights, {bits_per_weight:.2} bits a weight",
+        "written to {}: {:.3} GB of weights{bits}",
         cli.out.display(),
         written.bytes as f64 / 1e9
     ));

@@ -64,7 +64,14 @@ impl Export<'_> {
             self.refuse_what_reads_otherwise(partial)
         };
         self.finish(replace(to, write))?;
-        Ok(self.written(to, self.left_out(to, defaults)?))
+        let mut written = self.written(to, self.left_out(to, defaults)?);
+        for (path, shape) in &self.parameters {
+            let (encoding, elements) = (self.encoding(path), shape.iter().product::<usize>());
+            *written.types.entry(encoding.name()).or_default() += elements;
+            let blocks = elements / encoding.block_numbers();
+            written.parameter_bytes += (blocks * encoding.block_bytes()) as u64;
+        }
+        Ok(written)
     }
 
     /// Returns the tensors to write, each with its parameter's path.
@@ -183,8 +190,14 @@ impl Export<'_> {
             _ => (1, shape.last().copied().unwrap_or(1)),
         };
         let name = names::in_file(path, |_| false).swap_remove(0);
-        match self.options.importance {
-            Some(matrix) => matrix.of_tensor(&name, slices, columns),
+        match self
+            .options
+            .importance
+            .map(|matrix| matrix.of_tensor(&name, slices, columns))
+        {
+            // llama.cpp ignores the importance of a table with another number of channels, too.
+            Some(Err(_)) if TABLES.contains(&path) => Ok(None),
+            Some(importance) => importance,
             None => Ok(None),
         }
     }

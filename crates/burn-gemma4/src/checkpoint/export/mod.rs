@@ -48,9 +48,10 @@ pub struct QuantizedCheckpoint {
     /// The paths of the quantized parameters that the importance matrix does not contain, except for embeddings and the
     /// head. The list is empty without an importance matrix.
     pub without_importance: Vec<String>,
-    /// The number of elements of the written parameters in each of ggml's types. In a folder, the quantized elements
-    /// are listed by the type with the same codes.
+    /// The number of elements of the text model's parameters in each of ggml's types. The map is empty for a folder.
     pub types: BTreeMap<String, usize>,
+    /// The number of bytes of these elements in the GGUF file. It is 0 for a folder.
+    pub parameter_bytes: u64,
     /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as vision and audio towers.
     pub left_out: Vec<String>,
 }
@@ -298,23 +299,15 @@ impl<'a> Export<'a> {
         }
     }
 
-    /// Returns the number of elements in each of ggml's types.
-    fn types(&self) -> BTreeMap<String, usize> {
-        let mut types = BTreeMap::new();
-        for (path, shape) in &self.parameters {
-            let elements: usize = shape.iter().product();
-            *types.entry(self.encoding(path).name()).or_default() += elements;
-        }
-        types
-    }
-
+    /// Returns the summary of a weight file without its types.
     fn written(&self, file: &Path, left_out: Vec<String>) -> QuantizedCheckpoint {
         QuantizedCheckpoint {
             bytes: file.metadata().map_or(0, |metadata| metadata.len()),
             whole: self.whole(),
             small_blocks: self.small_blocks(),
             without_importance: self.without_importance(),
-            types: self.types(),
+            types: BTreeMap::new(),
+            parameter_bytes: 0,
             left_out,
         }
     }

@@ -104,21 +104,32 @@ fn checked(values: Values) -> Result<Values, String> {
         return Err("has no importance matrix".into());
     }
     for (name, values) in &values {
-        if values
-            .iter()
-            .any(|value| !value.is_finite() || *value < 0.0)
-        {
-            return Err(format!(
-                "has a value for {name} that is negative or not finite; compute the matrix with other texts"
-            ));
-        }
+        is_importance(name, values)?;
     }
     Ok(values)
+}
+
+/// Returns an error if a value is negative or not finite.
+fn is_importance(name: &str, values: &[f32]) -> Result<(), String> {
+    match values
+        .iter()
+        .all(|value| value.is_finite() && *value >= 0.0)
+    {
+        true => Ok(()),
+        false => Err(format!(
+            "has a value for {name} that is negative or not finite; compute the matrix with other texts"
+        )),
+    }
 }
 
 /// Reads a GGUF file. Each sum is divided by its count. An expert without any row has the importance 1 in all channels.
 fn gguf(file: &[u8]) -> Result<Values, String> {
     let container = Container::read(file)?;
+    let of_tensors = container.tensors.values().map(|tensor| tensor.place.len());
+    // Tensors that overlap would take more memory than the file has bytes.
+    if of_tensors.sum::<usize>() > file.len() {
+        return Err("has tensors that overlap".into());
+    }
     let matrices: BTreeSet<&str> = container
         .tensors
         .keys()
@@ -148,6 +159,16 @@ fn gguf(file: &[u8]) -> Result<Values, String> {
                 counts.len()
             ));
         }
+        if counts
+            .iter()
+            .any(|count| !count.is_finite() || *count < 0.0)
+        {
+            return Err(format!(
+                "has a count for {name} that is negative or not finite"
+            ));
+        }
+        // An expert without any row has no sums, but what stands in their place must be numbers, too.
+        is_importance(name, &values)?;
         let columns = values.len() / counts.len();
         for (values, count) in values.chunks_exact_mut(columns).zip(counts) {
             let count = count.round();
@@ -216,4 +237,31 @@ fn size(bytes: &[u8]) -> Result<usize, String> {
             "has the count {number}; expected a GGUF file or a .dat file of an importance matrix"
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIXTURE: &str = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/fixtures/gguf/moe.imatrix.gguf"
+    );
+
+    #[test]
+    fn gguf_with_numbers_that_are_not_finite_is_refused() {
+        let file = std::fs::read(FIXTURE).expect("the fixture is readable");
+        gguf(&file).expect("the fixture is an importance matrix");
+        let tensors = Container::read(&file).expect("the file is GGUF").tensors;
+        for suffix in [SUMS, COUNTS] {
+            let tensor = tensors.iter().find(|(name, _)| name.ends_with(suffix));
+            let (_, tensor) = tensor.expect("the fixture has the tensor");
+            for number in [f32::NAN, f32::INFINITY, -1.0] {
+                let mut file = file.clone();
+                file[tensor.place.start..][..4].copy_from_slice(&number.to_le_bytes());
+                let error = gguf(&file).expect_err("the number is refused");
+                assert!(error.contains("negative or not finite"), "{error}");
+            }
+        }
+    }
 }
