@@ -6,6 +6,9 @@ use std::{fs::File, io::Read, path::Path};
 /// The largest size of a file in bytes.
 pub(crate) const MOST_BYTES: u64 = 64 << 20;
 
+/// The number of bytes at the beginning of a file that show its format.
+const SIGNATURE_BYTES: u64 = 64;
+
 /// Reads a file and decodes its contents. `medium` is the noun of the contents for messages, such as `an image`.
 ///
 /// # Errors
@@ -16,6 +19,20 @@ pub(crate) fn open<T>(
     medium: &str,
     decode: impl FnOnce(&[u8]) -> Result<T, String>,
 ) -> Result<T, Gemma4Error> {
+    open_checked(path, medium, |_| Ok(()), decode)
+}
+
+/// Reads a file as [`open`] does, but calls `check` with its first bytes before the check of its size. A pipe can be
+/// read only once.
+///
+/// # Errors
+/// Returns the errors of [`open`], and [`Gemma4Error::Malformed`] with the reason that `check` returns.
+pub(crate) fn open_checked<T>(
+    path: &Path,
+    medium: &str,
+    check: impl FnOnce(&[u8]) -> Result<(), String>,
+    decode: impl FnOnce(&[u8]) -> Result<T, String>,
+) -> Result<T, Gemma4Error> {
     let io = |source| Gemma4Error::Io {
         path: path.into(),
         source,
@@ -24,11 +41,17 @@ pub(crate) fn open<T>(
         path: path.into(),
         reason,
     };
-    // Check the size before the file is read into memory. A device or a pipe has no size, and may have no end.
-    let file = File::open(path).map_err(io)?;
-    check_size(file.metadata().map_err(io)?.len(), medium).map_err(malformed)?;
+    let mut file = File::open(path).map_err(io)?;
+    let size = file.metadata().map_err(io)?.len();
     let mut bytes = Vec::new();
-    file.take(MOST_BYTES + 1)
+    file.by_ref()
+        .take(SIGNATURE_BYTES)
+        .read_to_end(&mut bytes)
+        .map_err(io)?;
+    check(&bytes).map_err(malformed)?;
+    // Check the size before the file is read into memory. A device or a pipe has no size, and may have no end.
+    check_size(size, medium).map_err(malformed)?;
+    file.take(MOST_BYTES + 1 - bytes.len() as u64)
         .read_to_end(&mut bytes)
         .map_err(io)?;
     check_size(bytes.len() as u64, medium).map_err(malformed)?;

@@ -1,7 +1,7 @@
 //! The arguments for images, videos and audio in prompts.
 
 use crate::{Error, terminal::WrongArgument};
-use burn_gemma4::{Audio, Content, Gemma4, Image, MessagePart, Video, VideoOptions};
+use burn_gemma4::{Audio, Content, Gemma4, Image, MessagePart, Prompt, Video, VideoOptions};
 use std::path::{Path, PathBuf};
 
 /// The values of `--image-tokens`, which are those of [`Image::with_max_soft_tokens`].
@@ -100,6 +100,7 @@ impl MediaArguments {
     /// `--fps` without a folder.
     pub fn check(&self) -> Result<(), Error> {
         let wrong = |reason| Err(WrongArgument(reason).into());
+        let missing = self.videos.iter().find(|path| !path.exists());
         match (&self.size.image_tokens, &self.sampling) {
             (Some(count), _) if self.images.is_empty() => wrong(format!(
                 "--image-tokens: is {count} without an image; expected --image"
@@ -113,6 +114,13 @@ impl MediaArguments {
             ) if self.videos.is_empty() => wrong(format!(
                 "--video-frames: is {count} without a video; expected --video"
             )),
+            (_, VideoSampling { fps: Some(_), .. }) if missing.is_some() => {
+                let path = missing.map(|path| path.display().to_string());
+                wrong(format!(
+                    "--video: {} does not exist; expected a file or a folder",
+                    path.unwrap_or_default()
+                ))
+            }
             (_, VideoSampling { fps: Some(fps), .. })
                 if !self.videos.iter().any(|path| path.is_dir()) =>
             {
@@ -124,16 +132,21 @@ impl MediaArguments {
         }
     }
 
-    /// Checks that a model sees images and videos, and hears audio, if there are any.
+    /// Checks that a model sees images and videos, and hears audio, if there are any in the prompt.
     ///
     /// # Errors
-    /// Passes on the errors of [`Gemma4::check_vision`], [`Gemma4::check_video`] and [`Gemma4::check_audio`].
-    pub fn check_model(&self, gemma: &Gemma4) -> Result<(), Error> {
+    /// Passes on the errors of [`Gemma4::check_vision`], [`Gemma4::check_video`] and [`Gemma4::check_audio`]. Returns
+    /// [`WrongArgument`] if the checkpoint samples another number of frames than the videos have.
+    pub fn check_model(&self, gemma: &Gemma4, prompt: &Prompt) -> Result<(), Error> {
         if !self.images.is_empty() {
             gemma.check_vision()?;
         }
         if !self.videos.is_empty() {
             gemma.check_video()?;
+            if let Prompt::Chat(messages) = prompt {
+                let videos = messages.iter().flat_map(|message| message.content.videos());
+                check_sampling(gemma, videos)?;
+            }
         }
         if !self.audio.is_empty() {
             gemma.check_audio()?;
@@ -153,6 +166,24 @@ impl MediaArguments {
         let audio = self.audio.iter();
         let audio = audio.map(|path| Ok(MessagePart::Audio(Audio::open(path)?)));
         images.chain(videos).chain(audio).collect()
+    }
+}
+
+/// Checks that videos have the frames that the checkpoint's video processor samples, or those of `--video-frames`.
+///
+/// # Errors
+/// Returns [`WrongArgument`] for a video that has other frames.
+pub fn check_sampling<'a>(
+    gemma: &Gemma4,
+    videos: impl IntoIterator<Item = &'a Video>,
+) -> Result<(), Error> {
+    let frames = gemma.prompt_encoder().video_frames()?;
+    match videos.into_iter().all(|video| video.is_sampled_for(frames)) {
+        true => Ok(()),
+        false => Err(WrongArgument(format!(
+            "--video-frames: is missing; expected a number, because this checkpoint samples {frames} frames instead of 32"
+        ))
+        .into()),
     }
 }
 

@@ -79,6 +79,13 @@ fn program_run_with_wrong_video_names_it() {
             &["--fps", "without a folder"],
         ),
         (
+            "missing folder",
+            unified,
+            &["--video", "no-such-folder", "--fps", "2", "hi"],
+            2,
+            &["--video", "no-such-folder does not exist"],
+        ),
+        (
             "rate",
             unified,
             &["--video", &frames, "--fps", "0", "hi"],

@@ -62,6 +62,22 @@ fn open_of_still_image_or_other_file_is_refused() {
     assert!(error.contains("missing.gif"), "{error}");
 }
 
+#[cfg(unix)]
+#[test]
+fn open_of_pipe_reads_it_once() {
+    let written = tempfile::tempdir().expect("a folder is creatable");
+    let pipe = written.path().join("clip");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.expect("mkfifo is runnable").success());
+    let clip = fs::read(folder("videos").join("clip.gif")).expect("the clip is readable");
+    let video = std::thread::scope(|scope| {
+        scope.spawn(|| fs::write(&pipe, clip).expect("the pipe is writable"));
+        Video::open(&pipe, &of_clip())
+    });
+    let expected = open("clip.gif", &of_clip());
+    assert_eq!(video.expect("the clip is decodable"), expected);
+}
+
 #[test]
 fn open_with_wrong_options_names_the_option() {
     let frames = |options: VideoOptions| refused_video("frames", &options);
@@ -128,6 +144,10 @@ fn open_of_folder_refuses_files_that_are_no_frames() {
         ..with_fps(1.0)
     };
     Video::open(whole.path(), &options).expect("the first frame is valid");
+
+    copy("clip.png", "frame-1.png");
+    let error = open().expect_err("an animation").to_string();
+    assert!(error.contains("is an animation"), "{error}");
 
     fs::write(path("notes.txt"), "").expect("the file is writable");
     let error = open().expect_err("a text").to_string();
@@ -248,6 +268,15 @@ fn load_with_unsupported_video_processor_refuses_videos_only() {
 fn video_sampled_for_another_number_of_frames_is_refused() {
     let gemma = loaded(|_| (), json!({"num_frames": 4, "max_soft_tokens": 70}));
     assert_eq!(gemma.prompt_encoder().video_frames().expect("videos"), 4);
+    // The clip has five frames, and four frames are not sampled.
+    let image = Image::from_rgb(96, 96, vec![7; 3 * 96 * 96]).expect("the bytes fit");
+    let frames = (0..4).map(|second| (f64::from(second), image.clone()));
+    let short = Video::from_frames(frames.collect(), &VideoOptions::default());
+    let short = short.expect("the frames are valid");
+    let prompt = Prompt::Chat(vec![Message::user(vec![short.into()])]);
+    gemma
+        .tokens(&prompt, ChatOptions::default())
+        .expect("every processor shows all four frames");
     let prompt = |options: &VideoOptions| {
         let video = open("clip.png", options);
         Prompt::Chat(vec![Message::user(vec![video.into()])])

@@ -1,10 +1,11 @@
 //! Decodes the sampled frames of animated GIF, PNG and WebP files within limits on memory and work.
 
-use super::animation_container::{delays, refuse_cleared_webp, still};
+use super::animation_container::{delays, refuse_restored_png, still};
 use super::decode::{METADATA_BYTES, failed, rgb};
 use super::frame_times::seconds;
 use super::image::{Pixels, check_pixels};
 use super::sampling::{check_pixels_of_frames, sampled_indices};
+use super::webp_container;
 use ::image::codecs::{gif::GifDecoder, png::PngDecoder, webp::WebPDecoder};
 use ::image::{
     AnimationDecoder, DynamicImage, Frames, ImageDecoder, ImageFormat, Limits, Rgba, guess_format,
@@ -22,9 +23,17 @@ const MOST_DECODED_PIXELS: u64 = 1 << 32;
 /// it, the new frame as stored, and the new frame in RGBA.
 const CANVASES: u64 = 4;
 
-/// Decodes up to `most_frames` frames of an animation, which are sampled uniformly. Returns the second at which each
-/// frame begins, rounded down, and its pixels. The error is a reason that follows the file's name.
-pub(super) fn decode(bytes: &[u8], most_frames: usize) -> Result<Vec<(u64, Pixels)>, String> {
+/// The sampled frames of an animation.
+pub(super) struct Animation {
+    /// The second at which each frame begins, rounded down, and its pixels.
+    pub sampled: Vec<(u64, Pixels)>,
+    /// The number of frames before sampling.
+    pub total: usize,
+}
+
+/// Decodes up to `most_frames` frames of an animation, which are sampled uniformly. The error is a reason that follows
+/// the file's name.
+pub(super) fn decode(bytes: &[u8], most_frames: usize) -> Result<Animation, String> {
     let format = format_of(bytes)?;
     let delays = delays(bytes, format)?;
     if delays.len() > MOST_FRAMES {
@@ -33,8 +42,8 @@ pub(super) fn decode(bytes: &[u8], most_frames: usize) -> Result<Vec<(u64, Pixel
             delays.len()
         ));
     }
-    let seconds = seconds(&delays)?;
-    let sampled = sampled_indices(seconds.len(), most_frames);
+    let sampled = sampled_indices(delays.len(), most_frames);
+    let seconds = seconds(&delays);
     let (frames, [width, height]) = open(bytes, format)?;
     check_pixels_of_frames([width, height], sampled.len())?;
     let last = sampled.last().copied().unwrap_or(0);
@@ -55,7 +64,10 @@ pub(super) fn decode(bytes: &[u8], most_frames: usize) -> Result<Vec<(u64, Pixel
         }
     }
     match next.next() {
-        None => Ok(decoded),
+        None => Ok(Animation {
+            sampled: decoded,
+            total: delays.len(),
+        }),
         Some(index) => Err(format!(
             "cannot be decoded as an animation: frame {index} is missing"
         )),
@@ -93,13 +105,15 @@ fn open(bytes: &[u8], format: ImageFormat) -> Result<(Frames<'_>, [usize; 2]), S
             (decoder.into_frames(), size)
         }
         ImageFormat::Png => {
+            refuse_restored_png(bytes)?;
             let decoder = PngDecoder::with_limits(reader(), limits([0, 0])).map_err(failed)?;
             let size = size(decoder.dimensions())?;
             let decoder = PngDecoder::with_limits(reader(), limits(size)).map_err(failed)?;
             (decoder.apng().map_err(failed)?.into_frames(), size)
         }
         _ => {
-            refuse_cleared_webp(bytes)?;
+            webp_container::check_sizes(bytes)?;
+            webp_container::refuse_cleared(bytes)?;
             let mut decoder = WebPDecoder::new(reader()).map_err(failed)?;
             let size = size(decoder.dimensions())?;
             // Without a color, the decoder clears no frames.
@@ -123,6 +137,11 @@ mod tests {
         std::fs::read(folder.join(name)).expect("the fixture is readable")
     }
 
+    fn decoded(bytes: &[u8], most_frames: usize) -> Vec<(u64, Pixels)> {
+        let animation = decode(bytes, most_frames);
+        animation.expect("the file is decodable").sampled
+    }
+
     fn refused(bytes: &[u8]) -> String {
         decode(bytes, 32).err().expect("the file is refused")
     }
@@ -131,11 +150,11 @@ mod tests {
     /// with the transparency down.
     #[test]
     fn decode_of_every_format_equals_pillow() {
-        let decoded = read("decoded.safetensors");
-        let decoded = SafeTensors::deserialize(&decoded).expect("the fixture parses");
+        let fixture = read("decoded.safetensors");
+        let fixture = SafeTensors::deserialize(&fixture).expect("the fixture parses");
         for name in CLIPS {
-            let expected = decoded.tensor(name).expect("the fixture has the file");
-            let found = decode(&read(name), 32).expect("the file is decodable");
+            let expected = fixture.tensor(name).expect("the fixture has the file");
+            let found = decoded(&read(name), 32);
             let seconds: Vec<u64> = found.iter().map(|(second, _)| *second).collect();
             assert_eq!(seconds, [0, 31, 62, 93, 124], "{name}");
             let expected = expected.data().chunks_exact(expected.data().len() / 5);
@@ -157,7 +176,7 @@ mod tests {
         let position = file.windows(4).position(|kind| kind == b"ANMF");
         let flags = position.expect("the file has frames") + 8 + 15;
         file[flags] |= 1;
-        let frames = decode(&file, 32).expect("the file is decodable");
+        let frames = decoded(&file, 32);
         // The second frame covers a part of the image only. The rest is transparent, which becomes black.
         assert_eq!(frames[1].1.rgb[..3], [0; 3]);
         assert_ne!(frames[0].1.rgb[..3], [0; 3]);
@@ -172,8 +191,8 @@ mod tests {
     #[test]
     fn decode_of_fewer_frames_samples_them() {
         for name in CLIPS {
-            let all = decode(&read(name), 5).expect("the file is decodable");
-            let some = decode(&read(name), 3).expect("the file is decodable");
+            let all = decoded(&read(name), 5);
+            let some = decoded(&read(name), 3);
             assert_eq!(some.len(), 3);
             for ((second, pixels), index) in some.iter().zip([0, 1, 3]) {
                 assert_eq!(*second, all[index].0, "{name}");
@@ -244,7 +263,7 @@ mod tests {
 
     #[test]
     fn decode_of_frames_without_delays_gives_each_a_tenth_of_a_second() {
-        let frames = decode(&frames_of_one_pixel(30), 30).expect("the file is decodable");
+        let frames = decoded(&frames_of_one_pixel(30), 30);
         let seconds: Vec<u64> = frames.iter().map(|(second, _)| *second).collect();
         let expected: Vec<u64> = (0..30).map(|index| index / 10).collect();
         assert_eq!(seconds, expected);
@@ -266,5 +285,69 @@ mod tests {
         file[6..10].copy_from_slice(&[0xB8, 0x0B, 0xD0, 0x07]);
         let reason = refused(&file);
         assert!(reason.contains("in the first 969 frames"), "{reason}");
+    }
+
+    #[test]
+    fn decode_of_gif_frame_beyond_the_canvas_is_refused() {
+        let file = frames_of_one_pixel(2);
+        let second = file.len() - 1 - 15;
+        assert_eq!(file[second], b',');
+        // The fields are the left and top edges, the width and the height.
+        for (at, words) in [
+            (1, "frame 1 has 1 x 1 pixels at 1, 0"),
+            (3, "frame 1 has 1 x 1 pixels at 0, 1"),
+            (5, "frame 1 has 257 x 1 pixels at 0, 0"),
+            (7, "frame 1 has 1 x 257 pixels at 0, 0"),
+        ] {
+            let mut broken = file.clone();
+            broken[second + at + usize::from(at > 3)] = 1;
+            let reason = refused(&broken);
+            assert!(reason.contains(words), "{reason}");
+        }
+    }
+
+    #[test]
+    fn decode_of_gif_with_zeros_before_its_trailer_ignores_them() {
+        let whole = frames_of_one_pixel(3);
+        let frames = &whole[..whole.len() - 1];
+        let padded = decoded(&[frames, b"\0\0\0;rest"].concat(), 32);
+        assert!(padded == decoded(&whole, 32));
+        for (end, words) in [
+            (&b""[..], "truncated, or its trailer is missing"),
+            (b"\0\0", "truncated, or its trailer is missing"),
+            (b"\0\x07;", "begins with the byte 0x00"),
+            (b"\x07;", "begins with the byte 0x07"),
+        ] {
+            let reason = refused(&[frames, end].concat());
+            assert!(reason.contains(words), "{reason}");
+        }
+    }
+
+    /// Changes the disposals of the frames in a PNG file. The checksums of the chunks become wrong, which is found later.
+    #[test]
+    fn decode_of_png_frame_that_is_removed_after_a_cleared_one_is_refused() {
+        let whole = read("clip.png");
+        let controls: Vec<usize> = (0..whole.len() - 4)
+            .filter(|at| whole[*at..].starts_with(b"fcTL"))
+            .collect();
+        let with_disposals = |disposals: [u8; 5]| {
+            let mut file = whole.clone();
+            for (at, disposal) in controls.iter().zip(disposals) {
+                file[at + 4 + 24] = disposal;
+            }
+            file
+        };
+        for (disposals, is_refused) in [
+            ([0, 1, 2, 0, 0], true),
+            ([1, 2, 2, 0, 0], true),
+            // No frame follows the last one.
+            ([0, 0, 0, 1, 2], false),
+            ([0, 2, 1, 0, 2], false),
+        ] {
+            let outcome = refuse_restored_png(&with_disposals(disposals));
+            assert_eq!(outcome.is_err(), is_refused, "{disposals:?}");
+        }
+        let reason = refused(&with_disposals([0, 1, 2, 0, 0]));
+        assert!(reason.contains("frame 2 is removed"), "{reason}");
     }
 }

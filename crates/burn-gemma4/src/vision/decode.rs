@@ -1,6 +1,7 @@
 //! Decodes image files within limits on memory. Truncated files are refused.
 
 use super::image::{ImageHeader, Pixels, check_pixels};
+use super::webp_container;
 use ::image::metadata::Orientation;
 use ::image::{
     DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage,
@@ -107,6 +108,9 @@ fn open(bytes: &[u8], format: ImageFormat) -> Result<impl ImageDecoder, String> 
     limits.max_alloc = Some(METADATA_BYTES);
     reader.limits(limits);
     let decoder = reader.into_decoder().map_err(failed)?;
+    if format == ImageFormat::WebP {
+        webp_container::check_sizes(bytes)?;
+    }
     let (width, height) = decoder.dimensions();
     check_pixels(width as usize, height as usize)?;
     Ok(decoder)

@@ -1,5 +1,6 @@
 //! Image files as the frames of a video: their order, and their pixels.
 
+use super::animation_container::is_animated;
 use super::decode::{decode, header};
 use super::image::{Image, MEDIUM};
 use super::sampling::check_pixels_of_frames;
@@ -104,6 +105,9 @@ pub(super) fn frames<'a>(
     let images = paths.map(|path| {
         let pixels = media_file::open(path, MEDIUM, |bytes| {
             let found = header(bytes)?;
+            if is_animated(bytes) {
+                return Err("is an animation; expected a still image as a frame".into());
+            }
             let mut size = [found.width, found.height];
             if found.is_turned {
                 size.reverse();

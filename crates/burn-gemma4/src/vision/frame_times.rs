@@ -13,18 +13,67 @@ pub(super) struct Delay {
     pub denominator: u32,
 }
 
+/// The largest denominator of a sum that is exact. A product with the denominator of a delay, 32 bits, then has at most
+/// 96 bits, and a product with nanoseconds 126 bits.
+const LARGEST_DENOMINATOR: u128 = 1 << 64;
+
+/// The number of parts of a second to which sums with larger denominators are rounded.
+const NANOSECONDS: u128 = 1_000_000_000;
+
 /// Returns the second at which each frame begins, rounded down. Sums are exact, so that 30 frames of 1/30 second take
-/// one second.
-pub(super) fn seconds(delays: &[Delay]) -> Result<Vec<u64>, String> {
-    let mut start = (0, 1);
+/// one second. With many different denominators, sums are rounded to nanoseconds.
+pub(super) fn seconds(delays: &[Delay]) -> Vec<u64> {
+    let mut start = Time {
+        seconds: 0,
+        numerator: 0,
+        denominator: 1,
+    };
     let mut seconds = Vec::with_capacity(delays.len());
     for delay in delays {
-        let (numerator, denominator) = start;
-        seconds.push((numerator / denominator) as u64);
-        start = sum(start, effective(*delay))
-            .ok_or("has delays of frames with too many different denominators")?;
+        seconds.push(start.seconds);
+        start = start.after(effective(*delay));
     }
-    Ok(seconds)
+    seconds
+}
+
+/// A time: whole seconds, and a fraction of a second below 1.
+#[derive(Clone, Copy)]
+struct Time {
+    seconds: u64,
+    numerator: u128,
+    denominator: u128,
+}
+
+impl Time {
+    /// Returns the time after a delay.
+    fn after(self, (numerator, denominator): (u128, u128)) -> Self {
+        let mut sum = (
+            self.numerator * denominator + (numerator % denominator) * self.denominator,
+            self.denominator * denominator,
+        );
+        let divisor = greatest_common_divisor(sum.0, sum.1);
+        sum = (sum.0 / divisor, sum.1 / divisor);
+        if sum.1 > LARGEST_DENOMINATOR {
+            // The sum is below 2.
+            let whole = sum.0 / sum.1;
+            let rest = (sum.0 % sum.1 * NANOSECONDS + sum.1 / 2) / sum.1;
+            sum = (whole * NANOSECONDS + rest, NANOSECONDS);
+        }
+        let whole = numerator / denominator + sum.0 / sum.1;
+        Self {
+            seconds: self.seconds + whole as u64,
+            numerator: sum.0 % sum.1,
+            denominator: sum.1,
+        }
+    }
+}
+
+fn greatest_common_divisor(one: u128, other: u128) -> u128 {
+    let (mut divisor, mut rest) = (one, other);
+    while rest != 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    divisor
 }
 
 /// Replaces a delay that is too short by the one of browsers.
@@ -34,19 +83,6 @@ fn effective(delay: Delay) -> (u128, u128) {
         true => (u128::from(SHORT_DELAY_MS), 1000),
         false => (numerator, denominator),
     }
-}
-
-/// Adds two fractions, and reduces the sum. Returns `None` if a number becomes too large.
-fn sum((one, below): (u128, u128), (other, below_other): (u128, u128)) -> Option<(u128, u128)> {
-    let numerator = one
-        .checked_mul(below_other)?
-        .checked_add(other.checked_mul(below)?)?;
-    let denominator = below.checked_mul(below_other)?;
-    let (mut divisor, mut rest) = (numerator, denominator);
-    while rest != 0 {
-        (divisor, rest) = (rest, divisor % rest);
-    }
-    Some((numerator / divisor, denominator / divisor))
 }
 
 #[cfg(test)]
@@ -65,18 +101,39 @@ mod tests {
             ]
         };
         let at = |delays: &[Delay]| {
-            let seconds = seconds(delays).expect("the sums are small");
+            let seconds = seconds(delays);
             [seconds[29], seconds[30], seconds[60]]
         };
         assert_eq!(at(&delays(1, 30)), [0, 1, 2]);
         // The delay of 10 ms becomes 100 ms, and the delay of 11 ms stays.
         assert_eq!(at(&delays(1, 100)), [2, 3, 6]);
         assert_eq!(at(&delays(11, 1000)), [0, 0, 0]);
-        let primes = (1000..3000).map(|denominator| Delay {
-            numerator: 999,
-            denominator,
-        });
-        let reason = seconds(&primes.collect::<Vec<_>>()).expect_err("the sums are too exact");
-        assert!(reason.contains("denominators"), "{reason}");
+    }
+
+    /// Denominators of 16 bits, as PNG files have them. The fractions are close to 1/30 second.
+    #[test]
+    fn seconds_of_delays_with_many_denominators_are_rounded_to_nanoseconds() {
+        let delays: Vec<Delay> = (0..60_000u32)
+            .map(|index| Delay {
+                numerator: 100 + index % 1900,
+                denominator: 3001 + index % 57_000,
+            })
+            .collect();
+        let mut time = 0.0;
+        for (delay, second) in delays.iter().zip(seconds(&delays)) {
+            // A sum of floats may be on the other side of a whole second.
+            let fraction = f64::fract(time);
+            if (1e-3..0.999).contains(&fraction) {
+                assert_eq!(second, time as u64, "{time}");
+            }
+            let (numerator, denominator) = effective(*delay);
+            time += numerator as f64 / denominator as f64;
+        }
+        let longest = Delay {
+            numerator: u32::MAX,
+            denominator: 1,
+        };
+        let largest = u64::from(u32::MAX);
+        assert_eq!(seconds(&[longest; 3]), [0, largest, 2 * largest]);
     }
 }

@@ -15,3 +15,4 @@ mod sampling;
 mod unsupported_video;
 pub(crate) mod video;
 pub(crate) mod video_processor;
+mod webp_container;

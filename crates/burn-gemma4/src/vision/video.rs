@@ -1,15 +1,14 @@
 //! A video of a prompt: frames that have been sampled from an animation or from a list of images.
 
-use super::animation;
+use super::animation::{self, Animation};
 use super::frame_files::{files_in, frames};
-use super::image::{Image, Pixels, SOFT_TOKENS};
+use super::image::{Image, SOFT_TOKENS};
 use super::sampling::{DEFAULT_FRAMES, MOST_SAMPLED, check_pixels_of_frames, sampled_indices};
 use super::unsupported_video::check_supported;
 use crate::error::Gemma4Error;
 use crate::media_file;
 use std::{
     fmt, fs,
-    io::Read,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -22,9 +21,6 @@ const FPS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 
 /// The latest second at which a frame may begin, 99 hours 59 minutes 59 seconds.
 const LATEST_SECOND: f64 = 359_999.0;
-
-/// The number of bytes at the beginning of a file that show its format.
-const SIGNATURE_BYTES: u64 = 64;
 
 /// The settings with which [`Video`] reads frames.
 ///
@@ -65,6 +61,8 @@ pub struct Video {
     frames: Arc<[VideoFrame]>,
     /// The number of frames that the caller allowed, or `None` for the default.
     max_frames: Option<usize>,
+    /// The number of frames before sampling.
+    total: usize,
 }
 
 /// A frame of a video.
@@ -98,19 +96,9 @@ impl Video {
             return Self::from_files(&files_in(path)?, options);
         }
         options.check_no_fps()?;
-        let malformed = |reason| Gemma4Error::Malformed {
-            path: path.into(),
-            reason,
-        };
-        // Name the format of a video file before the check of its size, which few of them pass.
-        let mut signature = Vec::new();
-        let file = fs::File::open(path).map_err(io)?;
-        file.take(SIGNATURE_BYTES)
-            .read_to_end(&mut signature)
-            .map_err(io)?;
-        check_supported(&signature).map_err(malformed)?;
         let decode = |bytes: &[u8]| animation::decode(bytes, options.most_frames());
-        media_file::open(path, MEDIUM, decode).and_then(|frames| Self::of_pixels(frames, options))
+        media_file::open_checked(path, MEDIUM, check_supported, decode)
+            .and_then(|frames| Self::of_animation(frames, options))
     }
 
     /// Decodes the contents of an animated GIF, PNG or WebP file, as [`open`](Self::open) does.
@@ -132,7 +120,7 @@ impl Video {
             .and_then(|()| check_supported(bytes))
             .and_then(|()| animation::decode(bytes, options.most_frames()))
             .map_err(refused)?;
-        Self::of_pixels(frames, options)
+        Self::of_animation(frames, options)
     }
 
     /// Reads PNG, JPEG and WebP files, which are the frames in order. Only sampled files are read.
@@ -150,7 +138,8 @@ impl Video {
         let seconds: Vec<u64> = seconds.map(second).collect::<Result<_, _>>()?;
         let files = sampled.iter().map(|index| &*paths[*index]);
         let images = frames(files)?;
-        Self::new(seconds.into_iter().zip(images).collect(), options)
+        let frames = seconds.into_iter().zip(images).collect();
+        Self::new(frames, paths.len(), options)
     }
 
     /// Creates a video from decoded frames and the times in seconds at which they begin.
@@ -178,22 +167,27 @@ impl Video {
         if !times.is_sorted() {
             return Err(refused("has times that do not ascend".into()));
         }
-        let sampled = sampled_indices(frames.len(), options.most_frames());
+        let total = frames.len();
+        let sampled = sampled_indices(total, options.most_frames());
         let mut next = sampled.into_iter().peekable();
         let sampled = frames.into_iter().enumerate();
         let sampled = sampled.filter(|(index, _)| next.next_if_eq(index).is_some());
         let sampled = sampled.map(|(_, (time, image))| Ok((second(time)?, image)));
-        Self::new(sampled.collect::<Result<_, Gemma4Error>>()?, options)
+        Self::new(sampled.collect::<Result<_, Gemma4Error>>()?, total, options)
     }
 
-    fn of_pixels(frames: Vec<(u64, Pixels)>, options: &VideoOptions) -> Result<Self, Gemma4Error> {
-        let frames = frames.into_iter();
+    fn of_animation(animation: Animation, options: &VideoOptions) -> Result<Self, Gemma4Error> {
+        let frames = animation.sampled.into_iter();
         let frames = frames.map(|(second, pixels)| (second, Image::of(pixels)));
-        Self::new(frames.collect(), options)
+        Self::new(frames.collect(), animation.total, options)
     }
 
-    /// Creates a video from sampled frames.
-    fn new(frames: Vec<(u64, Image)>, options: &VideoOptions) -> Result<Self, Gemma4Error> {
+    /// Creates a video from sampled frames. `total` is their number before sampling.
+    fn new(
+        frames: Vec<(u64, Image)>,
+        total: usize,
+        options: &VideoOptions,
+    ) -> Result<Self, Gemma4Error> {
         let size = |image: &Image| [image.width(), image.height()];
         let Some((_, first)) = frames.first() else {
             return Err(refused("has no frames".into()));
@@ -220,6 +214,7 @@ impl Video {
         Ok(Self {
             frames: frames.collect::<Result<_, Gemma4Error>>()?,
             max_frames: options.max_frames,
+            total,
         })
     }
 
@@ -244,13 +239,30 @@ impl Video {
         &self.frames
     }
 
-    /// Checks that a checkpoint whose processor samples `default` frames sees the frames that this video has. The
-    /// caller may have chosen another number.
+    /// True if a video processor that samples `frames` frames would sample the frames that this video has. A video with
+    /// few frames has all of them for every processor. A caller who has set `max_frames` has chosen the frames.
+    ///
+    /// ```
+    /// use burn_gemma4::{Image, Video, VideoOptions};
+    ///
+    /// let frame = Image::from_rgb(2, 1, vec![7; 6])?;
+    /// let frames = (0..40).map(|second| (f64::from(second), frame.clone()));
+    /// let video = Video::from_frames(frames.collect(), &VideoOptions::default())?;
+    /// assert!(video.is_sampled_for(32) && !video.is_sampled_for(64));
+    /// # Ok::<(), burn_gemma4::Gemma4Error>(())
+    /// ```
+    pub fn is_sampled_for(&self, frames: usize) -> bool {
+        self.max_frames.is_some()
+            || frames == DEFAULT_FRAMES
+            || self.total <= frames.min(DEFAULT_FRAMES)
+    }
+
+    /// Checks that a checkpoint whose processor samples `default` frames sees the frames that this video has.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the video has been sampled for another default.
     pub(crate) fn check_sampling(&self, default: usize) -> Result<(), Gemma4Error> {
-        match self.max_frames.is_some() || default == DEFAULT_FRAMES {
+        match self.is_sampled_for(default) {
             true => Ok(()),
             false => Err(refused(format!(
                 "is sampled to {DEFAULT_FRAMES} frames, but the checkpoint's video processor samples {default}; choose the number of frames, which is max_frames in VideoOptions"

@@ -4,7 +4,7 @@ use crate::{
     Error,
     cache_file::CacheFile,
     generation::{GenerationArguments, tell_length, with_drafter},
-    media::{ImageSize, VideoSampling, content},
+    media::{ImageSize, VideoSampling, check_sampling, content},
     model::AdaptedModelArguments,
     signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
@@ -256,7 +256,9 @@ impl Conversation<'_> {
             }
             Medium::Video => {
                 self.gemma.check_video()?;
-                self.video_sampling.open(Path::new(path))?.into()
+                let video = self.video_sampling.open(Path::new(path))?;
+                check_sampling(self.gemma, [&video])?;
+                video.into()
             }
             Medium::Audio => {
                 self.gemma.check_audio()?;

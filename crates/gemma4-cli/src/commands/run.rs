@@ -119,7 +119,7 @@ fn run(cli: &Run) -> Result<(), Error> {
     let mut loaded = cli.model.load()?;
     loaded.gemma = with_drafter(loaded.gemma, drafter)?;
     let gemma = &loaded.gemma;
-    cli.media.check_model(gemma)?;
+    cli.media.check_model(gemma, &prompt)?;
     let mut options = cli.generation.options(gemma, cli.is_chat());
     options.ignore_stop_tokens = cli.ignore_eos;
     options.logprobs = cli.logprobs;
