@@ -5,11 +5,18 @@ use crate::devices::devices;
 use crate::fixture::{self, Fixture, folder, greedy, tokens, values};
 use crate::media::generated;
 use crate::programs::folder::{Folder, Stored};
+#[cfg(feature = "training")]
+use crate::programs::{
+    refused::check as check_refused,
+    training::{conversations, finetune},
+};
+#[cfg(feature = "training")]
+use attention_workspace::testing::program::run;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Adapter, AdapterTargets, Audio, DrafterConfig, Drafts, ExportForm, Gemma4, Gemma4Config,
-    Gemma4Error, Gemma4Model, GenerateOptions, Image, LoadOptions, Logits, Message, MessagePart,
-    PerLayerTable, Prompt, Quantization, quantize_checkpoint,
+    Gemma4Error, Gemma4Model, GenerateOptions, Image, LoadOptions, Logits, MediaKinds, Message,
+    MessagePart, PerLayerTable, Prompt, Quantization, SavedSession, quantize_checkpoint,
 };
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -239,11 +246,38 @@ fn check_error<T>(outcome: Result<T, Gemma4Error>, words: &[&str]) {
 /// Rounding has no gradient, and the files that this crate writes have no scales.
 #[test]
 fn mobile_model_training_adapters_and_files_are_refused() {
+    check_refusals(&folder(NAME));
+}
+
+/// Sets all static scales of the text model to 0.
+fn without_text_scales() -> Folder {
+    let copy = Folder::copy(NAME);
+    copy.edit(|tensors| {
+        for (name, tensor) in tensors.iter_mut() {
+            if name.ends_with("activation_scale") && !name.contains("_tower") {
+                tensor.bytes = vec![0; 4];
+            }
+        }
+    });
+    copy
+}
+
+/// The method decides, not the scales: the written files would lack the quantization of the towers.
+#[test]
+fn mobile_model_without_scales_is_refused_alike() {
+    let zero = without_text_scales();
+    check_refusals(zero.path());
+    let missing = Folder::copy(NAME);
+    missing.edit(|tensors| tensors.retain(|name, _| !name.ends_with("activation_scale")));
+    check_refusals(missing.path());
+}
+
+/// Checks that the mobile checkpoint in `path` is neither trained, nor adapted, nor written.
+#[track_caller]
+fn check_refusals(path: &Path) {
     let device = Device::flex().autodiff();
-    let load = || {
-        let options = LoadOptions::new().quantization(Quantization::Whole);
-        Gemma4Model::load(folder(NAME), &device, options).expect("the model is valid")
-    };
+    let options = || LoadOptions::new().quantization(Quantization::Whole);
+    let load = || Gemma4Model::load(path, &device, options()).expect("the model is valid");
     let there = TempDir::new().expect("a temporary folder");
     let rounds = "static scales";
     let prompt = || tokens(&[&[2, 30, 40]], &device);
@@ -252,7 +286,18 @@ fn mobile_model_training_adapters_and_files_are_refused() {
         model.loss(hidden, prompt())
     });
     check_error(loss, &[rounds, "training", "-qat-w4a16-ct"]);
-    check_error(Adapter::new(2, 4.0).attach(load()), &[rounds, "training"]);
+    check_error(model.check_trainable(), &[rounds, "training"]);
+    let adapter = Adapter::new(2, 4.0);
+    check_error(adapter.attach(load()), &[rounds, "training"]);
+    let gemma = Gemma4::load(path, &device, options()).expect("the model is valid");
+    let kinds = MediaKinds {
+        images: true,
+        audio: true,
+    };
+    let towers = gemma.media_towers(kinds).expect("the towers are valid");
+    let attached = adapter.attach_towers(towers);
+    check_error(attached, &[rounds, "towers: ", "training"]);
+    check_error(gemma.attach_adapter(there.path()), &[rounds, "an adapter"]);
     check_error(load().merge_adapter(there.path()), &[rounds, "an adapter"]);
     check_error(load().attach_adapter(there.path()), &[rounds]);
     check_error(
@@ -260,11 +305,11 @@ fn mobile_model_training_adapters_and_files_are_refused() {
         &[rounds, "an adapter"],
     );
     check_error(model.save(there.path(), None), &[rounds, "saving"]);
-    let saved = model.save_like(folder(NAME), there.path(), None);
+    let saved = model.save_like(path, there.path(), None);
     check_error(saved, &[rounds, "saving"]);
     for name in ["model.gguf", "folder"] {
         let out = there.path().join(name);
-        let written = quantize_checkpoint(folder(NAME), out, ExportForm::Q8, |_| ());
+        let written = quantize_checkpoint(path, out, ExportForm::Q8, |_| ());
         check_error(written, &["quantized already", "original checkpoint"]);
     }
 }
@@ -476,4 +521,266 @@ fn mobile_wrong_tower_answers_text_and_refuses_images() {
     let prompt = Fixture::open(NAME).prompt;
     let found = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
     assert_eq!(found.expect("the generation succeeds").tokens.len(), 2);
+}
+
+/// Returns a mixture of experts whose experts have codes of 4 bits, each in a tensor of its own. `scales` are the
+/// static scales of the down projection of one expert.
+fn quantized_experts(scales: &[(&str, f32)]) -> Folder {
+    let copy = Folder::copy("moe");
+    copy.edit(|tensors| {
+        let stacked: Vec<String> = tensors
+            .keys()
+            .filter(|name| name.contains(".experts."))
+            .cloned()
+            .collect();
+        for name in stacked {
+            let shape = tensors.remove(&name).expect("the tensor exists").shape;
+            let [experts, rows, columns] = shape[..] else {
+                panic!("the tensor has three dimensions");
+            };
+            let (module, part) = name.rsplit_once('.').expect("the tensor is in a module");
+            let parts: &[&str] = match part {
+                "gate_up_proj" => &["gate_proj", "up_proj"],
+                _ => &["down_proj"],
+            };
+            let rows = rows / parts.len();
+            for (expert, part) in
+                (0..experts).flat_map(|expert| parts.iter().map(move |part| (expert, part)))
+            {
+                let matrix = format!("{module}.{expert}.{part}");
+                let (codes, ones) = (rows * columns / 2, 1f32.to_le_bytes().repeat(rows));
+                let codes = Stored {
+                    dtype: Dtype::U8,
+                    shape: vec![rows, columns / 2],
+                    bytes: vec![0x88; codes],
+                };
+                tensors.insert(format!("{matrix}.weight"), codes);
+                tensors.insert(format!("{matrix}.weight_scale"), floats(&[rows, 1], ones));
+            }
+        }
+        for (part, scale) in scales {
+            let name = format!("model.layers.1.experts.3.down_proj.{part}");
+            tensors.insert(name, floats(&[], scale.to_le_bytes().to_vec()));
+        }
+    });
+    let quantization = json!({"quant_method": "gemma", "num_bits": 4});
+    copy.set("config.json", "quantization_config", quantization);
+    copy
+}
+
+fn floats(shape: &[usize], bytes: Vec<u8>) -> Stored {
+    Stored {
+        dtype: Dtype::F32,
+        shape: shape.to_vec(),
+        bytes,
+    }
+}
+
+#[test]
+fn mobile_scales_of_experts_are_refused() {
+    for part in ["input_activation_scale", "output_activation_scale"] {
+        let name = format!("layers.1.experts.3.down_proj.{part}");
+        let model = load(quantized_experts(&[(part, 0.5)]).path());
+        check_error(model, &[&name, "cannot round its activations"]);
+        let model = load(quantized_experts(&[(part, 0.0)]).path());
+        assert!(model.expect("nothing is rounded").is_quantized());
+    }
+    load(quantized_experts(&[]).path()).expect("nothing is rounded");
+}
+
+/// Keys and values depend on the static scales, so a session belongs to a model with the same scales.
+#[test]
+fn mobile_session_of_other_scales_is_refused() {
+    let there = TempDir::new().expect("a temporary folder");
+    let path = there.path().join("session.kv");
+    let scale = "model.language_model.layers.1.self_attn.v_proj.output_activation_scale";
+    let other = Folder::copy(NAME);
+    other.edit(|tensors| {
+        let scale = tensors.get_mut(scale).expect("the tensor exists");
+        scale.bytes = 0.75f32.to_le_bytes().to_vec();
+    });
+    let none = without_text_scales();
+    let own = folder(NAME);
+    let folders = [own.as_path(), other.path(), none.path()];
+    let gemmas = folders.map(|folder| {
+        let options = LoadOptions::new().dtype(DType::F32);
+        Gemma4::load(folder, &Device::flex(), options).expect("the model is valid")
+    });
+    let prints = gemmas.each_ref().map(|gemma| {
+        let print = gemma.model().fingerprint();
+        print.expect("the weights are readable")
+    });
+    for (saved, gemma) in gemmas.iter().enumerate() {
+        let mut session = gemma.session();
+        let prompt = Fixture::open(NAME).prompt;
+        let generated = session.generate(prompt, &greedy(gemma, 2), |_| ControlFlow::Continue(()));
+        generated.expect("the generation succeeds");
+        session.save(&path, &[]).expect("the file is written");
+        for (loaded, gemma) in gemmas.iter().enumerate() {
+            let outcome = SavedSession::read(gemma.model(), &path);
+            assert_eq!(prints[saved] == prints[loaded], saved == loaded);
+            match saved == loaded {
+                true => drop(outcome.expect("the model is the same")),
+                false => check_error(outcome, &["another model", "activation_scales"]),
+            }
+        }
+    }
+}
+
+/// Without scales, the fingerprint is the hash of the weights alone, which older versions wrote to files.
+#[test]
+fn mobile_fingerprint_without_scales_is_that_of_the_weights() {
+    let options = LoadOptions::new()
+        .dtype(DType::F32)
+        .quantization(Quantization::Whole)
+        .per_layer_table(PerLayerTable::Device);
+    let model = Gemma4Model::load(without_text_scales().path(), &Device::flex(), options);
+    let print = model.expect("the model is valid").fingerprint();
+    assert_eq!(
+        print.expect("the weights are readable"),
+        0x8651_6FEE_ABCB_9FE6
+    );
+}
+
+/// `finetune` refuses the checkpoint before the first step, with and without an adapter.
+#[cfg(feature = "training")]
+#[test]
+fn mobile_finetune_is_refused_early() {
+    let there = TempDir::new().expect("a temporary folder");
+    let data = there.path().join("data.jsonl");
+    fs::write(&data, conversations()).expect("the file is written");
+    let copy = Folder::copy(NAME);
+    let all = [&["--length", "48", "--full"][..], &["--length", "48"]];
+    for arguments in all {
+        let out = there.path().join("out");
+        let mut command = finetune(&copy, &data, &out, arguments);
+        let words = ["mobile checkpoint", "training is not supported"];
+        check_refused("training", &run(&mut command), 1, &words);
+        assert!(!out.join("run").join("settings.json").exists());
+    }
+}
+
+/// Sets the head of the multimodal checkpoint to that of the embedding table.
+fn tied() -> Folder {
+    let copy = Folder::copy(NAME);
+    let config = String::from_utf8(copy.read("config.json")).expect("the text is UTF-8");
+    let mut config: Value = serde_json::from_str(&config).expect("the text is JSON");
+    config["tie_word_embeddings"] = true.into();
+    config["text_config"]["tie_word_embeddings"] = true.into();
+    copy.write("config.json", config.to_string());
+    copy
+}
+
+#[test]
+fn mobile_quantized_head_beside_tied_table_is_refused() {
+    let copy = tied();
+    for name in ["lm_head.weight", "lm_head.weight_scale"] {
+        check_error(load(copy.path()), &[name, "not part of the model"]);
+    }
+    copy.edit(|tensors| tensors.retain(|name, _| !name.starts_with("lm_head.")));
+    load(copy.path()).expect("the table is the head");
+    // A copy of the table in floats is ignored.
+    copy.edit(|tensors| {
+        let copied = floats(&[320, 32], vec![0; 4 * 320 * 32]);
+        tensors.insert("lm_head.weight".into(), copied);
+    });
+    load(copy.path()).expect("the table is the head");
+}
+
+/// The rows of an odd number of codes fill whole bytes.
+#[test]
+fn mobile_padded_rows_are_refused_by_name() {
+    let copy = Folder::copy(NAME);
+    let config = String::from_utf8(copy.read("config.json")).expect("the text is UTF-8");
+    let mut config: Value = serde_json::from_str(&config).expect("the text is JSON");
+    config["text_config"]["intermediate_size"] = 47.into();
+    copy.write("config.json", config.to_string());
+    let down = "model.language_model.layers.0.mlp.down_proj.weight";
+    let words = ["rows of 47 codes are padded to 48", "not supported"];
+    check_error(load(copy.path()), &[&[down], &words[..]].concat());
+}
+
+#[test]
+fn mobile_config_with_many_or_long_expressions_is_refused() {
+    let of = |quantization: Value| {
+        let text = fs::read_to_string(folder(NAME).join("config.json"));
+        let text = text.expect("the file is readable");
+        let mut config: Value = serde_json::from_str(&text).expect("the text is JSON");
+        for (field, value) in quantization.as_object().expect("an object") {
+            config["quantization_config"][field] = value.clone();
+        }
+        Gemma4Config::from_json(&config.to_string())
+    };
+    let names = |count| (0..count).map(|index| format!("x{index}"));
+    let configs: Value = names(512).map(|name| (name, json!({}))).collect();
+    for (count, is_valid) in [(512, true), (513, false)] {
+        let found = of(json!({
+            "modules_to_not_convert": names(count).collect::<Vec<_>>(),
+            "module_quant_configs": configs.clone(),
+        }));
+        match is_valid {
+            true => drop(found.expect("the configuration is valid")),
+            false => check_error(found, &["1025 regular expressions", "at most 1024"]),
+        }
+    }
+    // The beginning of a long expression is enough to find it.
+    let long = format!("({}", "x".repeat(100_000));
+    for quantization in [
+        json!({"modules_to_not_convert": [long]}),
+        json!({"module_quant_configs": {&long: {}}}),
+        json!({"module_quant_configs": {&long: {"num_bits": 3}}}),
+    ] {
+        let Err(error) = of(quantization) else {
+            panic!("the expression is refused");
+        };
+        let text = error.to_string();
+        assert!(text.contains("(xxx") && text.contains("..."), "{text}");
+        assert!(text.len() < 500, "{text}");
+    }
+}
+
+#[test]
+fn mobile_config_with_two_methods_is_refused() {
+    let text = fs::read_to_string(folder(NAME).join("config.json")).expect("the file is readable");
+    let config: Value = serde_json::from_str(&text).expect("the text is JSON");
+    let gemma = config["quantization_config"].clone();
+    let read = |change: &dyn Fn(&mut Value)| {
+        let mut config = config.clone();
+        change(&mut config);
+        Gemma4Config::from_json(&config.to_string())
+    };
+    let other = json!({
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"all": {"weights": {
+            "num_bits": 4, "type": "int", "strategy": "channel", "symmetric": true
+        }}}
+    });
+    let both = ["both \"gemma\" and", "expected one method"];
+    for swapped in [false, true] {
+        let found = read(&|config| {
+            let (top, text) = match swapped {
+                true => (&other, &gemma),
+                false => (&gemma, &other),
+            };
+            config["quantization_config"] = top.clone();
+            config["text_config"]["quantization_config"] = text.clone();
+        });
+        check_error(found, &[&both[..], &["compressed-tensors"]].concat());
+    }
+    let found = read(&|config| config["quantization"] = json!({"bits": 4}));
+    check_error(found, &[&both[..], &["MLX"]].concat());
+    let found = read(&|config| {
+        config["text_config"]["quantization_config"] = json!({"quant_method": "fp8"});
+    });
+    check_error(found, &["\"fp8\""]);
+    let found = read(&|config| {
+        config["text_config"]["quantization_config"] = json!({"quant_method": "gemma"});
+    });
+    check_error(
+        found,
+        &["gemma: text_config has another quantization_config"],
+    );
+    let found = read(&|config| config["text_config"]["quantization_config"] = gemma.clone());
+    found.expect("both objects are equal");
 }

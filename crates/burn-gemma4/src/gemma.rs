@@ -235,7 +235,7 @@ impl Gemma4 {
     }
 
     fn with_adapter(self, folder: &Path, placement: Placement) -> Result<Self, Gemma4Error> {
-        self.model.refuse_if_rounding("an adapter")?;
+        self.model.refuse_if_mobile("an adapter")?;
         let MediaEncoders { vision, audio } = &self.encoders;
         let has_towers = vision.is_ok() || audio.is_ok();
         let parts = AdaptedParts::of(folder)?;

@@ -4,7 +4,7 @@ use super::{
     files::TensorFiles,
     floats8,
     mobile::{self, MobileModule},
-    names::{MLX, Names},
+    names::{HEAD, MLX, Names},
     packed,
     source::{Source, WeightSource, burn_dtype},
 };
@@ -187,22 +187,33 @@ impl WeightSource for Folder {
 
     fn activation_scales(&self, path: &str) -> Result<Option<ActivationScales>, TensorProblem> {
         let name = self.names.in_file(path);
-        let Some(module) = self.mobile(&name) else {
-            return Ok(None);
-        };
         let is_served = !WITHOUT_ROUNDING.iter().any(|part| path.contains(part));
-        match module.activation_scales()? {
-            Some(_) if !is_served => Err(module.unserved_scales()),
-            scales => Ok(scales),
+        // The matrices of experts have scales of their own.
+        let apart = self.apart(&name).concat();
+        for matrix in &apart {
+            if let Some(module) = self.mobile(matrix) {
+                module.refuse_scales()?;
+            }
         }
+        match self.mobile(&name) {
+            None => Ok(None),
+            Some(module) if is_served => module.activation_scales(),
+            Some(module) => module.refuse_scales().map(|()| None),
+        }
+    }
+
+    fn is_mobile(&self) -> bool {
+        self.schemes.mobile.is_some()
     }
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let names = self.files.names();
         let is_ignored = |name: &str| {
             let part = name.rsplit('.').next().unwrap_or_default();
-            let is_of_cache = self.schemes.mobile.is_some() && mobile::CACHE_SCALES.contains(&part);
-            is_of_cache || self.names.is_ignored(name, config)
+            let is_of_cache = self.is_mobile() && mobile::CACHE_SCALES.contains(&part);
+            // A copy of the embedding table in floats is harmless. Codes may stand for other weights.
+            let has_codes = || self.files.get(name).is_some_and(mobile::is_codes);
+            is_of_cache || self.names.is_ignored(name, config) && !(name == HEAD && has_codes())
         };
         names
             .filter(|name| !known.contains(*name) && !is_ignored(name))

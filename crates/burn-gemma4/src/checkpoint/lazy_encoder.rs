@@ -132,6 +132,11 @@ impl<F: MediumFormat> LazyEncoder<F> {
         &self.shared.format
     }
 
+    /// True if the checkpoint is a mobile one (`quant_method` "gemma").
+    pub fn is_mobile(&self) -> bool {
+        self.shared.schemes.mobile.is_some()
+    }
+
     /// Loads the weights, unless they have been loaded before.
     ///
     /// # Errors

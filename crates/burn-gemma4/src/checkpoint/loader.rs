@@ -113,11 +113,17 @@ pub(super) fn check(
         let names = weights.names(path);
         match weights.get(path) {
             Ok(source) if source.shape == *shape => total_bytes += source.len(),
-            Ok(source) => problems.push(TensorProblem::Shape {
-                name: names.join(" and "),
-                found: source.shape,
-                expected: shape.clone(),
-            }),
+            Ok(source) => {
+                let name = names.join(" and ");
+                problems.push(match source.padding(shape) {
+                    Some(reason) => TensorProblem::Packing { name, reason },
+                    None => TensorProblem::Shape {
+                        name,
+                        found: source.shape,
+                        expected: shape.clone(),
+                    },
+                });
+            }
             Err(problem) => problems.push(problem),
         }
         problems.extend(weights.activation_scales(path).err());
@@ -241,9 +247,7 @@ impl Loader<'_, '_> {
             let scales = self.weights.activation_scales(&format!("{path}.weight"));
             linear.activation_scales = scales.unwrap_or_else(|problem| checked(problem));
         }
-        let mut linears = model.linears_mut().into_iter();
-        let rounds = linears.any(|(_, linear)| linear.activation_scales.is_some());
-        model.rounds_activations = rounds;
+        model.is_mobile = self.weights.is_mobile();
     }
 
     pub(super) fn source(&self, path: &str) -> Source<'_> {

@@ -98,6 +98,9 @@ pub struct MediaTowers {
     audio: Option<AudioModules>,
     #[module(skip)]
     formats: Formats,
+    /// True if the towers are those of a mobile checkpoint.
+    #[module(skip)]
+    is_mobile: bool,
 }
 
 /// The forms of the loaded kinds of media, without weights.
@@ -147,7 +150,10 @@ impl MediaTowers {
                 Encoder::Projected(projected) => AudioModules::Projected(*projected),
             })
         };
+        let is_mobile =
+            vision.is_some_and(LazyVision::is_mobile) || audio.is_some_and(LazyAudio::is_mobile);
         Ok(Self {
+            is_mobile,
             formats: Formats {
                 vision: vision.map(|vision| vision.format().clone()),
                 audio: audio.map(|audio| audio.format().clone()),
@@ -221,6 +227,11 @@ impl MediaTowers {
         let mut trained = HasTrainable(false);
         self.visit(&mut trained);
         trained.0
+    }
+
+    /// True if the towers are those of a mobile checkpoint (`quant_method` "gemma").
+    pub(super) fn is_mobile(&self) -> bool {
+        self.is_mobile
     }
 
     /// Returns the name of a parameter in Hugging Face Transformers, without the prefix `model.`. `path` is its path in

@@ -145,12 +145,15 @@ impl<'a, 'name> MobileModule<'a, 'name> {
         Ok(scales.round_something().then_some(scales))
     }
 
-    /// Returns the problem of static scales of a layer that cannot round its activations.
-    pub fn unserved_scales(&self) -> TensorProblem {
-        self.problem(
-            INPUT_SCALE,
-            "a layer of this kind cannot round its activations by static scales".into(),
-        )
+    /// Refuses static scales of a layer that cannot round its activations.
+    pub fn refuse_scales(&self) -> Result<(), TensorProblem> {
+        let part = match self.activation_scales()? {
+            None => return Ok(()),
+            Some(scales) if scales.input != 0.0 => INPUT_SCALE,
+            Some(_) => OUTPUT_SCALE,
+        };
+        let reason = "a layer of this kind cannot round its activations by static scales";
+        Err(self.problem(part, reason.into()))
     }
 
     fn activation_scale(&self, part: &str) -> Result<f32, TensorProblem> {

@@ -17,6 +17,8 @@ const TEXT: &str = "model.";
 pub(super) const MLX: &str = "language_model.model.";
 /// The name of the output projection's matrix, which has no prefix in any checkpoint.
 pub(super) const HEAD: &str = "lm_head.weight";
+/// The prefix of the names of the output projection's tensors.
+const OF_HEAD: &str = "lm_head.";
 
 /// The name prefixes of a multimodal model's tensors that see images. `vision.rs` loads these tensors.
 const VISION: [&str; 3] = ["vision_tower.", "vision_embedder.", "embed_vision."];
@@ -113,8 +115,10 @@ impl Names {
     pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
         let Some(name) = name.strip_prefix(self.prefix) else {
             // Allow every tensor outside the text model. Allow the output projection too: some checkpoints store it
-            // although the model reuses the embedding table as its output projection.
-            return self.prefix == MULTIMODAL || name == HEAD;
+            // although the model reuses the embedding table as its output projection. Do not allow the scales of an
+            // output projection, because a quantized one would have other weights than the table.
+            let is_outside = self.prefix == MULTIMODAL && !name.starts_with(OF_HEAD);
+            return is_outside || name == HEAD;
         };
         // A layer that shares an earlier layer's KV cache needs no K and V projections and no K norm. Published checkpoints
         // contain the tensors of these modules nevertheless.

@@ -26,7 +26,7 @@ use std::{
     sync::Arc,
 };
 
-/// The refused action in an error about a model that rounds its activations, because the saved files have no scales.
+/// The refused action in an error about a model from a mobile checkpoint, because the saved files have no scales.
 const SAVING: &str = "saving";
 
 impl Gemma4Model {
@@ -50,14 +50,14 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if a file cannot be written, or if the model rounds its activations by static scales, which the
-    /// written files could not hold. Also returns the errors of [`Gemma4Config::to_json`].
+    /// Returns an error if a file cannot be written, or if the model comes from a mobile checkpoint, whose static
+    /// scales the written files could not hold. Also returns the errors of [`Gemma4Config::to_json`].
     ///
     /// # Panics
     /// Panics if the dtype is not f32, f16 or bf16, or if the device fails.
     pub fn save(&self, folder: impl AsRef<Path>, dtype: Option<DType>) -> Result<(), Gemma4Error> {
         let folder = folder.as_ref();
-        self.refuse_if_rounding(SAVING)?;
+        self.refuse_if_mobile(SAVING)?;
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         let config = Gemma4Config {
             dtype: Some(dtype),
@@ -113,7 +113,7 @@ impl Gemma4Model {
         dtype: Option<DType>,
     ) -> Result<(), Gemma4Error> {
         let (base, folder) = (base.as_ref(), folder.as_ref());
-        self.refuse_if_rounding(SAVING)?;
+        self.refuse_if_mobile(SAVING)?;
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         let config = config_like(&base.join("config.json"), self.config(), dtype)?;
         let files = Arc::new(TensorFiles::open(base)?);

@@ -30,6 +30,11 @@ pub(super) trait WeightSource: Send + Sync {
         Ok(None)
     }
 
+    /// True if the weights are those of a mobile checkpoint, whose `quant_method` is "gemma".
+    fn is_mobile(&self) -> bool {
+        false
+    }
+
     /// Returns the names of those tensors that are neither in `known` nor allowed by the checkpoint's format.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
@@ -104,6 +109,29 @@ impl<'a> Source<'a> {
         Self {
             shape: vec![matrix.rows, matrix.columns],
             numbers: Numbers::Mobile(matrix),
+        }
+    }
+
+    /// Describes the padding of a matrix in a mobile checkpoint. The rows fill whole bytes, although the model's matrix,
+    /// with the shape `expected`, has fewer columns. The result is `None` if the shapes differ otherwise.
+    pub fn padding(&self, expected: &[usize]) -> Option<String> {
+        match (&self.numbers, expected) {
+            (Numbers::Mobile(matrix), [rows, columns]) => {
+                let codes = 8 / matrix.bits;
+                let is_padded = *rows == matrix.rows
+                    && *columns < matrix.columns
+                    && columns.next_multiple_of(codes) == matrix.columns;
+                is_padded.then(|| {
+                    format!(
+                        "its rows of {columns} codes are padded to {}, because a byte holds {codes} codes; padded rows are not supported",
+                        matrix.columns
+                    )
+                })
+            }
+            (Numbers::Joined(matrices), [count, matrix @ ..]) if *count == matrices.len() => {
+                matrices.first()?.padding(matrix)
+            }
+            _ => None,
         }
     }
 

@@ -178,9 +178,9 @@ impl WeightSource for TowerWeights<'_> {
             .strip_suffix(WEIGHT)
             .and_then(|path| path.strip_suffix('.'));
         let is_served = linear.is_some_and(|linear| self.linears.iter().any(|path| path == linear));
-        match module.activation_scales()? {
-            Some(_) if !is_served => Err(module.unserved_scales()),
-            scales => Ok(scales),
+        match is_served {
+            true => module.activation_scales(),
+            false => module.refuse_scales().map(|()| None),
         }
     }
 

@@ -9,6 +9,11 @@ use serde_json::{Map, Value};
 /// The name of the quantization method.
 pub(super) const METHOD: &str = "gemma";
 
+/// The largest number of regular expressions in a `quantization_config`. Each module's name is compared with all of them.
+const MAX_EXPRESSIONS: usize = 1024;
+/// The largest number of characters that an error message repeats of a regular expression.
+const SHOWN: usize = 100;
+
 /// The fields of a `quantization_config`.
 #[derive(Deserialize)]
 struct File {
@@ -44,9 +49,19 @@ impl MobileScheme {
     pub(super) fn of(quantization: &Value) -> Result<Self, String> {
         let file: File = json::from_value(quantization)?;
         let default_bits = width("num_bits", file.num_bits.unwrap_or(4))?;
+        let configs = file.module_quant_configs.unwrap_or_default();
+        // Without the field, Hugging Face Transformers leaves the output head as it is.
+        let floats = file.modules_to_not_convert;
+        let floats = floats.unwrap_or_else(|| vec!["lm_head".to_owned()]);
+        let expressions = configs.len() + floats.len();
+        if expressions > MAX_EXPRESSIONS {
+            return Err(format!(
+                "module_quant_configs and modules_to_not_convert have {expressions} regular expressions; at most {MAX_EXPRESSIONS} are supported"
+            ));
+        }
         let (mut joined, mut bits) = (Vec::new(), Vec::new());
-        for (pattern, options) in file.module_quant_configs.unwrap_or_default() {
-            let field = format!("module_quant_configs: {pattern:?}");
+        for (pattern, options) in configs {
+            let field = format!("module_quant_configs: {:?}", cut(&pattern));
             let options: Module =
                 json::from_value(&options).map_err(|reason| format!("{field}: {reason}"))?;
             bits.push(match options.num_bits {
@@ -64,9 +79,6 @@ impl MobileScheme {
                 Some(regex("module_quant_configs", &joined, &joined)?)
             }
         };
-        // Without the field, Hugging Face Transformers leaves the output head as it is.
-        let floats = file.modules_to_not_convert;
-        let floats = floats.unwrap_or_else(|| vec!["lm_head".to_owned()]);
         let floats = floats.into_iter().map(|name| {
             let whole = format!(r"\A(?:{name})(?:(?<=\.)|(?=\.|$))");
             Ok((regex("modules_to_not_convert", &name, &whole)?, name))
@@ -113,8 +125,18 @@ fn width(field: &str, bits: usize) -> Result<usize, String> {
 /// Compiles the regular expression `whole`, which is made of `pattern` in the field `field`.
 fn regex(field: &str, pattern: &str, whole: &str) -> Result<Regex, String> {
     Regex::new(whole).map_err(|error| {
+        // The error may repeat the expression.
+        let (pattern, error) = (cut(pattern), cut(&error.to_string()));
         format!("{field}: {pattern:?} is not a supported regular expression: {error}")
     })
+}
+
+/// Returns the first [`SHOWN`] characters of a text, with dots for the rest.
+fn cut(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        None => text.to_owned(),
+        Some((end, _)) => format!("{}...", &text[..end]),
+    }
 }
 
 fn too_slow(error: fancy_regex::Error) -> String {

@@ -102,6 +102,7 @@ pub(crate) fn schemes_of(json: &str) -> Result<QuantizationSchemes, Gemma4Error>
 /// Returns [`Gemma4Error::Config`], which names the method or the feature that is not supported.
 fn schemes(config: &Value) -> Result<QuantizationSchemes, Gemma4Error> {
     let mut schemes = QuantizationSchemes::default();
+    let mut of_mobile: Option<&Value> = None;
     // A multimodal model has `quantization_config` at the top level or in `text_config`. Read both.
     for part in [Some(config), config.get("text_config")]
         .into_iter()
@@ -118,13 +119,36 @@ fn schemes(config: &Value) -> Result<QuantizationSchemes, Gemma4Error> {
                 schemes.matrices.extend(read);
             }
             (Some(quantization), Some(mobile::METHOD)) => {
-                let read = MobileScheme::of(quantization).map_err(named(mobile::METHOD))?;
-                schemes.mobile = Some(read);
+                if part.get("quantization").is_some_and(says_something) {
+                    return Err(two_methods("MLX"));
+                }
+                match of_mobile.replace(quantization) {
+                    None => {
+                        let read = MobileScheme::of(quantization).map_err(named(mobile::METHOD))?;
+                        schemes.mobile = Some(read);
+                    }
+                    Some(other) if other == quantization => (),
+                    Some(_) => {
+                        let reason = "text_config has another quantization_config than the top level; expected one";
+                        return Err(named(mobile::METHOD)(reason.into()));
+                    }
+                }
             }
             _ => refuse_quantized(part)?,
         }
     }
-    Ok(schemes)
+    match schemes.mobile.is_some() && !schemes.matrices.is_empty() {
+        true => Err(two_methods(METHOD)),
+        false => Ok(schemes),
+    }
+}
+
+/// Returns the error for a configuration with the method "gemma" and another method.
+fn two_methods(other: &str) -> Gemma4Error {
+    Gemma4Error::Config(format!(
+        "quantization_config: the weights are quantized by both {:?} and {other:?}; expected one method",
+        mobile::METHOD
+    ))
 }
 
 fn of_method(quantization: &Value) -> Result<Vec<WeightScheme>, String> {

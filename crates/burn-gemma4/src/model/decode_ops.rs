@@ -65,12 +65,12 @@ impl Targets<'_> {
 }
 
 impl DecodeOps<'_> {
-    /// True if the decode kernels support the model with this number of rows. They do not round activations by static
-    /// scales.
+    /// True if the decode kernels support the model with this number of rows. They do not serve mobile checkpoints,
+    /// because they do not round activations by static scales.
     pub fn serve(model: &Gemma4Model, rows: usize) -> bool {
         let dtype = model.dtype();
         let experts = model.config().experts.as_ref();
-        let has_kernels = !model.rounds_activations;
+        let has_kernels = !model.is_mobile;
         has_kernels
             && experts.is_none_or(|experts| moe_router::chooses(experts.num_experts))
             && rows <= gemv::most_rows(&model.device(), dtype)

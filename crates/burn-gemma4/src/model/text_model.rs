@@ -72,9 +72,10 @@ pub struct Gemma4Model {
     /// The dtype of the checkpoint's weights, or `None` if the model was not loaded from a checkpoint.
     #[module(skip)]
     pub(crate) written: Option<DType>,
-    /// True if a projection rounds its activations by static scales.
+    /// True if the model was loaded from a mobile checkpoint (`quant_method` "gemma"), whose static scales round the
+    /// activations.
     #[module(skip)]
-    pub(crate) rounds_activations: bool,
+    pub(crate) is_mobile: bool,
     /// The projection of the scaled token embeddings. Its output is added to the per-layer embeddings. `None` if the model
     /// has no per-layer embeddings.
     pub per_layer_model_projection: Option<Linear>,
@@ -141,7 +142,7 @@ impl Gemma4Model {
             placement: None,
             warnings: Vec::new(),
             written: None,
-            rounds_activations: false,
+            is_mobile: false,
             per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
             per_layer_projection_norm: per_layer_embeddings

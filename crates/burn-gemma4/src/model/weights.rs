@@ -35,23 +35,35 @@ impl Gemma4Model {
         held
     }
 
-    /// Refuses a change to a model that rounds its activations by static scales. `action` says what is refused, such as
-    /// `training`.
+    /// Refuses a change to a model from a mobile checkpoint. `action` says what is refused, such as `training`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the model rounds its activations.
-    pub(crate) fn refuse_if_rounding(&self, action: &str) -> Result<(), Gemma4Error> {
-        refuse_rounding(self.rounds_activations, action)
+    /// Returns [`Gemma4Error::Argument`] if the model was loaded from a mobile checkpoint.
+    pub(crate) fn refuse_if_mobile(&self, action: &str) -> Result<(), Gemma4Error> {
+        refuse_mobile(self.is_mobile, "model", action)
     }
 
-    /// Refuses to train weights other than adapters in a model with quantized weights, and to train a model that rounds
-    /// its activations, because rounding has no gradient.
+    /// Checks that the parameters that require gradients can be trained. [`loss`](Self::loss) and
+    /// [`gradients`](Self::gradients) make this check too.
+    ///
+    /// ```
+    /// use burn::tensor::Device;
+    /// use burn_gemma4::{Gemma4Model, LoadOptions};
+    ///
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let model = Gemma4Model::load(folder, &Device::flex().autodiff(), LoadOptions::new())?;
+    /// model.check_trainable()?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// Returns an error if the model has quantized weights, and a weight that is not an adapter requires gradients. Also
-    /// returns an error if the model rounds its activations.
-    pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
-        self.refuse_if_rounding("training")?;
+    /// returns an error if the model was loaded from a mobile checkpoint, because the rounding of activations has no
+    /// gradient.
+    pub fn check_trainable(&self) -> Result<(), Gemma4Error> {
+        self.refuse_if_mobile("training")?;
         let held = self.held();
         match held.is_quantized && held.trains_weights {
             false => Ok(()),
@@ -101,14 +113,19 @@ impl Gemma4Model {
     }
 }
 
-/// Returns the error of [`Gemma4Model::refuse_if_rounding`] if `rounds` is true.
-pub(crate) fn refuse_rounding(rounds: bool, action: &str) -> Result<(), Gemma4Error> {
-    match rounds {
+/// Refuses a change to the model or the towers in `argument` if `is_mobile` is true. See
+/// [`Gemma4Model::refuse_if_mobile`].
+pub(crate) fn refuse_mobile(
+    is_mobile: bool,
+    argument: &'static str,
+    action: &str,
+) -> Result<(), Gemma4Error> {
+    match is_mobile {
         false => Ok(()),
         true => Err(Gemma4Error::Argument {
-            argument: "model",
+            argument,
             reason: format!(
-                "rounds its activations by static scales (quant_method \"gemma\"), with which {action} is not supported; use the original checkpoint, or the one whose name ends with -qat-w4a16-ct"
+                "comes from a mobile checkpoint (quant_method \"gemma\"), whose static scales round activations; {action} is not supported with it; use the original checkpoint, or the one whose name ends with -qat-w4a16-ct"
             ),
         }),
     }

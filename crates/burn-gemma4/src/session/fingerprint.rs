@@ -1,4 +1,4 @@
-//! A fingerprint of a model's weights: a few elements of every weight tensor.
+//! A fingerprint of a model's weights: a few elements of every weight tensor, and the static scales of activations.
 
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
@@ -11,7 +11,8 @@ use burn::{
 /// the weight, because the ends of embedding tables hold padding and unused tokens.
 const NUMBERS: usize = 16;
 
-/// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.
+/// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree. The static
+/// scales of a projection count as another weight.
 pub(super) struct Fingerprint {
     /// The path of each weight, and the number of sampled elements of the weight.
     weights: Vec<(String, usize)>,
@@ -31,10 +32,32 @@ impl Fingerprint {
         let numbers = Tensor::cat(sampled.numbers, 0).try_into_data();
         let numbers = numbers
             .map_err(|error| Gemma4Error::Device(format!("cannot read the weights: {error}")))?;
-        Ok(Self {
+        let mut fingerprint = Self {
             weights: sampled.weights,
             numbers: numbers.iter::<f32>().collect(),
-        })
+        };
+        fingerprint.add_activation_scales(model);
+        Ok(fingerprint)
+    }
+
+    /// Adds the static scales of all projections if at least one of them rounds its activations. Without scales, the
+    /// fingerprint stays that of the weights alone, as in files of older versions.
+    fn add_activation_scales(&mut self, model: &Gemma4Model) {
+        let mut model = model.clone();
+        let linears = model.linears_mut();
+        if linears
+            .iter()
+            .all(|(_, linear)| linear.activation_scales.is_none())
+        {
+            return;
+        }
+        for (path, linear) in linears {
+            let scales = linear.activation_scales;
+            let scales = scales.map_or([0.0; 2], |scales| [scales.input, scales.output]);
+            self.weights
+                .push((format!("{path}.{SCALES}"), scales.len()));
+            self.numbers.extend(scales);
+        }
     }
 
     /// Compares the fingerprint with the samples `numbers` of another model, bit by bit. Returns the path of the first
@@ -50,7 +73,8 @@ impl Fingerprint {
                 _ => return Some(path),
             }
         }
-        None
+        // Only the static scales of activations may be missing.
+        (numbers.len() > first).then_some(SCALES)
     }
 }
 
@@ -58,8 +82,8 @@ impl Fingerprint {
 const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
 
 impl Gemma4Model {
-    /// Returns a hash of 16 elements of every weight, to recognize the model's weights. The hash does not depend on the
-    /// device. A quantized model has another hash than the unquantized model.
+    /// Returns a hash of 16 elements of every weight and of the static scales of activations, to recognize the model's
+    /// weights. The hash does not depend on the device. A quantized model has another hash than the unquantized model.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Device`] if the weights cannot be read.
@@ -74,6 +98,8 @@ impl Gemma4Model {
 }
 
 const TABLE: &str = "embed_tokens_per_layer";
+/// The last part of the path of a projection's static scales.
+const SCALES: &str = "activation_scales";
 
 fn table_row(model: &Gemma4Model, token: u32, device: &Device) -> Option<Tensor<2>> {
     let ids = TensorData::new(vec![token as i32], [1, 1]);

@@ -72,7 +72,7 @@ impl Gemma4Model {
         asked: Logits,
         loss: impl FnOnce(Tensor<3>) -> Result<Tensor<1>, Gemma4Error>,
     ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
-        self.refuse_training_quantized()?;
+        self.check_trainable()?;
         if let Some(packing) = packing {
             packing.check(&tokens)?;
             if asked != Logits::All {

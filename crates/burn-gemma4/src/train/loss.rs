@@ -57,9 +57,9 @@ impl Gemma4Model {
     ) -> Result<Tensor<1>, Gemma4Error> {
         let [batch, positions, columns] = check(&hidden, &targets)?;
         if hidden.is_tracked() {
-            self.refuse_training_quantized()?;
+            self.check_trainable()?;
         }
-        if self.rounds_activations {
+        if self.is_mobile {
             let counts = targets.clone().inner().greater_equal_elem(0).float();
             let counts = counts.cast(DType::F32).sum().clamp_min(1.0);
             return Ok(self.token_losses(hidden, targets)?.sum() / counts);

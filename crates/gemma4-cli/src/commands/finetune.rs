@@ -182,6 +182,7 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
             model
         }
         None => {
+            model.check_trainable()?;
             note(format_args!("{parameters} parameters"));
             model
         }

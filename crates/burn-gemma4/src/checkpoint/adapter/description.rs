@@ -7,6 +7,7 @@ use crate::checkpoint::names::Names;
 use crate::checkpoint::{create, stored, write_file, write_tensors};
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
+use crate::model::weights::refuse_mobile;
 use burn::{
     module::{Lora, Module, ParamGroup},
     tensor::{DType, FloatDType},
@@ -108,9 +109,10 @@ impl Adapter {
     /// - The rank is 0 or larger than a dimension of a matrix.
     /// - The scale `alpha / rank` is not finite in f32.
     /// - The model has none of the named matrices, or the model already has an adapter.
+    /// - The model comes from a mobile checkpoint.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         self.check()?;
-        model.refuse_if_rounding("training")?;
+        model.refuse_if_mobile("training")?;
         if self.modules.is_empty() {
             return Ok(model.no_grad());
         }
@@ -154,6 +156,7 @@ impl Adapter {
     /// Returns [`Gemma4Error::Argument`] in the cases in which [`attach`](Self::attach) does.
     pub fn attach_towers(&self, towers: MediaTowers) -> Result<MediaTowers, Gemma4Error> {
         self.check()?;
+        refuse_mobile(towers.is_mobile(), "towers", "training")?;
         if !self.towers.any() {
             return Ok(towers.no_grad());
         }

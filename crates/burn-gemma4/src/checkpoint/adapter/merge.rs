@@ -44,7 +44,7 @@ impl Gemma4Model {
         placement: Placement,
         warns: bool,
     ) -> Result<Self, Gemma4Error> {
-        self.refuse_if_rounding("an adapter")?;
+        self.refuse_if_mobile("an adapter")?;
         let files = AdapterFiles::open(folder)?;
         let mut merger = Merger {
             reader: files.reader()?,

@@ -5,7 +5,7 @@ use crate::config::Gemma4Config;
 use crate::error::{Gemma4Error, TensorProblem};
 use crate::model::Gemma4Model;
 use crate::model::adapters::{Factors, LoadedAdapter};
-use crate::model::weights::refuse_rounding;
+use crate::model::weights::refuse_mobile;
 use burn::module::{ParamId, list_param_ids};
 use burn::tensor::{DType, Tensor, TensorData};
 use std::collections::HashMap;
@@ -49,8 +49,8 @@ pub struct AdapterTargets {
     /// The dtype in which the model computes.
     dtype: DType,
     projections: Vec<Projection>,
-    /// True if the model rounds its activations by static scales, so that it takes no adapters.
-    rounds_activations: bool,
+    /// True if the model comes from a mobile checkpoint, so that it takes no adapters.
+    is_mobile: bool,
 }
 
 /// A linear projection of the model.
@@ -105,7 +105,7 @@ impl AdapterTargets {
             config: model.config().clone(),
             dtype: model.dtype(),
             projections: projections.collect(),
-            rounds_activations: model.rounds_activations,
+            is_mobile: model.is_mobile,
         }
     }
 
@@ -116,9 +116,9 @@ impl AdapterTargets {
     /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not
     /// fit the model, or change a module other than a linear projection, the error lists all such tensors. Returns an
     /// error if no tensor changes the model, or if a value is not finite in the model's dtype. Returns an error if the
-    /// model rounds its activations by static scales.
+    /// model comes from a mobile checkpoint.
     pub fn read(&self, folder: impl AsRef<Path>) -> Result<AdapterWeights, Gemma4Error> {
-        refuse_rounding(self.rounds_activations, "an adapter")?;
+        refuse_mobile(self.is_mobile, "model", "an adapter")?;
         let files = AdapterFiles::open(folder.as_ref())?;
         let mut reader = files.reader()?;
         let mut factors = Vec::new();

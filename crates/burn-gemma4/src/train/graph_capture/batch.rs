@@ -41,7 +41,7 @@ impl Read {
             media,
             targets,
         } = lesson;
-        model.refuse_training_quantized()?;
+        model.check_trainable()?;
         let [batch, positions] = tokens.dims();
         let [of, last] = targets.dims();
         if batch == 0 {
