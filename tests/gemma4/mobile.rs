@@ -655,7 +655,7 @@ fn mobile_finetune_is_refused_early() {
         let out = there.path().join("out");
         let mut command = finetune(&copy, &data, &out, arguments);
         let words = ["mobile checkpoint", "training is not supported"];
-        check_refused("training", &run(&mut command), 1, &words);
+        check_refused("training", &run(&mut command), 2, &words);
         assert!(!out.join("run").join("settings.json").exists());
     }
 }

@@ -184,6 +184,12 @@ mod tests {
         let second = file[flags..].windows(4).position(|kind| kind == b"ANMF");
         let bits = flags + second.expect("two frames") + 8 + 16;
         file[bits..bits + 4].copy_from_slice(b"VP8 ");
+        // The header of lossy pixels has the sides of the frame, which the chunk of the frame has less 1.
+        let side = |at: usize| 1 + u16::from_le_bytes([file[bits + at - 16], file[bits + at - 15]]);
+        let [width, height] = [side(6), side(9)].map(u16::to_le_bytes);
+        let sides = [width, height].concat();
+        file[bits + 8..bits + 14].copy_from_slice(&[0, 0, 0, 0x9D, 0x01, 0x2A]);
+        file[bits + 14..bits + 18].copy_from_slice(&sides);
         let reason = refused(&file);
         assert!(reason.contains("frame 1 is lossy"), "{reason}");
     }
