@@ -6,7 +6,7 @@ mod refused;
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, values};
-use crate::media::{self, generated};
+use crate::media::{self, check_batch, generated};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Audio, ChatOptions, Drafts, Gemma4, GenerateOptions, Image, KvPrecision, Logits, Message,
@@ -191,16 +191,7 @@ fn generate_batch_with_audio_equals_single_prompts() {
         let short = MessagePart::Audio(audio(fixture.name, "short.wav"));
         let short = vec![Message::user(vec!["hear".into(), short])];
         let text = vec![Message::user("no audio")];
-        let options = greedy(gemma, 5);
-        let conversations = [whole, short, text];
-        let prompts = conversations.clone().map(Prompt::Chat);
-        let batch = gemma
-            .generate_batch(&prompts, &options)
-            .expect("the prompts are valid");
-        for (found, prompt) in batch.iter().zip(conversations) {
-            let expected = generated(gemma, prompt, &options);
-            assert_eq!(found.tokens, expected.tokens, "{}", fixture.name);
-        }
+        check_batch(gemma, [whole, short, text], fixture.name);
     });
 }
 

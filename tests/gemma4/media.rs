@@ -35,6 +35,19 @@ pub fn generated(gemma: &Gemma4, prompt: Vec<Message>, options: &GenerateOptions
         .expect("the prompt is valid")
 }
 
+/// Checks that each conversation of a batch gets the answer that it gets alone.
+pub fn check_batch<const N: usize>(gemma: &Gemma4, conversations: [Vec<Message>; N], what: &str) {
+    let options = greedy(gemma, 5);
+    let prompts = conversations.clone().map(Prompt::Chat);
+    let batch = gemma
+        .generate_batch(&prompts, &options)
+        .expect("the prompts are valid");
+    for (found, prompt) in batch.iter().zip(conversations) {
+        let expected = generated(gemma, prompt, &options);
+        assert_eq!(found.tokens, expected.tokens, "{what}");
+    }
+}
+
 /// Returns the error of a prompt that is refused.
 pub fn refused(gemma: &Gemma4, prompt: impl Into<Prompt>, chat: ChatOptions) -> String {
     let options = GenerateOptions {

@@ -5,7 +5,7 @@ mod refused;
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
-use crate::media::generated;
+use crate::media::{check_batch, generated};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     ChatOptions, Drafts, Gemma4, GenerateOptions, Image, KvPrecision, Logits, Message, Prompt,
@@ -196,16 +196,7 @@ fn generate_batch_with_videos_equals_single_prompts() {
         let clip = open("clip.gif", &of_clip());
         let short = vec![Message::user(vec!["see".into(), clip.into()])];
         let text = vec![Message::user("no video")];
-        let options = greedy(gemma, 5);
-        let conversations = [conversation, short, text];
-        let prompts = conversations.clone().map(Prompt::Chat);
-        let batch = gemma
-            .generate_batch(&prompts, &options)
-            .expect("the prompts are valid");
-        for (found, prompt) in batch.iter().zip(conversations) {
-            let expected = generated(gemma, prompt, &options);
-            assert_eq!(found.tokens, expected.tokens, "{}", fixture.name);
-        }
+        check_batch(gemma, [conversation, short, text], fixture.name);
     });
 }
 

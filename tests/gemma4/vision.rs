@@ -6,7 +6,7 @@ mod refused;
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
-use crate::media::{self, generated};
+use crate::media::{self, check_batch, generated};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     ChatOptions, Drafts, Gemma4, GenerateOptions, Image, KvPrecision, Logits, Message, MessagePart,
@@ -154,16 +154,7 @@ fn generate_batch_with_images_equals_single_prompts() {
         let tall = MessagePart::Image(image(fixture.name, "tall.png"));
         let short = vec![Message::user(vec!["see".into(), tall])];
         let text = vec![Message::user("no image")];
-        let options = greedy(gemma, 5);
-        let conversations = [whole, short, text];
-        let prompts = conversations.clone().map(Prompt::Chat);
-        let batch = gemma
-            .generate_batch(&prompts, &options)
-            .expect("the prompts are valid");
-        for (found, prompt) in batch.iter().zip(conversations) {
-            let expected = generated(gemma, prompt, &options);
-            assert_eq!(found.tokens, expected.tokens, "{}", fixture.name);
-        }
+        check_batch(gemma, [whole, short, text], fixture.name);
     });
 }
 

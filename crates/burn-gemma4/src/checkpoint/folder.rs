@@ -114,14 +114,13 @@ impl Folder {
 
     /// Returns the module of a mobile checkpoint whose matrix is called `name`, or `None` if the matrix has floats.
     fn mobile<'name>(&self, name: &'name str) -> Option<MobileModule<'_, 'name>> {
-        self.schemes.mobile.as_ref()?;
-        MobileModule::of(&self.files, name)
+        MobileModule::of(&self.files, &self.schemes, name)
     }
 
     /// Reads a parameter or one expert's matrix. `name` is the name of the parameter or matrix in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
-        if let (Some(scheme), Some(module)) = (&self.schemes.mobile, self.mobile(name)) {
-            return module.matrix(scheme);
+        if let Some(module) = self.mobile(name) {
+            return module.matrix();
         }
         let Some(entry) = self.files.get(name) else {
             return match packed::names(&self.files, name).is_empty() {

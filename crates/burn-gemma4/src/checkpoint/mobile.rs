@@ -4,7 +4,7 @@
 use super::files::{Entry, TensorFiles};
 use super::packed::{SCALES, WHOLE};
 use super::source::Source;
-use crate::config::mobile::MobileScheme;
+use crate::config::{mobile::MobileScheme, quantization::QuantizationSchemes};
 use crate::error::TensorProblem;
 use crate::model::layer::ActivationScales;
 use crate::quant::mobile::Mobile;
@@ -28,6 +28,7 @@ pub(super) const CACHE_SCALES: [&str; 2] = ["k_cache_scale", "v_cache_scale"];
 /// The quantized module in the files whose matrix has some name.
 pub(super) struct MobileModule<'a, 'name> {
     files: &'a TensorFiles,
+    scheme: &'a MobileScheme,
     /// The name of the module, without a dot at the end.
     module: &'name str,
     is_embedding: bool,
@@ -39,8 +40,14 @@ pub(super) fn is_codes(entry: &Entry) -> bool {
 }
 
 impl<'a, 'name> MobileModule<'a, 'name> {
-    /// Returns the module whose matrix is called `name`, or `None` if the files have no codes for this matrix.
-    pub fn of(files: &'a TensorFiles, name: &'name str) -> Option<Self> {
+    /// Returns the module whose matrix is called `name`, or `None` if the checkpoint has another method than "gemma" or no
+    /// codes for this matrix.
+    pub fn of(
+        files: &'a TensorFiles,
+        schemes: &'a QuantizationSchemes,
+        name: &'name str,
+    ) -> Option<Self> {
+        let scheme = schemes.mobile.as_ref()?;
         let module = name.strip_suffix(WHOLE)?.strip_suffix('.')?;
         let is_embedding = match files.get(name) {
             Some(entry) => is_codes(entry).then_some(false),
@@ -48,6 +55,7 @@ impl<'a, 'name> MobileModule<'a, 'name> {
         };
         Some(Self {
             files,
+            scheme,
             module,
             is_embedding: is_embedding?,
         })
@@ -66,14 +74,14 @@ impl<'a, 'name> MobileModule<'a, 'name> {
     }
 
     /// Reads the matrix.
-    pub fn matrix(&self, scheme: &MobileScheme) -> Result<Source<'a>, TensorProblem> {
+    pub fn matrix(&self) -> Result<Source<'a>, TensorProblem> {
         let (codes, scales) = match self.is_embedding {
             true => (EMBEDDING, EMBEDDING_SCALES),
             false => (WHOLE, SCALES),
         };
         let refuse = |reason| Err(self.problem(codes, reason));
         let entry = self.entry(codes)?;
-        let bits = match scheme.bits(self.module, self.is_embedding) {
+        let bits = match self.scheme.bits(self.module, self.is_embedding) {
             Ok(Some(bits)) => bits,
             Ok(None) => {
                 return refuse(format!(

@@ -115,8 +115,7 @@ impl TowerWeights<'_> {
 
     /// Returns the module of a mobile checkpoint whose matrix is called `name`, or `None` if the matrix has floats.
     fn mobile<'name>(&self, name: &'name str) -> Option<MobileModule<'_, 'name>> {
-        self.schemes.mobile.as_ref()?;
-        MobileModule::of(self.files, name)
+        MobileModule::of(self.files, self.schemes, name)
     }
 
     /// Reads a bound, a tensor of one element that is not NaN.
@@ -151,8 +150,8 @@ impl WeightSource for TowerWeights<'_> {
 
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
         let name = format!("{PREFIX}{path}");
-        if let (Some(scheme), Some(module)) = (&self.schemes.mobile, self.mobile(&name)) {
-            return module.matrix(scheme);
+        if let Some(module) = self.mobile(&name) {
+            return module.matrix();
         }
         let Some(entry) = self.files.get(&name) else {
             return Err(TensorProblem::Missing { name });

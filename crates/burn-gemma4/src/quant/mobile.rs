@@ -1,9 +1,9 @@
 //! The matrices of Google's mobile checkpoints (`-qat-mobile-transformers`, `quant_method` "gemma"). Codes of 2, 4 or 8
 //! bits stand in bytes, and a row or a group of its columns has an f32 scale.
 
-use super::layout::{Format, Layout, Rounding, Scales};
+use super::layout::{Format, Layout, Scales};
 use super::pack::Row;
-use super::packed::{read_float, rounded};
+use super::packed::{read_float, rounded, rounding};
 use burn::tensor::DType;
 
 /// A matrix of codes. The lengths of the byte slices match the other fields.
@@ -36,11 +36,7 @@ impl Mobile<'_> {
                 zero: 1 << (bits - 1),
             },
             codebook: None,
-            rounding: match self.dtype {
-                DType::F16 => Rounding::F16,
-                DType::BF16 => Rounding::BF16,
-                _ => Rounding::None,
-            },
+            rounding: rounding(self.dtype),
         };
         Layout::new(format, self.columns)
     }

@@ -5,11 +5,10 @@ use super::{
     blocks::{BlockFormat, five_bits, nibbles},
     codebooks::{iq4_xs_codes, iq4_xs_scales, mxfp4_codes, mxfp4_scale},
     layout::{Codebook, Format, Layout, Rounding, SUPER_WORDS, Scales},
-    packed::Packed,
+    packed::{Packed, rounding},
     small_super_blocks::{Q3_K_ZERO, q2_k_codes, q3_k_codes, q3_k_scales},
     super_blocks::{codes, scales_and_least, six_bits},
 };
-use burn::tensor::DType;
 
 /// A row whose words are being written.
 pub(super) struct Row<'a> {
@@ -192,11 +191,7 @@ impl Packed<'_> {
                 },
             },
             codebook: None,
-            rounding: match self.dtype {
-                DType::F16 => Rounding::F16,
-                DType::BF16 => Rounding::BF16,
-                _ => Rounding::None,
-            },
+            rounding: rounding(self.dtype),
         };
         Layout::new(format, self.columns)
     }
@@ -226,6 +221,7 @@ impl Packed<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use burn::tensor::DType;
     use safetensors::SafeTensors;
 
     /// Checks that packed words dequantize to the same bits as the random blocks from which they were packed.

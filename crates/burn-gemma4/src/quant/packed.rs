@@ -2,6 +2,7 @@
 //! scale per group of columns. A matrix may also have zero points, one per group. A 32-bit word of zero points belongs
 //! to one group of columns, and holds the zero points of consecutive rows.
 
+use super::layout::Rounding;
 use burn::tensor::{DType, bf16, f16};
 
 /// The scheme by which a matrix is packed: the code width, the group size and the use of zero points.
@@ -83,6 +84,15 @@ pub(super) fn rounded(number: f32, dtype: DType) -> f32 {
         DType::F16 => f16::from_f32(number).to_f32(),
         DType::BF16 => bf16::from_f32(number).to_f32(),
         _ => number,
+    }
+}
+
+/// Returns the rounding of elements to `dtype`.
+pub(super) fn rounding(dtype: DType) -> Rounding {
+    match dtype {
+        DType::F16 => Rounding::F16,
+        DType::BF16 => Rounding::BF16,
+        _ => Rounding::None,
     }
 }
 

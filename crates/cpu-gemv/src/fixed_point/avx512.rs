@@ -11,7 +11,7 @@ const LANES: usize = 16;
 /// The columns of a lane.
 const COLUMNS: usize = STEP / LANES;
 
-/// What a kernel expects beside the limbs.
+/// The format of the weights, as far as the input depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Form {
     /// The zero point of the codes.

@@ -7,7 +7,7 @@ use std::arch::aarch64::*;
 /// The number of blocks that a kernel multiplies in one step.
 pub(crate) const STEP: usize = 4;
 
-/// The order of the limbs in memory, and what a kernel expects beside the limbs.
+/// The order of the limbs in memory, and whether a kernel reads sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Form {
     /// True if two rows alternate after each 8 bytes.

@@ -50,12 +50,14 @@ impl ImportanceMatrix {
             true => gguf(&file),
             false => legacy(&file),
         };
-        let values = values.and_then(checked);
-        let values = values.map_err(|reason| Gemma4Error::Malformed {
+        let malformed = |reason: String| Gemma4Error::Malformed {
             path: path.into(),
             reason,
-        })?;
-        Ok(Self { values })
+        };
+        match values.map_err(malformed)? {
+            values if values.is_empty() => Err(malformed("has no importance matrix".into())),
+            values => Ok(Self { values }),
+        }
     }
 
     /// Returns the number of matrices in the file.
@@ -99,18 +101,8 @@ impl fmt::Debug for ImportanceMatrix {
 
 type Values = BTreeMap<String, Vec<f32>>;
 
-fn checked(values: Values) -> Result<Values, String> {
-    if values.is_empty() {
-        return Err("has no importance matrix".into());
-    }
-    for (name, values) in &values {
-        is_importance(name, values)?;
-    }
-    Ok(values)
-}
-
-/// Returns an error if a value is negative or not finite.
-fn is_importance(name: &str, values: &[f32]) -> Result<(), String> {
+/// Returns an error if a value is negative or not finite. Values stay so when they are divided by a count.
+fn check(name: &str, values: &[f32]) -> Result<(), String> {
     match values
         .iter()
         .all(|value| value.is_finite() && *value >= 0.0)
@@ -168,7 +160,7 @@ fn gguf(file: &[u8]) -> Result<Values, String> {
             ));
         }
         // An expert without any row has no sums, but what stands in their place must be numbers, too.
-        is_importance(name, &values)?;
+        check(name, &values)?;
         let columns = values.len() / counts.len();
         for (values, count) in values.chunks_exact_mut(columns).zip(counts) {
             let count = count.round();
@@ -217,6 +209,7 @@ fn legacy(file: &[u8]) -> Result<Values, String> {
         let calls = size(take(4)?)?;
         let length = size(take(4)?)?;
         let mut values = f32s(take(length.saturating_mul(size_of::<f32>()))?);
+        check(&name, &values)?;
         if calls > 0 {
             for value in &mut values {
                 *value /= calls as f32;
