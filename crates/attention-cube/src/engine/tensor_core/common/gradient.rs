@@ -10,7 +10,7 @@ use crate::engine::tensor_core::common::far::{has_far, logsumexps_of_queries, ro
 use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
 use crate::engine::tensor_core::common::score_mod::{final_scores, times_derivatives};
 use crate::engine::tensor_core::common::scoring::Scoring;
-use crate::engine::tensor_core::common::softcap::capped;
+use crate::engine::tensor_core::common::softcap::{all_capped_together, capped, caps_together};
 use crate::engine::tensor_core::common::{
     FragmentKind, Known, RowPair, known, own_column, pair_of, shown,
 };
@@ -209,12 +209,19 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     let mut w = s;
     let mut p = Vector::<u32, NP>::zeroed();
     if is_plain(block_mask, lse_delta) {
+        let is_capped = comptime!(caps_together(kind.score) && !kind.raw && !kind.reads_ahead());
+        let s = if comptime!(is_capped) {
+            all_capped_together::<NS>(s, arguments, columns)
+        } else {
+            s
+        };
         let known = known::<F, NB>(rows, scoring, kind);
         let mut logsumexps = no_logsumexps();
         #[unroll]
         for pair in 0..columns / 4 {
             let at = own_column(first_column, pair) as u32;
-            let scored = scored::<F, NB, NS>(s, scoring, &known, first_column, at, pair, kind);
+            let scored =
+                scored::<F, NB, NS>(s, scoring, &known, first_column, at, pair, is_capped, kind);
             look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
             let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
             if comptime!(gives_p) {
@@ -317,7 +324,16 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
         }
         let at = own_column(first_column, pair);
         let existing = min(at as u32, known.last_pair);
-        let scored = scored::<F, NB, NS>(s, scoring, &known, first_column, existing, pair, kind);
+        let scored = scored::<F, NB, NS>(
+            s,
+            scoring,
+            &known,
+            first_column,
+            existing,
+            pair,
+            false,
+            kind,
+        );
         let values = shown(
             scored.values,
             &known,
@@ -526,7 +542,8 @@ struct Scored {
     slopes: Pair,
 }
 
-/// Computes the scores of the `pair`-th register pair, or the unscaled dot products if the kernel is `raw`.
+/// Computes the scores of the `pair`-th register pair, or the unscaled dot products if the kernel is `raw`. If
+/// `is_capped`, `s` holds scores after the softcap instead of dot products.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -535,6 +552,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
     first_column: i32,
     at: u32,
     #[comptime] pair: usize,
+    #[comptime] is_capped: bool,
     #[comptime] kind: FragmentKind,
 ) -> Scored {
     let arguments = &scoring.arguments;
@@ -552,7 +570,11 @@ fn scored<F: Float, NB: Size, NS: Size>(
             slopes: one,
         }
     } else {
-        let capped = capped(dots, arguments, kind.score);
+        let capped = if comptime!(is_capped) {
+            dots
+        } else {
+            capped(dots, arguments, kind.score)
+        };
         let mut slopes = one;
         if comptime!(kind.has_slope && kind.score.softcap) {
             slopes = Pair {

@@ -5,7 +5,7 @@ use super::block_mask::BlockMask;
 use super::mask::{PAIRS_PER_WORD, bits_of_word};
 use super::score_mod::{final_scores, is_one_sided};
 use super::scoring::Scoring;
-use super::softcap::{capped, capped_together};
+use super::softcap::{all_capped_together, capped, caps_together};
 use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
 use cube_kit::nvidia::accumulator::is_second;
 use cubecl::prelude::*;
@@ -148,28 +148,14 @@ fn scored<F: Float, NB: Size, NS: Size>(
         let half = comptime!(kind.half_of_bias());
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
     } else if comptime!(!kind.raw) {
-        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one of the scores is
-        // NaN, both become NaN. The second NaN does no harm, because one NaN already makes the row's softmax NaN. In a
-        // partly visible block, a hidden NaN would spoil a visible score, so each score has its own reciprocal.
-        let pairs = comptime!(
-            kind.score.softcap
-                && !kind.score.wide_softcap
-                && !kind.score.bias
-                && kind.score.score_mod.is_none()
-                && kind.score.mask_mod.is_none()
-        );
-        let together = if comptime!(pairs) {
+        // In a partly visible block, a hidden NaN would spoil a visible score, so each score has its own reciprocal.
+        let together = if comptime!(caps_together(kind.score)) {
             whole
         } else {
             false.runtime()
         };
         if together {
-            #[unroll]
-            for pair in 0..columns / 4 {
-                let values = capped_together(pair_of::<NS>(s, pair), arguments);
-                s.insert(comptime!(2 * pair), values.first);
-                s.insert(comptime!(2 * pair + 1), values.second);
-            }
+            s = all_capped_together::<NS>(s, arguments, columns);
         } else {
             let known = known::<F, NB>(rows, scoring, kind);
             #[unroll]

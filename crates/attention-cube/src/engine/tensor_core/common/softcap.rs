@@ -1,5 +1,6 @@
 //! Computes scores without the bias: scales the dot products and applies the softcap.
 
+use super::pair_of;
 use crate::math::score::{ScoreArguments, ScoreKind, widely_capped};
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{exp2, fmin_nan, reciprocal};
@@ -51,24 +52,80 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
 }
 
 /// The upper limit of the exponent in the softcap's exponential, in log2 units. At this limit, `tanh` is already 1 in
-/// f32. `capped_together` multiplies two such exponentials. At this limit, the product of the two is below the largest
-/// f32.
-const CAPPED: f32 = 60.0;
+/// f32. [`capped_together`] multiplies four such exponentials, whose product must have a normal reciprocal in f32.
+const CAPPED: f32 = 31.0;
 
-/// Computes two capped scores with only one reciprocal. The first capped score needs `1 / a`, where `a` is 1 plus an
-/// exponential of the first score. The second capped score needs `1 / b`, where `b` is 1 plus the exponential of the
-/// second score. With `r = 1 / (a · b)`, `1 / a = b · r` and `1 / b = a · r`. The MUFU unit computes reciprocals and
-/// exponentials, and limits the speed of the softcap. One reciprocal less therefore saves time. If one of the scores is
-/// NaN, both scores become NaN.
+/// True if [`all_capped_together`] serves scores of this kind. Scores with a bias, a score mod or a mask mod may be
+/// hidden in a fully visible block, and a hidden NaN must not spoil a visible score.
+pub(crate) const fn caps_together(kind: ScoreKind) -> bool {
+    kind.softcap
+        && !kind.wide_softcap
+        && !kind.bias
+        && kind.score_mod.is_none()
+        && kind.mask_mod.is_none()
+}
+
+/// Turns the dot products of a fully visible block into scores.
+///
+/// If one of four scores of a row is NaN, all four become NaN. The other NaNs do no harm. If the row is a query, one NaN
+/// makes the row's softmax NaN. If the row is a key, one NaN makes the key's gradients NaN.
 #[cube]
-pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
+pub(crate) fn all_capped_together<NS: Size>(
+    s: Vector<f32, NS>,
+    arguments: &ScoreArguments,
+    #[comptime] columns: usize,
+) -> Vector<f32, NS> {
+    let mut s = s;
+    // Registers of pairs `4i` and `4i + 2` belong to one row, and registers of the pairs behind these to another row.
+    #[unroll]
+    for two in 0..columns / 8 {
+        let pair = comptime!(two / 2 * 4 + two % 2);
+        let (near, far) = capped_together(
+            pair_of::<NS>(s, pair),
+            pair_of::<NS>(s, comptime!(pair + 2)),
+            arguments,
+        );
+        s.insert(comptime!(2 * pair), near.first);
+        s.insert(comptime!(2 * pair + 1), near.second);
+        s.insert(comptime!(2 * pair + 4), far.first);
+        s.insert(comptime!(2 * pair + 5), far.second);
+    }
+    s
+}
+
+/// Computes four capped scores with only one reciprocal. Each capped score needs `1 / a`, where `a` is 1 plus an
+/// exponential of the score. With `r = 1 / (a · b)`, `1 / a = b · r` and `1 / b = a · r`, and `r` itself comes from the
+/// reciprocal of a product of two products in the same way. The MUFU unit computes reciprocals and exponentials, and
+/// limits the speed of the softcap.
+#[cube]
+fn capped_together(near: Pair, far: Pair, arguments: &ScoreArguments) -> (Pair, Pair) {
+    let near = exponentials_plus_one(near, arguments);
+    let far = exponentials_plus_one(far, arguments);
+    let near_product = near.first * near.second;
+    let far_product = far.first * far.second;
+    let both = reciprocal(near_product * far_product);
+    (
+        capped_of(near, far_product * both, arguments),
+        capped_of(far, near_product * both, arguments),
+    )
+}
+
+/// Returns 1 plus the exponential of twice each score over the softcap.
+#[cube]
+fn exponentials_plus_one(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);
-    let first = exp2(fmin_nan(dots.first * scale_log2, CAPPED)) + 1.0f32;
-    let second = exp2(fmin_nan(dots.second * scale_log2, CAPPED)) + 1.0f32;
-    let both = reciprocal(first * second);
+    Pair {
+        first: exp2(fmin_nan(dots.first * scale_log2, CAPPED)) + 1.0f32,
+        second: exp2(fmin_nan(dots.second * scale_log2, CAPPED)) + 1.0f32,
+    }
+}
+
+/// Returns the capped scores for the results of [`exponentials_plus_one`], given the reciprocal of their product.
+#[cube]
+fn capped_of(exponentials: Pair, reciprocal: f32, arguments: &ScoreArguments) -> Pair {
     let slope = -2.0f32 * arguments.softcap;
     Pair {
-        first: fma(second * both, slope, arguments.softcap),
-        second: fma(first * both, slope, arguments.softcap),
+        first: fma(exponentials.second * reciprocal, slope, arguments.softcap),
+        second: fma(exponentials.first * reciprocal, slope, arguments.softcap),
     }
 }
