@@ -10,19 +10,30 @@
 use super::super::concat::Side;
 use super::super::sums::{Epilogue, EpilogueInputs, apply_epilogue};
 use super::plan::{BatchPlan, WIDTH};
-use cube_kit::hopper::cluster::{remote_address, store_remote};
+use cube_kit::hopper::cluster::{remote_address, store_remote, store_remote_async};
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
 use cube_kit::nvidia::accumulator::{column, is_second};
 use cube_kit::nvidia::ptx::{load_shared_four, store_shared};
 use cubecl::prelude::*;
 
+/// Returns the number of bytes of partial sums that this cube receives from all cubes of the cluster.
+#[cube]
+pub(super) fn received_bytes(rank: u32, rows: u32, #[comptime] plan: BatchPlan) -> u32 {
+    let slice = comptime!(plan.slice() as u32);
+    let first = min(rank * slice, rows);
+    min(rows - first, slice) * comptime!((4 * plan.parts * PRODUCT_ROWS * plan.row_tiles) as u32)
+}
+
 /// Writes the warpgroup's partial sums to the shared memory of the cubes that add up these partial sums. `partials` is
-/// the address of the partial sums in shared memory, and `rank` is the index of this cube within the cluster.
+/// the address of the partial sums in shared memory, and `rank` is the index of this cube within the cluster. If the plan
+/// has signals, each cube receives the sums of its input rows at `barrier`.
 #[cube]
 pub(super) fn leave_partials<N: Size>(
     sums: Vector<f32, N>,
     partials: u32,
+    barrier: u32,
     rank: u32,
+    rows: u32,
     #[comptime] plan: BatchPlan,
 ) {
     let lane = UNIT_POS % 32u32;
@@ -36,7 +47,22 @@ pub(super) fn leave_partials<N: Size>(
         let token = lane % 4u32 * 2u32 + comptime!(column(register) as u32);
         let row = weight_row + comptime!(if is_second(register) { 8u32 } else { 0 });
         let at = partials + ((rank * slice + token % slice) * stride + row) * 4u32;
-        if comptime!(plan.parts > 1) {
+        if comptime!(plan.has_signals()) {
+            // The sums of input rows that do not exist are not sent.
+            if token < rows {
+                let receiver = token / slice;
+                let remote = remote_address(at, receiver);
+                let remote_barrier = remote_address(barrier, receiver);
+                #[unroll]
+                for tile in 0..plan.row_tiles {
+                    store_remote_async(
+                        remote + comptime!((4 * tile * PRODUCT_ROWS) as u32),
+                        sums.extract(comptime!(tile * of_tile + register)),
+                        remote_barrier,
+                    );
+                }
+            }
+        } else if comptime!(plan.parts > 1) {
             let remote = remote_address(at, token / slice);
             #[unroll]
             for tile in 0..plan.row_tiles {

@@ -21,16 +21,19 @@
 
 use super::super::concat::{ConcatRows, Side, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs};
-use super::finish::{finish_outputs, leave_partials};
+use super::finish::{finish_outputs, leave_partials, received_bytes};
 use super::plan::BatchPlan;
 use cube_kit::hopper::WARPGROUP;
-use cube_kit::hopper::cluster::{cluster_arrive, cluster_wait};
+use cube_kit::hopper::cluster::{cluster_arrive, cluster_arrive_relaxed, cluster_wait};
 use cube_kit::hopper::gemm::mainloop::multiply_matrices;
 use cube_kit::hopper::gemm::ring::{Ring, prepare_ring};
 use cube_kit::hopper::pipeline::pipeline_state;
-use cube_kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
+use cube_kit::hopper::ptx::{
+    barrier_expect, barrier_expect_bytes, barrier_init_fence, barrier_wait, tma_load,
+};
 use cube_kit::hopper::tma::tensor_map_address;
 use cube_kit::hopper::wgmma::descriptor;
+use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::ptx::{named_barrier, uniform};
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
@@ -95,10 +98,17 @@ pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
     let ring = prepare_ring(comptime!(plan.ring()));
     let partials = ring.stages + comptime!(plan.partials_at() as u32);
     let is_split = comptime!(plan.parts > 1);
-    // Arrive at the cluster's barrier. The first phase of this barrier ends when all cubes of the cluster have started.
-    // Only then may a cube write to the shared memory of another cube.
+    let sums_barrier = ring.stages + comptime!(plan.sums_barrier_at() as u32);
+    let has_signals = comptime!(plan.has_signals());
+    // Only after all cubes of the cluster have arrived may a cube write to the shared memory of another cube. Before
+    // that, each cube says how many bytes of partial sums it waits for.
     if is_split {
-        cluster_arrive();
+        if has_signals && UNIT_POS == 0u32 {
+            barrier_init(sums_barrier, 1usize);
+            barrier_init_fence();
+            barrier_expect_bytes(sums_barrier, received_bytes(rank, rows, plan));
+        }
+        cluster_arrive_relaxed();
     }
     if UNIT_POS >= comptime!(WARPGROUP as u32) {
         if UNIT_POS == comptime!(WARPGROUP as u32) {
@@ -106,8 +116,10 @@ pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
         }
         if is_split {
             cluster_wait();
-            cluster_arrive();
-            cluster_wait();
+            if !has_signals {
+                cluster_arrive();
+                cluster_wait();
+            }
         }
     } else {
         wait_prior_launch(plan.pdl);
@@ -127,8 +139,10 @@ pub(super) fn project_batch_by_wgmma_pdl<E: Float, N: Size>(
         if is_split {
             cluster_wait();
         }
-        leave_partials::<N>(sums, partials, rank, plan);
-        if is_split {
+        leave_partials::<N>(sums, partials, sums_barrier, rank, rows, plan);
+        if has_signals {
+            barrier_wait(sums_barrier, 0u32.runtime());
+        } else if is_split {
             cluster_arrive();
             cluster_wait();
         } else {

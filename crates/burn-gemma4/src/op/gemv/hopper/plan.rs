@@ -25,6 +25,9 @@ pub(super) const WIDTH: usize = 4;
 /// has 228 KB, and the system reserves 1 KB per cube.
 const SHARED_MEMORY: usize = 113 * 1024;
 
+/// The number of bytes of the barrier at which a cube waits for the partial sums of the cluster.
+const SUMS_BARRIER_BYTES: usize = 16;
+
 /// The limits of a plan. They were tuned for decode speed.
 ///
 /// Decode speeds in tokens/s of 1, 8, 16 and 64 sequences, measured on 2026-11-29 for E2B in bf16 on an H200 with 1,024
@@ -58,6 +61,11 @@ struct Limits {
     wide: usize,
     /// The largest number of stages in the ring buffer.
     stages: usize,
+    /// The largest number of input rows per tile for which each partial sum is sent with a signal of its own
+    /// (`st.async`). For more rows, the signals take longer than a barrier of the cluster with a fence. Decode speeds in
+    /// tokens/s of 1, 8, 16 and 64 sequences (2026-11-30, otherwise as above): always with a barrier 539, 4,064, 7,469
+    /// and 21,366; always with signals 553, 4,083, 7,541 and 20,178.
+    signals: usize,
 }
 
 const LIMITS: Limits = Limits {
@@ -66,6 +74,7 @@ const LIMITS: Limits = Limits {
     cubes: 2,
     wide: 2,
     stages: 12,
+    signals: 16,
 };
 
 /// The compile-time settings of the kernel.
@@ -127,7 +136,7 @@ impl BatchPlan {
             pdl,
             reads_ahead: false,
         };
-        let free = SHARED_MEMORY - plan.partials_bytes();
+        let free = SHARED_MEMORY - plan.partials_bytes() - SUMS_BARRIER_BYTES;
         let stages = free / (plan.stage_bytes() + RingLayout::BARRIER_BYTES);
         Self {
             stages: stages.min(chunks.div_ceil(parts)).min(LIMITS.stages),
@@ -143,6 +152,11 @@ impl BatchPlan {
     /// The size of a cluster. A cluster consists of all cubes that compute the same output tile.
     pub const fn cluster(&self) -> CubeDim {
         CubeDim::new_1d(self.parts as u32)
+    }
+
+    /// True if each partial sum is sent with a signal of its own.
+    pub const fn has_signals(&self) -> bool {
+        self.parts > 1 && self.tokens <= LIMITS.signals
     }
 
     /// The number of input rows per slice. A slice is the input rows for which one cube adds up the partial sums of all
@@ -175,10 +189,15 @@ impl BatchPlan {
         self.stages * self.stage_bytes()
     }
 
+    /// The offset of the barrier at which a cube waits for the partial sums of the cluster.
+    pub const fn sums_barrier_at(&self) -> usize {
+        self.partials_at() + self.partials_bytes()
+    }
+
     pub const fn ring(&self) -> RingLayout {
         RingLayout {
             stages: self.stages,
-            barriers_at: self.partials_at() + self.partials_bytes(),
+            barriers_at: self.sums_barrier_at() + SUMS_BARRIER_BYTES,
             arrivals: WARPGROUP / 32,
         }
     }
