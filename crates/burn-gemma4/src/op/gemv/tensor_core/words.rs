@@ -1,5 +1,5 @@
-//! GEMM of 2 to 64 input rows with quantized weights on NVIDIA's tensor cores:
-//! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding of several sequences uses this
+//! GEMM of up to 64 input rows with quantized weights on NVIDIA's tensor cores:
+//! `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in f32. Decoding uses this
 //! kernel.
 //!
 //! Algorithm: a team of warps computes the outputs of 16 or 32 weight rows for all input rows. The warps of a team
