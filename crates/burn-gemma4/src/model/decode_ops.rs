@@ -9,7 +9,7 @@ use super::cache::WriteTarget;
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;
 use super::layer::experts::Mixture;
-use super::layer::ops::{LayerOps, OwnColumns, ResidualStream, added};
+use super::layer::ops::{LayerOps, OwnColumns, PerLayerBlock, ResidualStream, added};
 use super::layer::{Attention, Linear, Mlp, RmsNorm};
 use super::observe::Part;
 use super::text_model::Gemma4Model;
@@ -17,7 +17,7 @@ use crate::config::LayerType;
 use crate::op;
 use crate::op::column_slice::ColumnSlice;
 use crate::op::geglu::gelu;
-use crate::op::gemv::{Factors, Origin};
+use crate::op::gemv::{Factors, Origin, PerLayerWeights};
 use crate::op::linear::Matrix;
 use crate::op::residual::Next;
 use crate::op::rope::heads::{HeadOptions, LayerColumns, LayerParts};
@@ -206,6 +206,42 @@ impl LayerOps for DecodeOps<'_> {
             Origin::Parameters,
         );
         (ResidualStream::new(rows), gated)
+    }
+
+    fn per_layer_block(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        block: PerLayerBlock<'_>,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> ResidualStream {
+        let is_adapted = self.is_adapted(block.gate) || self.is_adapted(block.projection);
+        let has_one_epsilon = [block.norm, next]
+            .into_iter()
+            .all(|other| other.epsilon() == norm.epsilon());
+        if is_adapted || !has_one_epsilon {
+            return self.per_layer_parts(stream, output, norm, block, scalar, next);
+        }
+        let weights = PerLayerWeights {
+            gate: block.gate.weight.matrix(),
+            projection: block.projection.weight.matrix(),
+            norm: block.norm.weight.val(),
+        };
+        let before = ResidualStream::new(stream.into_rows());
+        let of_block = added(before.clone(), output.clone(), norm);
+        let of_next = Next {
+            scalar: Some(scalar.clone()),
+            weight: next.weight.val(),
+        };
+        match gemv::per_layer_block(&of_block, &weights, &block.embedding, &of_next) {
+            Some((stream, normed)) => {
+                self.after(Part::PerLayerEmbeddings);
+                ResidualStream::of((stream, Some(normed)))
+            }
+            None => self.per_layer_parts(before, output, norm, block, scalar, next),
+        }
     }
 
     fn add_last(

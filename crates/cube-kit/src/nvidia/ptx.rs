@@ -299,6 +299,17 @@ pub fn store_shared(address: u32, value: u32) {
     );
 }
 
+/// Writes four words to shared memory. The address must be a multiple of 16 bytes.
+#[cube]
+pub fn store_shared_four(address: u32, words: Vector<u32, Const<4>>) {
+    let text = comptime!("st.shared::cta.v4.b32 [%0], {%1, %2, %3, %4};\n".to_string());
+    gpu_asm!(
+        "{text} // {address} {words}\n",
+        address = in(_) value_of::<u32>(address),
+        words = in(_) value_of::<Vector<u32, Const<4>>>(words)
+    );
+}
+
 /// Writes 16 zero bytes to shared memory.
 #[cube]
 pub fn zero_fill_shared(address: u32) {

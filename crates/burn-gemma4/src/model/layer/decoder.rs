@@ -1,7 +1,7 @@
 //! A decoder layer: attention and MLP blocks around the residual stream.
 
 use super::experts::Mixture;
-use super::ops::{KEYS_ARE_THERE, LayerOps, OwnColumns, ResidualStream};
+use super::ops::{KEYS_ARE_THERE, LayerOps, OwnColumns, PerLayerBlock, ResidualStream};
 use super::{Attention, Experts, Linear, Mlp, RmsNorm, Router, constant};
 use crate::config::Gemma4Config;
 use crate::model::cache::key_values::KeyValues;
@@ -135,22 +135,26 @@ impl DecoderLayer {
         let dense = operators.mlp(stream.norm(before_mlp), &self.mlp);
         operators.after(Part::Mlp);
         operators.observe(attention.layer, LayerSite::Mlp, || of_text(&dense, shape));
-        let mut output = self.with_experts(&stream, dense, shape, operators);
-        let mut norm = &self.post_feedforward_layernorm;
-        if let (Some(gate), Some(projection), Some(after_embedding), Some(embedding)) = (
+        let output = self.with_experts(&stream, dense, shape, operators);
+        let norm = &self.post_feedforward_layernorm;
+        let scalar = self.layer_scalar.val();
+        let stream = match (
             &self.per_layer_input_gate,
             &self.per_layer_projection,
             &self.post_per_layer_input_norm,
             embedding,
         ) {
-            let gated;
-            (stream, gated) = operators.add_and_gate(stream, output, norm, gate, embedding);
-            output = operators.project(gated, projection);
-            norm = after_embedding;
-            operators.after(Part::PerLayerEmbeddings);
-        }
-        let scalar = self.layer_scalar.val();
-        let stream = operators.add_last(stream, output, norm, scalar, next);
+            (Some(gate), Some(projection), Some(after_embedding), Some(embedding)) => {
+                let block = PerLayerBlock {
+                    gate,
+                    projection,
+                    norm: after_embedding,
+                    embedding,
+                };
+                operators.per_layer_block(stream, output, norm, block, scalar, next)
+            }
+            _ => operators.add_last(stream, output, norm, scalar, next),
+        };
         operators.after(Part::Norms);
         operators.observe(attention.layer, LayerSite::Output, || {
             of_text(&stream.clone().into_rows(), shape)

@@ -112,6 +112,36 @@ pub(crate) trait LayerOps {
         (ResidualStream::new(rows), gated)
     }
 
+    /// Adds a block's output to the residual stream, gates the layer's per-layer embedding by the sum, and adds the
+    /// projection of the gated embedding. The last addition is [`add_last`](Self::add_last).
+    fn per_layer_block(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        block: PerLayerBlock<'_>,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> ResidualStream {
+        self.per_layer_parts(stream, output, norm, block, scalar, next)
+    }
+
+    /// Computes [`per_layer_block`](Self::per_layer_block) in separate operations.
+    fn per_layer_parts(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        block: PerLayerBlock<'_>,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> ResidualStream {
+        let (stream, gated) = self.add_and_gate(stream, output, norm, block.gate, block.embedding);
+        let projected = self.project(gated, block.projection);
+        self.after(Part::PerLayerEmbeddings);
+        self.add_last(stream, projected, block.norm, scalar, next)
+    }
+
     /// Computes [`add_before`](Self::add_before) for the last addition of a layer. The last addition always has a
     /// `scalar`. An implementation may defer this addition, so that the kernel of the next GEMV computes it.
     fn add_last(
@@ -157,6 +187,15 @@ pub(crate) trait LayerOps {
 
     /// Runs the callback after the launches of one part of the step, `_part`, have been queued on the device.
     fn after(&mut self, _part: Part) {}
+}
+
+/// The modules of a layer's per-layer embedding block, and the layer's embedding of each row.
+pub(crate) struct PerLayerBlock<'a> {
+    pub gate: &'a Linear,
+    pub projection: &'a Linear,
+    /// The norm of the projection's output.
+    pub norm: &'a RmsNorm,
+    pub embedding: ColumnSlice,
 }
 
 /// Describes the addition of a block's normalized output to the residual stream.

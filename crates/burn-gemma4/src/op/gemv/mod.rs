@@ -10,6 +10,7 @@ mod hopper;
 mod kernel;
 mod launch;
 mod launch_options;
+mod per_layer;
 mod quantized;
 mod residual_row;
 mod sums;
@@ -19,6 +20,7 @@ mod tensor_core;
 mod tests;
 
 pub(crate) use fused_residual::multiply_after_residual;
+pub(crate) use per_layer::{PerLayerWeights, per_layer_block};
 
 use super::linear::{Matrices, Matrix};
 use crate::quant::layout::Layout;

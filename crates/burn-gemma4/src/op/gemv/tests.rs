@@ -2,6 +2,7 @@
 //! are not multiples of the tile sizes. The matrices are float or quantized.
 
 mod fused_residual;
+mod per_layer;
 mod several_rows;
 
 use super::*;

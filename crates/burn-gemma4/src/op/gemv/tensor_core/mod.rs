@@ -9,6 +9,7 @@ mod experts;
 mod fused_residual;
 mod kernel;
 mod parts;
+pub(super) mod per_layer;
 mod plan;
 mod staged;
 mod word_rows;

@@ -31,7 +31,7 @@ pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     all.slice([0..rows, 0..columns])
 }
 
-fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
+pub(super) fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     let (all, shape) = around(&even_words(layout, rows), layout.words(), u32::MAX);
     let all = Tensor::<2, Int>::from_data(TensorData::new(all, shape), (device, DType::U32));
     let words = all.slice([0..rows, 0..layout.words()]);
@@ -123,7 +123,7 @@ fn check_rows(
     }
 }
 
-fn halves(device: &Device) -> impl Iterator<Item = DType> {
+pub(super) fn halves(device: &Device) -> impl Iterator<Item = DType> {
     let halves = [DType::F16, DType::BF16].into_iter();
     halves.filter(|dtype| crate::op::serves(device, *dtype))
 }

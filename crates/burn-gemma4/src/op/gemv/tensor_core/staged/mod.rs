@@ -36,6 +36,15 @@ pub(super) struct Staging {
     /// True if a row's last stage is only half full. This is the case if the number of columns is an odd multiple of
     /// 64.
     pub has_half: bool,
+    /// The memory of the input rows.
+    pub input: InputMemory,
+}
+
+/// The memory from which the input rows are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum InputMemory {
+    Global,
+    Shared,
 }
 
 impl Staging {
@@ -44,6 +53,15 @@ impl Staging {
         Self {
             codes,
             has_half: !columns.is_multiple_of(columns_of_stage(codes.bits)),
+            input: InputMemory::Global,
+        }
+    }
+
+    /// Returns these stages for input rows in shared memory.
+    pub fn with_shared_input(self) -> Self {
+        Self {
+            input: InputMemory::Shared,
+            ..self
         }
     }
 
@@ -82,7 +100,8 @@ impl Staging {
         plan.fragments() * self.fragment_bytes()
     }
 
-    fn warp_bytes(self, plan: ProjectPlan) -> usize {
+    /// The number of bytes of a warp's ring.
+    pub fn warp_bytes(self, plan: ProjectPlan) -> usize {
         plan.unroll * self.stage_bytes(plan)
     }
 

@@ -5,20 +5,23 @@ use super::super::codes::{GROUP, as_codes_lie, numbers};
 use super::super::parts::Lane;
 use super::super::plan::WARP;
 use super::ring::{Ring, copy_stage, is_half, place_of_scales};
-use super::{FRAGMENT_BYTES, Staging, TILE};
+use super::{FRAGMENT_BYTES, InputMemory, Staging, TILE};
 use cube_kit::ampere::cp_async::{await_copies, narrow_piece_offset};
 use cube_kit::ampere::gemv::{
     PRODUCT_ROWS, add_pairs_of_two_rows, read_half_pieces_if, read_piece_if,
 };
 use cube_kit::nvidia::Half;
-use cube_kit::nvidia::ptx::{load_matrices, load_shared, unpack};
+use cube_kit::nvidia::ptx::{
+    load_matrices, load_shared, load_shared_four, load_shared_pair, unpack,
+};
 use cubecl::prelude::*;
 
 /// The thread's inputs.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(in super::super) struct InputRows {
-    /// The address of the first column of the thread's row in the first tile of 8 input rows.
+    /// The address of the first column of the thread's row in the first tile of 8 input rows. The address is one in the
+    /// memory that [`Staging::input`] names.
     pub address: u64,
     /// The distance between tiles, in bytes.
     pub tile_distance: u64,
@@ -124,12 +127,40 @@ fn read_rows(
             select(lane.row < rows_left, is_there, 0u32)
         };
         let of_tile = address + tile_distance * comptime!(tile as u64);
-        rows[tile] = if comptime!(staging.words() == 1) {
+        rows[tile] = if comptime!(staging.input == InputMemory::Shared) {
+            shared_inputs_if(u32::cast_from(of_tile), is_row, offset, staging)
+        } else if comptime!(staging.words() == 1) {
             read_piece_if(of_tile, is_row, offset)
         } else {
             read_half_pieces_if(of_tile, is_row, offset, GROUP)
         };
     }
+}
+
+/// Loads the thread's 8 inputs of a group from shared memory, or returns zeros if `is_there` is 0.
+#[cube]
+fn shared_inputs_if(
+    address: u32,
+    is_there: u32,
+    #[comptime] offset: usize,
+    #[comptime] staging: Staging,
+) -> Vector<u32, Const<4>> {
+    let mut inputs = Vector::<u32, Const<4>>::zeroed();
+    if is_there != 0u32 {
+        let from = address + comptime!(offset as u32);
+        if comptime!(staging.words() == 1) {
+            inputs = Vector::<u32, Const<4>>::reinterpret(load_shared_four(from));
+        } else {
+            let near = load_shared_pair(from);
+            let far = load_shared_pair(from + comptime!(GROUP as u32));
+            #[unroll]
+            for word in 0..2usize {
+                inputs.insert(word, u32::reinterpret(near.extract(word)));
+                inputs.insert(comptime!(word + 2), u32::reinterpret(far.extract(word)));
+            }
+        }
+    }
+    inputs
 }
 
 /// Multiplies the codes in a stage by the inputs of all rows, and adds the scaled results to the sums. `rows` holds the
