@@ -1,0 +1,82 @@
+//! Selection on devices whose matrix units are checked before their first use.
+
+use super::driver::identity;
+use super::run::check;
+use super::verdict_file::VerdictFile;
+use crate::problem::AttentionProblem;
+use crate::select::Selection;
+use crate::types::device::DeviceProfile;
+use crate::types::fragment_verdict::{FragmentVerdict, TileCheck};
+use crate::types::refusal::Refusal;
+use crate::types::request::Layouts;
+use burn_cubecl::CubeDevice;
+use cubecl::client::Client;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Selects a kernel by `select`. If the selection needs a verdict of the self-check, runs the check and selects again.
+/// Returns the device's profile with all verdicts, and the selection.
+///
+/// A check launches kernels and reads their results back. Other threads that need a verdict wait for the check.
+pub(crate) fn select_checked<K>(
+    device: &CubeDevice,
+    client: &Client,
+    problem: &AttentionProblem,
+    layouts: Layouts,
+    select: impl Fn(&DeviceProfile) -> Selection<K>,
+) -> (Arc<DeviceProfile>, Selection<K>) {
+    let mut profile = DeviceProfile::of_cube(device, || client.clone());
+    loop {
+        let selection = select(&profile);
+        let unchecked = selection.refusals.iter().find_map(|(_, refusal)| {
+            let Refusal::Unchecked(check) = refusal else {
+                return None;
+            };
+            Some(check.as_ref().clone())
+        });
+        match unchecked {
+            Some(tiles) => profile = obtain_verdict(device, client, problem, layouts, tiles),
+            None => return (profile, selection),
+        }
+    }
+}
+
+/// Obtains the verdict on some tiles from this process, from the file of verdicts, or from a check. Returns the
+/// device's profile with the verdict.
+fn obtain_verdict(
+    device: &CubeDevice,
+    client: &Client,
+    problem: &AttentionProblem,
+    layouts: Layouts,
+    tiles: TileCheck,
+) -> Arc<DeviceProfile> {
+    /// The lock of the check. A check never needs a thread that can wait for this lock: the check launches on CubeCL's
+    /// own thread of the device, and attention calls run on the callers' threads and on Burn's fusion thread.
+    static CHECKING: Mutex<()> = Mutex::new(());
+    let _checking = CHECKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let profile = DeviceProfile::of_cube(device, || client.clone());
+    let verdicts = profile.fragments.verdicts.as_ref();
+    if verdicts.is_some_and(|verdicts| verdicts.of(&tiles).is_some()) {
+        return profile;
+    }
+    // A capture records launches instead of running them. The refusal holds until the process ends, so that the
+    // forward and the backward of a captured step use the same engine.
+    if client.is_capturing() {
+        let reason = "its matrix units cannot be checked during the capture of a graph, and this process first needed \
+                      these tiles there";
+        let verdict = FragmentVerdict::Refused(reason.into());
+        return DeviceProfile::with_verdict(device, client, (tiles, verdict), None);
+    }
+    log::debug!(
+        "attention: checks the matrix units of {}: {tiles}",
+        profile.name
+    );
+    let file = VerdictFile::of(&identity(&profile.name, client));
+    let (verdict, file) = file.verdict(&tiles, || {
+        check(device, client, &profile, problem, layouts, &tiles)
+    });
+    match &verdict {
+        FragmentVerdict::Passed { .. } => log::debug!("attention: cmma, {tiles}: {verdict}"),
+        FragmentVerdict::Refused(_) => log::warn!("attention: cmma, {tiles}: {verdict}"),
+    }
+    DeviceProfile::with_verdict(device, client, (tiles, verdict), file)
+}
