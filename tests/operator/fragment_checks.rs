@@ -206,6 +206,38 @@ fn check_of_wrong_fragments_leaves_them_out() {
     );
 }
 
+/// Checks that the check of the backward finds wrong fragments, even if the forward's verdict says that they are right.
+#[test]
+fn check_of_backward_finds_wrong_gradients() {
+    run_steps(
+        "check_of_backward_finds_wrong_gradients",
+        &[("forward", "8x8x8:short"), ("backward", "8x8x8:short")],
+        |device, step| {
+            let explanation = explained(device);
+            match step {
+                "forward" => assert_refused(&explanation, "give a wrong output"),
+                _ => {
+                    let forward = explanation.forward.kernel.engine();
+                    assert_eq!(forward, Engine::Cmma, "{explanation}");
+                    let backward = explanation.backward.kernel.engine();
+                    assert_eq!(backward, Engine::Unit, "{explanation}");
+                    let reason = reason(&explanation.backward);
+                    assert!(reason.contains("give a wrong gradient"), "{explanation}");
+                }
+            }
+        },
+        |_, folder| {
+            let path = verdict_file(folder);
+            let text = fs::read_to_string(&path).expect("the file can be read");
+            let mut contents: serde_json::Value =
+                serde_json::from_str(&text).expect("the file is JSON");
+            contents["verdicts"][0]["state"] =
+                serde_json::json!({"passed": {"speed_percent": null}});
+            fs::write(path, contents.to_string()).expect("the file can be written");
+        },
+    );
+}
+
 /// Checks that threads which use the device first at the same time share one check.
 #[test]
 fn check_from_several_threads_runs_once() {

@@ -54,10 +54,8 @@ impl fmt::Display for Explanation {
                 writeln!(f, "  pages are first copied to contiguous keys and values")?;
             }
         }
-        let support = self.device.as_ref().map(|device| &device.fragments);
-        let support = support.filter(|support| !support.kinds.is_empty());
-        if let Some(verdicts) = support.and_then(|support| support.verdicts.as_ref()) {
-            for line in verdicts.lines() {
+        for device in &self.device {
+            for line in device.fragments.verdict_lines() {
                 writeln!(f, "{line}")?;
             }
         }

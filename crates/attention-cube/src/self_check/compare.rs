@@ -36,6 +36,11 @@ pub(super) fn check_result(
         mean: 2.0 * baseline.mean + epsilon / 4.0 * size.mean,
         worst: 2.0 * baseline.worst + epsilon / 2.0 * size.worst,
     };
+    log::debug!(
+        "attention: the {name} in fragments has {:.2} of the allowed error in the mean, {:.2} at the worst element",
+        found.mean / allowed.mean,
+        found.worst / allowed.worst
+    );
     match found.mean <= allowed.mean && found.worst <= allowed.worst {
         true => Ok(()),
         false => Err(format!(

@@ -58,19 +58,24 @@ fn obtain_verdict(
     if verdicts.is_some_and(|verdicts| verdicts.of(&tiles).is_some()) {
         return profile;
     }
-    // A capture records launches instead of running them. The refusal holds until the process ends, so that the
-    // forward and the backward of a captured step use the same engine.
+    let file = VerdictFile::of(&identity(&profile.name, client));
+    // A capture records launches instead of running them. Without a verdict on disk, the refusal holds until the
+    // process ends, so that the forward and the backward of a captured step use the same engine.
     if client.is_capturing() {
-        let reason = "its matrix units cannot be checked during the capture of a graph, and this process first needed \
-                      these tiles there";
-        let verdict = FragmentVerdict::Refused(reason.into());
-        return DeviceProfile::with_verdict(device, client, (tiles, verdict), None);
+        let kept = file
+            .kept(&tiles)
+            .map(|(verdict, file)| (verdict, Some(file)));
+        let (verdict, file) = kept.unwrap_or_else(|| {
+            let reason = "its matrix units cannot be checked during the capture of a graph, where this process first \
+                          needed these tiles; `explain` checks them before a capture";
+            (FragmentVerdict::Refused(reason.into()), None)
+        });
+        return DeviceProfile::with_verdict(device, client, (tiles, verdict), file);
     }
     log::debug!(
-        "attention: checks the matrix units of {}: {tiles}",
+        "attention: {} needs a verdict on its matrix units: {tiles}",
         profile.name
     );
-    let file = VerdictFile::of(&identity(&profile.name, client));
     let (verdict, file) = file.verdict(&tiles, || {
         check(device, client, &profile, problem, layouts, &tiles)
     });

@@ -125,6 +125,19 @@ impl VerdictFile {
         (verdict, Some(path.clone()))
     }
 
+    /// Returns the verdict on some tiles from the file, and the path of the file. Returns `None` if the file has no
+    /// verdict, or if the check is running.
+    pub fn kept(&self, tiles: &TileCheck) -> Option<(FragmentVerdict, PathBuf)> {
+        let path = self.path.as_ref()?;
+        let contents = self.read(path);
+        let mut states = contents.verdicts.into_iter();
+        let state = states.find_map(|entry| {
+            let is_wanted = entry == Entry::new(tiles, entry.state.clone());
+            (is_wanted && entry.state != State::Running).then_some(entry.state)
+        })?;
+        Some((state.verdict(path), path.clone()))
+    }
+
     /// Locks the file against other processes. Returns `None` if another process has had the lock for too long.
     fn lock(&self, path: &Path) -> io::Result<Option<File>> {
         if let Some(folder) = path.parent() {
@@ -330,6 +343,20 @@ mod tests {
         );
         fs::remove_file(path).expect("the file exists");
         assert_eq!(ask(&file, &tiles, PASSED), (PASSED, true));
+    }
+
+    #[test]
+    fn kept_has_no_verdict_of_a_running_check() {
+        let folder = folder();
+        let file = file(&identity(), &folder);
+        let tiles = tiles(DType::F16);
+        assert_eq!(file.kept(&tiles), None);
+        file.verdict(&tiles, || {
+            assert_eq!(file.kept(&tiles), None);
+            PASSED
+        });
+        let path = file.path.clone().expect("the folder is known");
+        assert_eq!(file.kept(&tiles), Some((PASSED, path)));
     }
 
     #[test]

@@ -96,6 +96,17 @@ impl Fragments {
     }
 }
 
+impl FragmentSupport {
+    /// Returns the lines of [`FragmentVerdicts::lines`]. A device without matrix multiplications on fragments, or whose
+    /// matrix multiplications need no check, has no lines.
+    pub fn verdict_lines(&self) -> Vec<String> {
+        match &self.verdicts {
+            Some(verdicts) if !self.kinds.is_empty() => verdicts.lines(),
+            _ => Vec::new(),
+        }
+    }
+}
+
 impl DeviceProfile {
     /// Returns [`Refusal::MissingFeature`] if the device lacks the feature.
     pub(crate) fn require(&self, feature: Feature) -> Result<(), Refusal> {
