@@ -54,7 +54,7 @@ impl fmt::Display for Explanation {
                 writeln!(f, "  pages are first copied to contiguous keys and values")?;
             }
         }
-        for device in &self.device {
+        if let Some(device) = &self.device {
             for line in device.fragments.verdict_lines() {
                 writeln!(f, "{line}")?;
             }

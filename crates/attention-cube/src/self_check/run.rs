@@ -1,7 +1,7 @@
 //! One run of the self-check: the kernels of one pass in the tiles of the call at hand.
 
 use super::compare::check_result;
-use super::definition::{Precision, Results, compute};
+use super::definition::{Precision, compute};
 use super::measure::{compare_times, verdict_of_times};
 use super::sample::{Lengths, Sample, causal_problem};
 use crate::engine::api::{AttentionEngine, Launch};
@@ -156,24 +156,31 @@ impl Check<'_> {
         let gradients = Cmma::backward(plan, inputs, saved, &sample.problem, REQUEST);
         let [exact, rounded] = [Precision::Exact, Precision::Rounded]
             .map(|precision| compute(&sample, precision, true));
-        let of_results: [(_, _, fn(&Results) -> &[f64]); 3] = [
-            ("gradient of the query", gradients.query, |results| {
-                &results.query_gradient
-            }),
-            ("gradient of the keys", gradients.key, |results| {
-                &results.key_gradient
-            }),
-            ("gradient of the values", gradients.value, |results| {
-                &results.value_gradient
-            }),
-        ];
-        for (name, gradient, of) in of_results {
-            let gradient = gradient
-                .into_option()
-                .ok_or_else(|| format!("its kernels give no {name}"))?;
-            let (exact, rounded) = (of(&exact), of(&rounded));
-            check_result(name, &read(gradient)?, exact, rounded, self.problem.dtype)?;
-        }
+        let compare =
+            |name: &str, gradient: MaybeFloat<CubeBackend>, exact: &[f64], rounded: &[f64]| {
+                let gradient = gradient
+                    .into_option()
+                    .ok_or_else(|| format!("its kernels give no {name}"))?;
+                check_result(name, &read(gradient)?, exact, rounded, self.problem.dtype)
+            };
+        compare(
+            "gradient of the query",
+            gradients.query,
+            &exact.query_gradient,
+            &rounded.query_gradient,
+        )?;
+        compare(
+            "gradient of the keys",
+            gradients.key,
+            &exact.key_gradient,
+            &rounded.key_gradient,
+        )?;
+        compare(
+            "gradient of the values",
+            gradients.value,
+            &exact.value_gradient,
+            &rounded.value_gradient,
+        )?;
         self.time_backward(layouts)
     }
 
