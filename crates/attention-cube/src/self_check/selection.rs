@@ -1,6 +1,6 @@
 //! Selection on devices whose matrix units are checked before their first use.
 
-use super::driver::identity;
+use super::driver::{Identity, identity};
 use super::run::check;
 use super::verdict_file::VerdictFile;
 use crate::problem::AttentionProblem;
@@ -11,7 +11,8 @@ use crate::types::refusal::Refusal;
 use crate::types::request::Layouts;
 use burn_cubecl::CubeDevice;
 use cubecl::client::Client;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// Selects a kernel by `select`. If the selection needs a verdict of the self-check, runs the check and selects again.
 /// Returns the device's profile with all verdicts, and the selection.
@@ -49,16 +50,21 @@ fn obtain_verdict(
     layouts: Layouts,
     tiles: TileCheck,
 ) -> Arc<DeviceProfile> {
-    /// The lock of the check. A check never needs a thread that can wait for this lock: the check launches on CubeCL's
-    /// own thread of the device, and attention calls run on the callers' threads and on Burn's fusion thread.
-    static CHECKING: Mutex<()> = Mutex::new(());
-    let _checking = CHECKING.lock().unwrap_or_else(PoisonError::into_inner);
+    /// The identities of the devices, behind the lock of the check. A check never needs a thread that can wait for this
+    /// lock: the check launches on CubeCL's own thread of the device, and attention calls run on the callers' threads
+    /// and on Burn's fusion thread.
+    static CHECKING: LazyLock<Mutex<HashMap<CubeDevice, Identity>>> = LazyLock::new(Mutex::default);
+    let mut identities = CHECKING.lock().unwrap_or_else(PoisonError::into_inner);
     let profile = DeviceProfile::of_cube(device, || client.clone());
     let verdicts = profile.fragments.verdicts.as_ref();
     if verdicts.is_some_and(|verdicts| verdicts.of(&tiles).is_some()) {
         return profile;
     }
-    let file = VerdictFile::of(&identity(&profile.name, client));
+    // The identity needs a list of the machine's adapters, so it is kept.
+    let identity = identities
+        .entry(device.clone())
+        .or_insert_with(|| identity(&profile.name, client));
+    let file = VerdictFile::of(identity);
     // A capture records launches instead of running them. Without a verdict on disk, the refusal holds until the
     // process ends, so that the forward and the backward of a captured step use the same engine.
     if client.is_capturing() {
