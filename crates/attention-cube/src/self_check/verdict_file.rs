@@ -13,7 +13,7 @@ use crate::types::fragment_verdict::{FragmentVerdict, TileCheck};
 use crate::types::request::Pass;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ const WAIT: Duration = Duration::from_secs(60);
 /// The file of verdicts on one device.
 pub(super) struct VerdictFile {
     identity: Identity,
-    /// The path, or `None` if the system names no cache folder.
+    /// The path, or `None` if the system names no cache folder with an absolute path.
     path: Option<PathBuf>,
     wait: Duration,
 }
@@ -74,6 +74,8 @@ impl VerdictFile {
         let parts = name.split(|c| !is_plain(c));
         let parts: Vec<_> = parts.filter(|part| !part.is_empty()).collect();
         let file = format!("cmma-{}.json", parts.join("-").to_lowercase());
+        // A relative folder, as of an empty `HOME`, would lie in the working directory.
+        let folder = folder.filter(|folder| folder.is_absolute());
         Self {
             identity: identity.clone(),
             path: folder.map(|folder| folder.join("attention-cube").join(file)),
@@ -84,7 +86,7 @@ impl VerdictFile {
     /// Returns the verdict on some tiles from the file. If the file has none, runs `check` and keeps its verdict. Also
     /// returns the path of the file if the file has the verdict.
     ///
-    /// Without a writable file, the verdict holds for this process alone.
+    /// A file in a folder that is not writable still gives its verdicts. New verdicts then hold for this process alone.
     pub fn verdict(
         &self,
         tiles: &TileCheck,
@@ -102,7 +104,12 @@ impl VerdictFile {
                 );
                 return (FragmentVerdict::Refused(reason), None);
             }
-            Err(error) => return (unkept(path, &error, check), None),
+            Err(error) => {
+                return match self.kept(tiles) {
+                    Some((verdict, path)) => (verdict, Some(path)),
+                    None => (unkept(path, &error, check), None),
+                };
+            }
         };
         let mut contents = self.read(path);
         let is_wanted = |entry: &Entry| *entry == Entry::new(tiles, entry.state.clone());
@@ -120,10 +127,14 @@ impl VerdictFile {
         let state = State::of(&verdict);
         contents.verdicts.push(Entry::new(tiles, state));
         if let Err(error) = write(path, &contents) {
-            log::warn!(
-                "attention: {}: {error}; delete the file, because it names a check that has ended as running",
-                path.display()
-            );
+            // The old file names the check as running. A full disk still lets it be removed.
+            if fs::remove_file(path).is_err() {
+                log::warn!(
+                    "attention: {}: {error}; delete the file, because it names a check that has ended as running",
+                    path.display()
+                );
+            }
+            return (verdict, None);
         }
         (verdict, Some(path.clone()))
     }
@@ -198,11 +209,21 @@ fn unkept(
 }
 
 /// Writes the verdicts to a temporary file, and renames the file, so that readers never see a part.
+///
+/// The text is on the disk before the file is renamed. A driver that takes the whole system down must leave "running".
 fn write(path: &Path, contents: &Contents) -> io::Result<()> {
     let text = serde_json::to_string_pretty(contents)?;
     let temporary = path.with_extension("tmp");
-    fs::write(&temporary, text)?;
-    fs::rename(&temporary, path)
+    let mut file = File::create(&temporary)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    drop(file);
+    fs::rename(&temporary, path)?;
+    // The new name is in the folder. Systems that cannot open folders, such as Windows, write names on their own.
+    if let Some(Ok(folder)) = path.parent().map(File::open) {
+        let _ = folder.sync_all();
+    }
+    Ok(())
 }
 
 impl Entry {

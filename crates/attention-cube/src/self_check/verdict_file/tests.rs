@@ -159,3 +159,42 @@ fn verdict_without_writable_folder_is_checked_in_each_process() {
         assert_eq!(ask(&file, &tiles, PASSED), (PASSED, true));
     }
 }
+
+#[test]
+fn verdict_of_file_in_folder_without_access_is_believed() {
+    let folder = folder();
+    let file = file(&identity(), &folder);
+    let tiles = tiles(DType::F16);
+    assert_eq!(ask(&file, &tiles, PASSED), (PASSED, true));
+    // A folder in the place of the lock stands for a folder that this process cannot write.
+    let path = file.path.clone().expect("the folder is known");
+    let lock = path.with_extension("lock");
+    fs::remove_file(&lock).expect("the check made the file");
+    fs::create_dir(&lock).expect("a folder");
+    assert_eq!(ask(&file, &tiles, refused("unused")), (PASSED, false));
+}
+
+#[test]
+fn verdict_that_cannot_be_written_leaves_no_running_check() {
+    let folder = folder();
+    let file = file(&identity(), &folder);
+    let tiles = tiles(DType::F16);
+    let path = file.path.clone().expect("the folder is known");
+    let temporary = path.with_extension("tmp");
+    let (verdict, kept) = file.verdict(&tiles, || {
+        // A folder in the place of the temporary file stands for a full disk.
+        fs::create_dir(&temporary).expect("a folder");
+        PASSED
+    });
+    assert_eq!((verdict, kept), (PASSED, None));
+    fs::remove_dir(temporary).expect("the folder exists");
+    assert_eq!(ask(&file, &tiles, PASSED), (PASSED, true));
+}
+
+#[test]
+fn verdict_without_absolute_folder_is_not_kept() {
+    let tiles = tiles(DType::F16);
+    let relative = Some(PathBuf::from(".cache"));
+    let file = VerdictFile::in_folder(&identity(), relative, WAIT);
+    assert_eq!(file.verdict(&tiles, || PASSED), (PASSED, None));
+}
