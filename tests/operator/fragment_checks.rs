@@ -266,6 +266,33 @@ fn check_from_several_threads_runs_once() {
     );
 }
 
+/// Checks that the check of decode tiles finds faults in rows that the first call does not use, but a later call does.
+#[test]
+fn check_of_decode_tiles_covers_all_rows() {
+    run_steps(
+        "check_of_decode_tiles_covers_all_rows",
+        &[("rows", "16x16x16:upper-rows")],
+        |device, _| {
+            let one_row = Case {
+                dtype: DType::F16,
+                ..Case::new([1, 1, 1, 1, 75, 40, 40])
+            };
+            let all_rows = Case {
+                dtype: DType::F16,
+                ..Case::new([1, 16, 1, 1, 75, 40, 40])
+            };
+            for decode in [one_row, all_rows] {
+                let inputs = decode.inputs();
+                decode.check_on(std::slice::from_ref(device), &inputs, &inputs);
+                let problem = decode.problem(&inputs, &device.device);
+                let problem = problem.expect("the problem is valid");
+                assert_refused(&explain(&problem, &device.device), "give a wrong output");
+            }
+        },
+        |_, _| (),
+    );
+}
+
 /// Checks that the tiles of a decode step have their own verdict, and that `explain` says so before any check.
 #[test]
 fn check_of_decode_tiles_has_its_own_verdict() {

@@ -8,7 +8,8 @@
 //!   variable, engines use a device's own cmma in tiles that passed the self-check. `device` enables the device's own
 //!   cmma without a check. `none` disables cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with
 //!   `:f32`, such as `8x8x8:f32`, emulates cmma with f32 operands. The last suffix `:checked` runs the self-check on
-//!   the emulated cmma. The last suffixes `:swapped`, `:short` and `:first-tile` do so too, and the products are wrong.
+//!   the emulated cmma. The last suffixes `:swapped`, `:short`, `:first-tile` and `:upper-rows` do so too, and the
+//!   products are wrong.
 //!
 //! Each variable is read once, when the first device is queried.
 
@@ -44,11 +45,12 @@ enum FragmentOverride {
 }
 
 /// The suffixes of an emulated shape that turn the self-check on, each with the results of the products.
-const CHECKED: [(&str, Emulation); 4] = [
+const CHECKED: [(&str, Emulation); 5] = [
     (":checked", Emulation::Exact),
     (":swapped", Emulation::Swapped),
     (":short", Emulation::Short),
     (":first-tile", Emulation::FirstTile),
+    (":upper-rows", Emulation::UpperRows),
 ];
 
 /// Returns the plane size (units per plane) of a device that emulates cmma. The size is 32 if an `m × n` accumulator

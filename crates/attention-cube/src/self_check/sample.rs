@@ -65,16 +65,20 @@ pub(super) struct Sample {
 /// rescale O, so the growth must be well above 8 ln 2.
 const SCORE_GROWTH: f64 = 16.0;
 
+/// The number of queries of each head in the sample of a decode tile. Several queries see different keys.
+const DECODE_QUERIES: usize = 2;
+
 impl Sample {
     /// Returns the sample for a decode tile, in which the heads of a group share the rows.
+    ///
+    /// The sample fills every row of the tile, because the verdict also holds for calls with more rows than `problem`.
     pub fn of_decode(problem: &AttentionProblem, tiles: &UnitTiles) -> Self {
-        let kv_len = 3 * tiles.columns() + 5;
         Self::new(causal_problem(
             problem,
             Lengths {
-                q_len: problem.q_len,
-                kv_len: kv_len.max(problem.q_len),
-                q_heads: problem.group(),
+                q_len: DECODE_QUERIES,
+                kv_len: 3 * tiles.columns() + 5,
+                q_heads: tiles.rows / DECODE_QUERIES,
                 kv_heads: 1,
             },
         ))

@@ -294,6 +294,10 @@ pub(super) fn store_sum(
                         values.insert(0usize, sum[v].extract(1usize));
                         values.insert(1usize, first);
                     }
+                    if comptime!(has_emulation(tiles, Emulation::UpperRows)) {
+                        let kept = select(row < comptime!(m / 2), 1.0f32, 0.0f32);
+                        values *= Vec4::cast_from(kept);
+                    }
                     memory[at + row * pitch + index % comptime!(n / 4)] = values;
                 }
             }

@@ -87,6 +87,8 @@ pub enum Emulation {
     Short,
     /// Loads of a right operand read the first tile of shared memory, as some of Intel's drivers do.
     FirstTile,
+    /// Stores of an accumulator give zeros in the lower half of its rows.
+    UpperRows,
 }
 
 impl Fragments {
