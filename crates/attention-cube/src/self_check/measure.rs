@@ -1,6 +1,7 @@
 //! The speed of the cmma engine beside the unit engine.
 
 use crate::types::fragment_verdict::FragmentVerdict;
+use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use std::time::{Duration, Instant};
@@ -12,18 +13,24 @@ const RUNS: usize = 4;
 /// 100 is for noise.
 const LEAST_PERCENT: u32 = 95;
 
+/// A timed computation. It returns its results, which tell whether a launch failed.
+pub(super) type Computation<'a> = &'a dyn Fn() -> Vec<CubeTensor>;
+
 /// Measures the times of two computations in turns, after one run of each that compiles its kernels.
 ///
 /// # Errors
 /// Returns the error of a launch.
 pub(super) fn compare_times(
     client: &Client,
-    computations: [&dyn Fn(); 2],
+    computations: [Computation; 2],
 ) -> Result<[Duration; 2], String> {
-    let time = |computation: &dyn Fn()| {
+    let time = |computation: Computation| {
         let start = Instant::now();
-        computation();
-        block_on(client.sync()).map_err(|error| format!("a timed launch failed: {error}"))?;
+        let results = computation();
+        // CubeCL keeps the error of a launch with the buffers that the launch did not write. A plain `sync` succeeds.
+        let handles = results.iter().map(|result| &result.handle);
+        block_on(client.sync_buffers(handles))
+            .map_err(|error| format!("a timed launch failed: {error}"))?;
         Ok::<_, String>(start.elapsed())
     };
     let mut least = [Duration::MAX; 2];

@@ -12,7 +12,9 @@ use crate::problem::AttentionProblem;
 use crate::types::device::{DeviceProfile, FragmentSupport};
 use crate::types::fragment_verdict::{FragmentVerdict, TileCheck};
 use crate::types::request::{BackwardRequest, Layouts, Pass};
-use crate::types::tensors::{AttentionInputs, AttentionSaved, MaybeBool, MaybeFloat, MaybeInt};
+use crate::types::tensors::{
+    AttentionGradients, AttentionInputs, AttentionSaved, MaybeBool, MaybeFloat, MaybeInt,
+};
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Shape, TensorData};
 use burn_cubecl::{CubeBackend, CubeDevice, tensor::CubeTensor};
@@ -211,8 +213,8 @@ impl Check<'_> {
         let times = compare_times(
             self.client,
             [
-                &|| drop(Cmma::forward(cmma, inputs.clone(), &problem)),
-                &|| drop(Unit::forward(unit, inputs.clone(), &problem)),
+                &|| vec![Cmma::forward(cmma, inputs.clone(), &problem).output],
+                &|| vec![Unit::forward(unit, inputs.clone(), &problem).output],
             ],
         );
         Ok(verdict_of_times(times?))
@@ -242,11 +244,11 @@ impl Check<'_> {
             [
                 &|| {
                     let inputs = inputs.clone();
-                    drop(Cmma::backward(cmma, inputs, saved(), &problem, REQUEST));
+                    wanted(Cmma::backward(cmma, inputs, saved(), &problem, REQUEST))
                 },
                 &|| {
                     let inputs = inputs.clone();
-                    drop(Unit::backward(unit, inputs, saved(), &problem, REQUEST));
+                    wanted(Unit::backward(unit, inputs, saved(), &problem, REQUEST))
                 },
             ],
         );
@@ -288,6 +290,10 @@ impl Check<'_> {
             kv_heads,
             q_len,
             kv_len,
+        let wanted = |gradients: AttentionGradients<CubeBackend>| {
+            let gradients = [gradients.query, gradients.key, gradients.value];
+            Vec::from_iter(gradients.into_iter().filter_map(MaybeFloat::into_option))
+        };
             head_dim,
             value_dim,
             dtype,
