@@ -2,14 +2,15 @@
 //! devices on which fragments are slower than the unit engine.
 //!
 //! The first call that the cmma engine would serve runs the check, for the tiles of this call alone. A check therefore
-//! compiles only the kernels of one pass and takes about a second. Other head sizes, dtypes and passes are checked when
-//! a call first needs them.
+//! compiles only the kernels of one pass and should take about a second. Other head sizes, dtypes and passes are checked
+//! when a call first needs them.
 //!
 //! The check launches cmma's kernels directly with the plan of the call, so that exactly the tiles of the call are
 //! checked and no selection runs inside the check. Three conditions must hold:
 //!
 //! 1. The results of a small problem match the definition on the host, in f64 (`definition.rs`, `compare.rs`). The
-//!    problem has partial tiles, a causal mask, a GQA group, and row maxima that grow from block to block.
+//!    problem has partial tiles, a causal mask, a GQA group, and row maxima that grow from block to block. A verdict
+//!    holds for all calls with these tiles, so the problem uses every row and column of their fragments.
 //! 2. No launch fails or panics.
 //! 3. A larger problem is not slower than with the unit engine. Emulated fragments are not timed.
 //!

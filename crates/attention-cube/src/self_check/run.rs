@@ -9,6 +9,7 @@ use crate::engine::portable::cmma::{Cmma, backward_check, forward_check};
 use crate::engine::portable::common::plan::{PortableBackwardPlan, PortableForwardPlan};
 use crate::engine::portable::unit::Unit;
 use crate::problem::AttentionProblem;
+use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{DeviceProfile, FragmentSupport};
 use crate::types::fragment_verdict::{FragmentVerdict, TileCheck};
 use crate::types::request::{BackwardRequest, Layouts, Pass};
@@ -34,6 +35,9 @@ const TIMED_LENGTHS: Lengths = Lengths {
 
 /// The number of keys of the decode step that is timed.
 const TIMED_DECODE_KEYS: usize = 4096;
+
+/// The most rows or columns of a fragment.
+const WIDEST_FRAGMENT: usize = 16;
 
 /// The gradients that the check computes.
 const REQUEST: BackwardRequest = BackwardRequest {
@@ -86,6 +90,14 @@ pub(super) fn check(
     }
 }
 
+/// Returns layouts in which wider heads are read in vectors only if the tiles read vectors.
+fn same_vectors(layouts: Layouts, tiles: &UnitTiles) -> Layouts {
+    Layouts {
+        vectors: layouts.vectors && tiles.vector > 1,
+        ..layouts
+    }
+}
+
 /// Returns the message of a panic.
 fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
@@ -114,17 +126,26 @@ impl Check<'_> {
             is_wanted.then_some((plan, layouts))
         });
         let (plan, layouts) = planned.ok_or("its matrix units have no plan for this call")?;
+        let in_order = same_vectors(layouts, &plan.tiles);
+        let problem = self.widened(|problem| {
+            let wider = Cmma::plan_forward(problem, &self.profile, in_order);
+            wider.is_ok_and(|wider| forward_check(problem, &wider) == *tiles)
+        });
         let sample = match plan.packed {
-            true => Sample::of_decode(self.problem, &plan.tiles),
-            false => Sample::of_rows(self.problem, plan.tiles.rows, plan.tiles.columns()),
+            true => Sample::of_decode(&problem, &plan.tiles),
+            false => Sample::of_rows(&problem, plan.tiles.rows, plan.tiles.columns()),
         };
         let inputs = self.inputs(&sample);
-        let whole = PortableForwardPlan { splits: 1, ..plan };
-        let result = Cmma::forward(whole, inputs, &sample.problem);
         let [exact, rounded] = [Precision::Exact, Precision::Rounded]
             .map(|precision| compute(&sample, precision, false).output);
-        let output = read(result.output)?;
-        check_result("output", &output, &exact, &rounded, self.problem.dtype)?;
+        // A verdict on decode tiles holds for calls with and without key splits, which are different kernels.
+        let most_splits = if plan.packed { 2 } else { 1 };
+        for splits in 1..=most_splits {
+            let plan = PortableForwardPlan { splits, ..plan };
+            let result = Cmma::forward(plan, inputs.clone(), &sample.problem);
+            let output = read(result.output)?;
+            check_result("output", &output, &exact, &rounded, self.problem.dtype)?;
+        }
         self.time_forward(&plan, layouts)
     }
 
@@ -138,14 +159,19 @@ impl Check<'_> {
             plan.query.rows.max(plan.key_value.columns()),
             plan.query.columns().max(plan.key_value.rows),
         );
-        let sample = Sample::of_rows(self.problem, queries, keys);
+        let in_order = same_vectors(layouts, &plan.query);
+        let problem = self.widened(|problem| {
+            let wider = Cmma::plan_backward(problem, &self.profile, in_order);
+            wider.is_ok_and(|wider| backward_check(problem, &wider) == *tiles)
+        });
+        let sample = Sample::of_rows(&problem, queries, keys);
         let plan = PortableBackwardPlan {
             bias: None,
             table: None,
             ..plan
         };
         let inputs = self.inputs(&sample);
-        let forward = Cmma::plan_forward(&sample.problem, &self.profile, layouts);
+        let forward = Cmma::plan_forward(&sample.problem, &self.profile, in_order);
         let forward = forward.map_err(|refusal| refusal.to_string())?;
         let result = Cmma::forward(forward, inputs.clone(), &sample.problem);
         let shape = sample.problem.output_shape();
@@ -184,6 +210,31 @@ impl Check<'_> {
             &rounded.value_gradient,
         )?;
         self.time_backward(layouts)
+    }
+
+    /// Returns the problem with wider heads that have the same tiles, by `has_same_tiles`.
+    ///
+    /// Heads may end within a fragment. The verdict also holds for heads that fill the fragment, so the sample must.
+    fn widened(&self, has_same_tiles: impl Fn(&AttentionProblem) -> bool) -> AttentionProblem {
+        let problem = self.problem;
+        let whole = |dim: usize| dim.next_multiple_of(WIDEST_FRAGMENT);
+        let (head_dim, value_dim) = (problem.head_dim, problem.value_dim);
+        let sizes = [
+            (head_dim.next_power_of_two(), whole(value_dim)),
+            (whole(head_dim), whole(value_dim)),
+            (whole(head_dim), value_dim),
+            (head_dim, whole(value_dim)),
+        ];
+        let mut wider = sizes
+            .into_iter()
+            .map(|(head_dim, value_dim)| AttentionProblem {
+                head_dim,
+                value_dim,
+                ..problem.clone()
+            });
+        wider
+            .find(|wider| has_same_tiles(wider))
+            .unwrap_or_else(|| problem.clone())
     }
 
     /// Times the forward beside the unit engine's.
@@ -239,6 +290,10 @@ impl Check<'_> {
             output_gradient: result.output.clone(),
             logsumexp_gradient: MaybeFloat::Absent,
         };
+        let wanted = |gradients: AttentionGradients<CubeBackend>| {
+            let gradients = [gradients.query, gradients.key, gradients.value];
+            Vec::from_iter(gradients.into_iter().filter_map(MaybeFloat::into_option))
+        };
         let times = compare_times(
             self.client,
             [
@@ -290,10 +345,6 @@ impl Check<'_> {
             kv_heads,
             q_len,
             kv_len,
-        let wanted = |gradients: AttentionGradients<CubeBackend>| {
-            let gradients = [gradients.query, gradients.key, gradients.value];
-            Vec::from_iter(gradients.into_iter().filter_map(MaybeFloat::into_option))
-        };
             head_dim,
             value_dim,
             dtype,
