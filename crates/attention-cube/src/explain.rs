@@ -69,7 +69,8 @@ impl fmt::Display for Explanation {
 /// Every attention call also logs its kernel choice at debug level.
 ///
 /// On a device whose matrix units serve only after a self-check (the engine [`Cmma`](crate::Engine::Cmma)), this
-/// function runs the check that the first call would run. A check takes about a second, and its verdict stays on disk.
+/// function runs the check that the first call would run. A check should take about a second, and its verdict stays on
+/// disk.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, AttentionProblem, explain};
