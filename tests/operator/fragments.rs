@@ -268,10 +268,11 @@ fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
                 n,
                 k,
                 dtype,
-                emulated: false,
+                emulation: None,
             }],
             plane_sizes: (32, 32),
             fault: None,
+            verdicts: None,
         },
         disabled_engines: vec![],
         not_built: vec![],
@@ -401,7 +402,7 @@ fn select_cmma_refusal_names_the_reason() {
                 most: 64,
             },
         ),
-        (f16(64), faulty, Refusal::Fault("a known fault")),
+        (f16(64), faulty, Refusal::Fault("a known fault".into())),
     ] {
         for pass in [Pass::Forward, Pass::Backward] {
             let selection = selection(&problem, &device, pass);

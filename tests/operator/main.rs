@@ -28,6 +28,7 @@ mod empty_rows;
 mod empty_tensors;
 mod errors;
 mod explanation;
+mod fragment_checks;
 mod fragments;
 mod fusion;
 mod gradcheck;

@@ -54,6 +54,7 @@ const CRATES: &[Crate] = &[
             &["auxiliary", "blocks"],
             &["engine"],
             &["select"],
+            &["self_check"],
             &["backend"],
             &["call", "explain", "quantized", "score_mod", "shards"],
             &["paged", "varlen"],

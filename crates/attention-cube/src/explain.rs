@@ -2,10 +2,14 @@
 //! problem.
 
 use crate::backend::check_backend;
+#[cfg(feature = "cube")]
+use crate::device::cube_device;
 use crate::engine::Kernel;
 use crate::error::AttentionError;
 use crate::problem::AttentionProblem;
 use crate::select::{Selection, select};
+#[cfg(feature = "cube")]
+use crate::self_check::select_checked;
 use crate::types::device::DeviceProfile;
 use crate::types::request::{Layouts, Pass};
 use burn::tensor::Device;
@@ -50,6 +54,11 @@ impl fmt::Display for Explanation {
                 writeln!(f, "  pages are first copied to contiguous keys and values")?;
             }
         }
+        if let Some(device) = &self.device {
+            for line in device.fragments.verdict_lines() {
+                writeln!(f, "{line}")?;
+            }
+        }
         Ok(())
     }
 }
@@ -58,6 +67,10 @@ impl fmt::Display for Explanation {
 /// that selection tries earlier refuse the problem.
 ///
 /// Every attention call also logs its kernel choice at debug level.
+///
+/// On a device whose matrix units serve only after a self-check (the engine [`Cmma`](crate::Engine::Cmma)), this
+/// function runs the check that the first call would run. A check should take about a second, and its verdict stays on
+/// disk.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, AttentionProblem, explain};
@@ -73,24 +86,30 @@ impl fmt::Display for Explanation {
 /// # Ok::<(), attention_cube::AttentionError>(())
 /// ```
 pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
-    let profile = profile(device);
-    let layouts = Layouts::contiguous(problem);
-    let choose = |pass| select(problem, profile.as_ref(), layouts, pass);
-    let (forward, backward) = (choose(Pass::Forward), choose(Pass::Backward));
-    Explanation {
-        device: profile,
-        error: check_backend(device).err(),
-        forward,
-        backward,
+    let error = check_backend(device).err();
+    #[cfg(feature = "cube")]
+    if let Some(cube) = cube_device(device) {
+        let client = cube.client();
+        let layouts = Layouts::contiguous(problem);
+        let choose = |pass| {
+            select_checked(&cube, &client, problem, layouts, |profile| {
+                select(problem, Some(profile), layouts, pass)
+            })
+        };
+        let (_, forward) = choose(Pass::Forward);
+        let (profile, backward) = choose(Pass::Backward);
+        return Explanation {
+            device: Some(profile.as_ref().clone()),
+            error,
+            forward,
+            backward,
+        };
     }
-}
-
-#[cfg(feature = "cube")]
-fn profile(device: &Device) -> Option<DeviceProfile> {
-    DeviceProfile::of_device(device)
-}
-
-#[cfg(not(feature = "cube"))]
-fn profile(_device: &Device) -> Option<DeviceProfile> {
-    None
+    let choose = |pass| select(problem, None, Layouts::contiguous(problem), pass);
+    Explanation {
+        device: None,
+        error,
+        forward: choose(Pass::Forward),
+        backward: choose(Pass::Backward),
+    }
 }

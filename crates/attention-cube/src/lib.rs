@@ -84,6 +84,8 @@ pub mod quantized;
 pub mod reference;
 pub mod score_mod;
 mod select;
+#[cfg(feature = "cube")]
+mod self_check;
 pub mod shards;
 #[cfg(all(test, any(feature = "cuda", feature = "rocm")))]
 mod source;

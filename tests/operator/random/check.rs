@@ -296,10 +296,11 @@ fn random_problems_reach_every_engine() {
                 n: 16,
                 k: 16,
                 dtype: DType::F16,
-                emulated: false,
+                emulation: None,
             }],
             plane_sizes: (32, 32),
             fault: None,
+            verdicts: None,
         },
         ..plain.clone()
     };

@@ -10,6 +10,7 @@ use crate::kernel_args::{
     BROADCAST_KEYS, BROADCAST_QUERIES, is_in_vectors, is_tma_readable, tma_operands,
 };
 use crate::select::{Selection, select_backward, select_forward};
+use crate::self_check::select_checked;
 use crate::types::device::DeviceProfile;
 use crate::types::engine::Engine;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
@@ -30,8 +31,7 @@ impl AttentionBackend for CubeBackend {
         }
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);
-        let device = DeviceProfile::of_tensor(&inputs.query);
-        let selection = forward_selection(&device, &problem, layouts);
+        let selection = forward_selection(&inputs.query, &problem, layouts);
         match selection.copies_pages {
             true => {
                 let (inputs, problem) = contiguous(inputs, &problem);
@@ -72,8 +72,10 @@ impl AttentionBackend for CubeBackend {
             tma: tma_operands(&inputs, Some(&saved.output_gradient)),
             tma_bias: has_tma_bias(&inputs),
         };
-        let device = DeviceProfile::of_tensor(&inputs.query);
-        let selection = select_backward(&problem, Some(&device), layouts);
+        let select = |device: &_| select_backward(&problem, Some(device), layouts);
+        let query = &inputs.query;
+        let (device, selection) =
+            select_checked(&query.device, &query.client, &problem, layouts, select);
         log_selection(&selection, &problem, Pass::Backward);
         let kernel = selection.kernel;
         let recomputed = match request.lse_of_all_shards {
@@ -255,12 +257,11 @@ fn reads_codes_in_place(
         },
         tma_bias: false,
     };
-    let device = DeviceProfile::of_tensor(&query);
     let Selection {
         kernel,
         copies_pages,
         ..
-    } = forward_selection(&device, problem, layouts);
+    } = forward_selection(&query, problem, layouts);
     if copies_pages || kernel.engine().most_quantized_rows() == 0 {
         return Err(Box::new(inputs));
     }
@@ -342,13 +343,14 @@ fn recompute_lse(
     (own != chosen).then(|| own.forward(inputs.clone(), problem).logsumexp)
 }
 
-/// Selects the kernel of a forward pass, and logs the reasons for the choice.
+/// Selects the kernel of a forward pass on the query's device, and logs the reasons for the choice.
 fn forward_selection(
-    device: &DeviceProfile,
+    query: &CubeTensor,
     problem: &AttentionProblem,
     layouts: Layouts,
 ) -> Selection<ForwardKernel> {
-    let selection = select_forward(problem, Some(device), layouts);
+    let select = |device: &_| select_forward(problem, Some(device), layouts);
+    let (_, selection) = select_checked(&query.device, &query.client, problem, layouts, select);
     log_selection(&selection, problem, Pass::Forward);
     selection
 }

@@ -4,15 +4,18 @@
 //! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The engine `blocks` is always
 //!   enabled as the last engine.
 //! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer GPU.
-//! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). `device`
-//!   enables the device's own cmma. So far, a device's own cmma was tested only on one H100 and one H200, where the
-//!   results were right. `none` disables cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with
-//!   `:f32`, such as `8x8x8:f32`, emulates cmma with f32 operands.
+//! - `ATTENTION_FRAGMENTS` selects the support for cmma, CubeCL's matrix multiplication by planes (warps). Without the
+//!   variable, engines use a device's own cmma in tiles that passed the self-check. `device` enables the device's own
+//!   cmma without a check. `none` disables cmma. A shape such as `16x16x16` emulates cmma of that shape. A shape with
+//!   `:f32`, such as `8x8x8:f32`, emulates cmma with f32 operands. The last suffix `:checked` runs the self-check on
+//!   the emulated cmma. The last suffixes `:swapped`, `:short`, `:first-tile` and `:upper-rows` do so too, and the
+//!   products are wrong.
 //!
 //! Each variable is read once, when the first device is queried.
 
-use crate::types::device::{FragmentSupport, Fragments};
+use crate::types::device::{Emulation, FragmentSupport, Fragments};
 use crate::types::engine::Engine;
+use crate::types::fragment_verdict::FragmentVerdicts;
 use burn::tensor::DType;
 use std::env;
 use std::sync::OnceLock;
@@ -23,8 +26,8 @@ pub(crate) struct DeviceOverride {
     /// The enabled engines, or `None` if all engines are enabled.
     engines: Option<Vec<Engine>>,
     shared_memory: Option<usize>,
-    /// The cmma support that `ATTENTION_FRAGMENTS` selects. If the variable is not set (`None`), engines do not use the
-    /// device's own cmma.
+    /// The cmma support that `ATTENTION_FRAGMENTS` selects. If the variable is not set (`None`), engines use the
+    /// device's own cmma after a self-check.
     fragments: Option<FragmentOverride>,
 }
 
@@ -34,11 +37,21 @@ enum FragmentOverride {
     /// The device's own support of cmma, CubeCL's matrix multiplication by planes (warps).
     Device,
     /// Emulated shapes, which replace the shapes of the device. An empty list disables cmma.
-    These(Vec<Fragments>),
+    Emulated {
+        kinds: Vec<Fragments>,
+        /// True if engines use the emulated shapes only after the self-check.
+        is_checked: bool,
+    },
 }
 
-/// The reason why a device's own cmma is off by default.
-const UNTRIED: &str = "its products are tested on few devices yet; set ATTENTION_FRAGMENTS=device to use this device's matrix units";
+/// The suffixes of an emulated shape that turn the self-check on, each with the results of the products.
+const CHECKED: [(&str, Emulation); 5] = [
+    (":checked", Emulation::Exact),
+    (":swapped", Emulation::Swapped),
+    (":short", Emulation::Short),
+    (":first-tile", Emulation::FirstTile),
+    (":upper-rows", Emulation::UpperRows),
+];
 
 /// Returns the plane size (units per plane) of a device that emulates cmma. The size is 32 if an `m × n` accumulator
 /// has at most 32 vectors of 4 elements, and 64 otherwise.
@@ -115,20 +128,20 @@ impl DeviceOverride {
     /// Returns the cmma support of the device under this override. The closure `own` returns the device's own support.
     pub(crate) fn fragments(&self, own: impl FnOnce() -> FragmentSupport) -> FragmentSupport {
         match &self.fragments {
-            Some(FragmentOverride::These(kinds)) => {
+            Some(FragmentOverride::Emulated { kinds, is_checked }) => {
                 let plane = kinds.first().map_or(0, emulated_plane);
                 FragmentSupport {
                     kinds: kinds.clone(),
                     plane_sizes: (plane, plane),
                     fault: None,
+                    verdicts: is_checked.then(FragmentVerdicts::default),
                 }
             }
             Some(FragmentOverride::Device) => own(),
-            None => {
-                let own = own();
-                let fault = own.fault.or(Some(UNTRIED));
-                FragmentSupport { fault, ..own }
-            }
+            None => FragmentSupport {
+                verdicts: Some(FragmentVerdicts::default()),
+                ..own()
+            },
         }
     }
 
@@ -138,18 +151,29 @@ impl DeviceOverride {
     }
 }
 
-/// Parses `device`, `none`, or a shape to emulate. The suffix `:f32` selects f32 operands instead of f16 and bf16.
+/// Parses `device`, `none`, or a shape to emulate. The suffix `:f32` selects f32 operands instead of f16 and bf16. A
+/// suffix of `CHECKED` follows it.
 fn parse_fragments(text: &str) -> Result<FragmentOverride, String> {
     let wrong =
         || format!("ATTENTION_FRAGMENTS: {text:?} is invalid; use device, none or 16x16x16");
     match text.trim() {
         "device" => return Ok(FragmentOverride::Device),
-        "none" => return Ok(FragmentOverride::These(Vec::new())),
+        "none" => {
+            return Ok(FragmentOverride::Emulated {
+                kinds: Vec::new(),
+                is_checked: false,
+            });
+        }
         _ => (),
     }
-    let (shape, dtypes): (_, &[DType]) = match text.trim().strip_suffix(":f32") {
+    let checked = CHECKED.iter().find_map(|(suffix, emulation)| {
+        let shape = text.trim().strip_suffix(suffix)?;
+        Some((shape, *emulation))
+    });
+    let (shape, emulation) = checked.unwrap_or((text.trim(), Emulation::Exact));
+    let (shape, dtypes): (_, &[DType]) = match shape.strip_suffix(":f32") {
         Some(shape) => (shape, &[DType::F32]),
-        None => (text.trim(), &[DType::F16, DType::BF16]),
+        None => (shape, &[DType::F16, DType::BF16]),
     };
     let sizes: Result<Vec<usize>, _> = shape.split('x').map(str::parse).collect();
     let [m, n, k] = sizes
@@ -161,9 +185,12 @@ fn parse_fragments(text: &str) -> Result<FragmentOverride, String> {
         n,
         k,
         dtype: *dtype,
-        emulated: true,
+        emulation: Some(emulation),
     });
-    Ok(FragmentOverride::These(kinds.collect()))
+    Ok(FragmentOverride::Emulated {
+        kinds: kinds.collect(),
+        is_checked: checked.is_some(),
+    })
 }
 
 #[cfg(test)]
@@ -190,6 +217,8 @@ mod tests {
             (None, None, Some("")),
             (None, None, Some("16x16")),
             (None, None, Some("8x8x8:f64")),
+            (None, None, Some("8x8x8:wrong")),
+            (None, None, Some("8x8x8:checked:f32")),
         ] {
             DeviceOverride::parse(engines, bytes, fragments)
                 .expect_err("a malformed variable is an error");
@@ -208,17 +237,28 @@ mod tests {
             restriction.fragments(own)
         };
         assert_eq!(of(Some("device")), own());
-        assert_eq!(of(None).fault, Some(UNTRIED));
+        assert_eq!(of(None).verdicts, Some(FragmentVerdicts::default()));
         assert_eq!(of(Some("none")).kinds, []);
-        let emulated = |dtype| Fragments {
-            m: 16,
-            n: 8,
-            k: 4,
-            dtype,
-            emulated: true,
+        let emulated = |emulation| {
+            move |dtype| Fragments {
+                m: 16,
+                n: 8,
+                k: 4,
+                dtype,
+                emulation: Some(emulation),
+            }
         };
-        let halves = [DType::F16, DType::BF16].map(emulated);
-        assert_eq!(of(Some("16x8x4")).kinds, halves);
-        assert_eq!(of(Some("16x8x4:f32")).kinds, [emulated(DType::F32)]);
+        let exact = [DType::F16, DType::BF16].map(emulated(Emulation::Exact));
+        let support = of(Some("16x8x4"));
+        assert_eq!((&support.kinds[..], support.verdicts), (&exact[..], None));
+        let support = of(Some("16x8x4:checked"));
+        let unchecked = Some(FragmentVerdicts::default());
+        assert_eq!(
+            (&support.kinds[..], &support.verdicts),
+            (&exact[..], &unchecked)
+        );
+        let support = of(Some("16x8x4:f32:short"));
+        assert_eq!(support.kinds, [emulated(Emulation::Short)(DType::F32)]);
+        assert_eq!(support.verdicts, unchecked);
     }
 }

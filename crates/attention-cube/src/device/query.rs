@@ -2,9 +2,10 @@
 
 #[cfg(feature = "cube")]
 use crate::device::env_override::DeviceOverride;
-pub use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};
+pub use crate::types::device::{DeviceProfile, Emulation, FragmentSupport, Fragments};
 #[cfg(feature = "cube")]
 use crate::types::engine::Engine;
+pub use crate::types::fragment_verdict::{FragmentVerdict, FragmentVerdicts, TileCheck};
 pub use crate::types::refusal::Feature;
 #[cfg(feature = "cube")]
 use burn::{
@@ -25,30 +26,41 @@ use cubecl::ir::{DeviceProperties, FloatKind, PciVendor};
 use std::{
     collections::HashMap,
     num::NonZero,
+    path::PathBuf,
     sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
     thread::available_parallelism,
 };
 
 #[cfg(feature = "cube")]
 impl DeviceProfile {
-    /// Returns the profile of a device, or `None` if the device has no CubeCL runtime.
-    pub(crate) fn of_device(device: &Device) -> Option<Self> {
-        let device = device.clone().without_autodiff();
-        match device.as_dispatch() {
-            burn::backend::DispatchDevice::Cube(device) => {
-                Some(profile(device, || device.client()).as_ref().clone())
-            }
-            #[allow(
-                unreachable_patterns,
-                reason = "with no other backend compiled in, the arm above covers all devices"
-            )]
-            _ => None,
-        }
+    /// Returns the profile of a device with a CubeCL runtime. The function queries each device only once per process.
+    pub(crate) fn of_cube(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<Self> {
+        let mut profiles = PROFILES.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = || Arc::new(Self::of_client(&client()));
+        Arc::clone(profiles.entry(device.clone()).or_insert_with(asked))
     }
 
     /// Returns the profile of a tensor's device.
     pub(crate) fn of_tensor(tensor: &CubeTensor) -> Arc<Self> {
-        profile(&tensor.device, || tensor.client.clone())
+        Self::of_cube(&tensor.device, || tensor.client.clone())
+    }
+
+    /// Adds a verdict of the self-check to the profile of a device, and returns the new profile. `file` is the file
+    /// that keeps the verdict, if any.
+    pub(crate) fn with_verdict(
+        device: &CubeDevice,
+        client: &Client,
+        verdict: (TileCheck, FragmentVerdict),
+        file: Option<PathBuf>,
+    ) -> Arc<Self> {
+        let mut profiles = PROFILES.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = || Arc::new(Self::of_client(client));
+        let profile = profiles.entry(device.clone()).or_insert_with(asked);
+        let verdicts = &mut Arc::make_mut(profile).fragments.verdicts;
+        let verdicts = verdicts.get_or_insert_default();
+        verdicts.known.push(verdict);
+        verdicts.file = file.or(verdicts.file.take());
+        Arc::clone(profile)
     }
 
     /// Reads the profile from the properties that a CubeCL client reports for its device.
@@ -88,14 +100,23 @@ impl DeviceProfile {
     }
 }
 
-/// Returns the profile of a device. The function queries each device only once per process.
+/// The profiles of the devices that this process has queried.
 #[cfg(feature = "cube")]
-fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DeviceProfile> {
-    static PROFILES: LazyLock<Mutex<HashMap<CubeDevice, Arc<DeviceProfile>>>> =
-        LazyLock::new(Mutex::default);
-    let mut profiles = PROFILES.lock().unwrap_or_else(PoisonError::into_inner);
-    let asked = || Arc::new(DeviceProfile::of_client(&client()));
-    Arc::clone(profiles.entry(device.clone()).or_insert_with(asked))
+static PROFILES: LazyLock<Mutex<HashMap<CubeDevice, Arc<DeviceProfile>>>> =
+    LazyLock::new(Mutex::default);
+
+/// Returns CubeCL's handle of a device, or `None` if the device has no CubeCL runtime.
+#[cfg(feature = "cube")]
+pub(crate) fn cube_device(device: &Device) -> Option<CubeDevice> {
+    let device = device.clone().without_autodiff();
+    match device.as_dispatch() {
+        burn::backend::DispatchDevice::Cube(device) => Some(device.clone()),
+        #[allow(
+            unreachable_patterns,
+            reason = "with no other backend compiled in, the arm above covers all devices"
+        )]
+        _ => None,
+    }
 }
 
 /// Returns the features in `properties`, plus wgmma if `has_wgmma`. The type of `properties` has no entry for wgmma.
@@ -148,7 +169,7 @@ fn fragments(client: &Client) -> FragmentSupport {
             n: config.n as usize,
             k: config.k as usize,
             dtype,
-            emulated: false,
+            emulation: None,
         })
     };
     let physical = properties.identity.physical.as_ref();
@@ -161,6 +182,7 @@ fn fragments(client: &Client) -> FragmentSupport {
         fault: is_intel.then_some(
             "Intel's Vulkan driver loads the first tile of shared memory instead of the requested one on some of its cards",
         ),
+        verdicts: None,
     }
 }
 

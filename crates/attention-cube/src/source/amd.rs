@@ -51,7 +51,7 @@ impl Card {
             n: 16,
             k: 16,
             dtype: *dtype,
-            emulated: false,
+            emulation: None,
         };
         dtypes.iter().map(of_dtype).collect()
     }
@@ -65,6 +65,7 @@ impl Card {
                 kinds: self.fragments(),
                 plane_sizes: (plane, plane),
                 fault: None,
+                verdicts: None,
             },
             ..testing::card(SHARED_MEMORY)
         }

@@ -6,6 +6,7 @@
 
 use super::tiles::UnitTiles;
 use super::vec4::{Four, Vec4};
+use crate::types::device::Emulation;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
@@ -55,11 +56,16 @@ pub(crate) enum SumFragment {
     Emulated(Array<Vec4>),
 }
 
+/// True if the tile's fragments are emulated with the results of `emulation`.
+fn has_emulation(tiles: UnitTiles, emulation: Emulation) -> bool {
+    tiles.fragment_tiles().fragments.emulation == Some(emulation)
+}
+
 /// Returns the index of the unit's plane in the cube.
 #[cube]
 pub(super) fn plane_index(#[comptime] tiles: UnitTiles) -> usize {
     let fragments = comptime!(tiles.fragment_tiles());
-    if comptime!(fragments.fragments.emulated) {
+    if comptime!(fragments.fragments.is_emulated()) {
         UNIT_POS as usize / fragments.plane
     } else {
         PLANE_POS as usize
@@ -76,7 +82,7 @@ pub(super) fn load_left<C: Float>(
     #[comptime] tiles: UnitTiles,
 ) -> LeftFragment<C> {
     let [m, n, k] = comptime!(tiles.fragment_shape());
-    match comptime!(tiles.fragment_tiles().fragments.emulated) {
+    match comptime!(tiles.fragment_tiles().fragments.is_emulated()) {
         true => LeftFragment::new_Emulated(Piece::<C> {
             memory: memory.clone(),
             at,
@@ -105,10 +111,14 @@ pub(super) fn load_right<C: Float>(
     #[comptime] tiles: UnitTiles,
 ) -> RightFragment<C> {
     let [m, n, k] = comptime!(tiles.fragment_shape());
-    match comptime!(tiles.fragment_tiles().fragments.emulated) {
+    match comptime!(tiles.fragment_tiles().fragments.is_emulated()) {
         true => RightFragment::new_Emulated(Piece::<C> {
             memory: memory.clone(),
-            at,
+            at: if comptime!(has_emulation(tiles, Emulation::FirstTile)) {
+                0usize.runtime()
+            } else {
+                at
+            },
             pitch,
         }),
         false => {
@@ -134,7 +144,7 @@ pub(super) fn load_right<C: Float>(
 #[cube]
 pub(super) fn zero_sum(#[comptime] tiles: UnitTiles) -> SumFragment {
     let [m, n, k] = comptime!(tiles.fragment_shape());
-    match comptime!(tiles.fragment_tiles().fragments.emulated) {
+    match comptime!(tiles.fragment_tiles().fragments.is_emulated()) {
         true => {
             let count = comptime!(
                 tiles
@@ -212,6 +222,11 @@ fn emulate<C: Float>(
     let [_, n, k] = comptime!(tiles.fragment_shape());
     let plane = comptime!(tiles.fragment_tiles().plane);
     let total = comptime!(tiles.fragment_vectors());
+    let steps = comptime!(if has_emulation(tiles, Emulation::Short) {
+        k / 4 - 1
+    } else {
+        k / 4
+    });
     let left_pitch = comptime!(left.pitch);
     let right_pitch = comptime!(right.pitch);
     #[unroll]
@@ -222,7 +237,7 @@ fn emulate<C: Float>(
             let row = index / comptime!(n / 4);
             let column = index % comptime!(n / 4);
             let mut values = sum[v];
-            for step in 0..comptime!(k / 4) {
+            for step in 0..steps {
                 let a = Vec4::cast_from(left.memory[left.at + row * left_pitch + step]);
                 #[unroll]
                 for j in 0..4usize {
@@ -273,7 +288,17 @@ pub(super) fn store_sum(
                 let index = UNIT_POS as usize % plane + v * plane;
                 if index < total {
                     let row = index / comptime!(n / 4);
-                    memory[at + row * pitch + index % comptime!(n / 4)] = sum[v];
+                    let mut values = sum[v];
+                    if comptime!(has_emulation(tiles, Emulation::Swapped)) {
+                        let first = values.extract(0usize);
+                        values.insert(0usize, sum[v].extract(1usize));
+                        values.insert(1usize, first);
+                    }
+                    if comptime!(has_emulation(tiles, Emulation::UpperRows)) {
+                        let kept = select(row < comptime!(m / 2), 1.0f32, 0.0f32);
+                        values *= Vec4::cast_from(kept);
+                    }
+                    memory[at + row * pitch + index % comptime!(n / 4)] = values;
                 }
             }
         }

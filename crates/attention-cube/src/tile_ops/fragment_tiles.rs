@@ -10,6 +10,7 @@ use super::tiles::{Products, UnitTiles};
 use crate::math::gradient::F16_P_SCALE;
 use crate::types::device::Fragments;
 use burn::tensor::DType;
+use std::fmt;
 
 /// The fragments of a tile, and their division among planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +39,35 @@ pub struct FragmentTiles {
 
 /// The number of neighboring rows that share one flag. The flag is set if the row maximum of any of these rows changes.
 const ROW_GROUP: usize = 8;
+
+/// Prints every field that the fragments of a kernel depend on, so that equal texts mean equal fragments.
+impl fmt::Display for FragmentTiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            fragments,
+            plane,
+            output_fragments,
+            staged_fragments,
+            held,
+            resident,
+        } = self;
+        let Fragments {
+            m,
+            n,
+            k,
+            dtype,
+            emulation,
+        } = fragments;
+        if let Some(emulation) = emulation {
+            write!(f, "emulated {emulation:?}, ")?;
+        }
+        write!(
+            f,
+            "{m}x{n}x{k} {dtype:?}, plane {plane}, output {output_fragments}, staged {staged_fragments}, held {held}, \
+             resident {resident}"
+        )
+    }
+}
 
 impl UnitTiles {
     /// Returns the division of the tile into fragments.

@@ -2,6 +2,7 @@
 
 use super::fragment_tiles::FragmentTiles;
 use burn::tensor::DType;
+use std::fmt;
 
 /// The method of tile multiplication. Either units or planes multiply, and the operands are in global or shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,6 +46,37 @@ pub struct UnitTiles {
     pub streamed_rows: usize,
     /// The number of elements per global load: 4, or 1 if strides or sizes do not allow 4.
     pub vector: usize,
+}
+
+/// Prints every size of the tile, so that equal texts mean equal tiles.
+impl fmt::Display for UnitTiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            units,
+            rows,
+            column_units,
+            column_vectors,
+            depth,
+            products,
+            output_units,
+            output_vectors,
+            staged_vectors,
+            streamed_rows,
+            vector,
+        } = self;
+        write!(
+            f,
+            "units {units}, rows {rows}, columns {column_units}x{column_vectors}, depth {depth}, streamed \
+             {streamed_rows}, vector {vector}, "
+        )?;
+        match products {
+            Products::Direct | Products::Staged => write!(
+                f,
+                "{products:?}, output {output_units}x{output_vectors}, staged {staged_vectors}"
+            ),
+            Products::Fragments(tiles) => write!(f, "{tiles}"),
+        }
+    }
 }
 
 impl UnitTiles {

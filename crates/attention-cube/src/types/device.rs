@@ -1,6 +1,7 @@
 //! The profile of a device: its limits and the features that engines require.
 
 use super::engine::Engine;
+use super::fragment_verdict::FragmentVerdicts;
 use super::refusal::{Feature, Refusal};
 use burn::tensor::DType;
 
@@ -52,8 +53,11 @@ pub struct FragmentSupport {
     /// The smallest and the largest number of units per plane.
     pub plane_sizes: (usize, usize),
     /// The reason why engines must not use the device's matrix multiplications, or `None` if engines may use them. One
-    /// reason is a driver that computes wrong products. Another is that the products are untested on the device.
+    /// reason is a driver that is known to compute wrong products. Another is an override that disables the products.
     pub fault: Option<&'static str>,
+    /// The verdicts of the self-check, which each tile must pass before its first use. `None` if engines may use the
+    /// device's matrix multiplications without a check.
+    pub verdicts: Option<FragmentVerdicts>,
 }
 
 /// The size and dtype of one matrix multiplication that a plane computes on fragments. An `m × k` matrix is multiplied
@@ -68,8 +72,41 @@ pub struct Fragments {
     pub k: usize,
     /// The dtype of both operands.
     pub dtype: DType,
-    /// True if the fragments are emulated with shared memory and loops, for tests.
-    pub emulated: bool,
+    /// The emulation of the fragments with shared memory and loops, for tests. `None` for the device's own fragments.
+    pub emulation: Option<Emulation>,
+}
+
+/// The results of emulated fragments. Tests of the self-check emulate drivers that compute wrong products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Emulation {
+    /// The products are right.
+    Exact,
+    /// Stores of an accumulator exchange the first two elements of every vector of four elements.
+    Swapped,
+    /// Products leave out the last four columns of the left operand.
+    Short,
+    /// Loads of a right operand read the first tile of shared memory, as some of Intel's drivers do.
+    FirstTile,
+    /// Stores of an accumulator give zeros in the lower half of its rows.
+    UpperRows,
+}
+
+impl Fragments {
+    /// True if the fragments are emulated with shared memory and loops.
+    pub const fn is_emulated(&self) -> bool {
+        self.emulation.is_some()
+    }
+}
+
+impl FragmentSupport {
+    /// Returns the lines of [`FragmentVerdicts::lines`]. A device without matrix multiplications on fragments, or whose
+    /// matrix multiplications need no check, has no lines.
+    pub fn verdict_lines(&self) -> Vec<String> {
+        match &self.verdicts {
+            Some(verdicts) if !self.kinds.is_empty() => verdicts.lines(),
+            _ => Vec::new(),
+        }
+    }
 }
 
 impl DeviceProfile {

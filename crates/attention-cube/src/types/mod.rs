@@ -2,6 +2,7 @@
 
 pub mod device;
 pub mod engine;
+pub mod fragment_verdict;
 pub mod quantized;
 pub mod refusal;
 pub mod request;

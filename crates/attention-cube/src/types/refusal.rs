@@ -1,6 +1,8 @@
 //! The reasons why an engine refuses a problem, and warnings about the kernels that serve a problem.
 
+use super::fragment_verdict::TileCheck;
 use burn::tensor::DType;
+use std::borrow::Cow;
 use std::fmt;
 
 /// A hardware or compiler feature that an engine may require.
@@ -94,7 +96,11 @@ pub enum Refusal {
     },
     /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason.
     #[error("{0}")]
-    Fault(&'static str),
+    Fault(Cow<'static, str>),
+    /// The device's matrix multiplications on fragments (cmma) have not passed the self-check of these tiles yet. A
+    /// call on the device runs the self-check and then selects again.
+    #[error("its matrix units are not checked yet for the tiles of the {0}")]
+    Unchecked(Box<TileCheck>),
     /// Kernels on the device cannot read or write the dtype.
     #[error("kernels on this device have no {0:?}")]
     Dtype(DType),

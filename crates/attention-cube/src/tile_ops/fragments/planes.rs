@@ -24,7 +24,7 @@ pub(super) fn plane_position(plane: usize, #[comptime] tiles: UnitTiles) -> Plan
 #[cube]
 pub(super) fn lane(#[comptime] tiles: UnitTiles) -> usize {
     let fragments = comptime!(tiles.fragment_tiles());
-    if comptime!(fragments.fragments.emulated) {
+    if comptime!(fragments.fragments.is_emulated()) {
         UNIT_POS as usize % fragments.plane
     } else {
         UNIT_POS_PLANE as usize
@@ -34,7 +34,7 @@ pub(super) fn lane(#[comptime] tiles: UnitTiles) -> usize {
 /// Synchronizes the units of the plane.
 #[cube]
 pub(super) fn sync_own_plane(#[comptime] tiles: UnitTiles) {
-    if comptime!(tiles.fragment_tiles().fragments.emulated) {
+    if comptime!(tiles.fragment_tiles().fragments.is_emulated()) {
         sync_cube();
     } else {
         sync_plane();

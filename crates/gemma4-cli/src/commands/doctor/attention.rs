@@ -6,7 +6,9 @@ use attention_cube::{AttentionOptions, AttentionProblem, Explanation, explain, f
 use burn::tensor::{DType, Device, Tensor};
 use burn_gemma4::catch_panic;
 use std::collections::BTreeMap;
+use std::env;
 use std::fmt::Write as _;
+use std::path::Path;
 
 /// The shape of one attention call in a Gemma 4 model, with 8 query heads that share one key head.
 struct Shape {
@@ -55,6 +57,7 @@ pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: boo
          | shape | head size | forward | backward | time of the forward |\n|---|---|---|---|---|\n"
     );
     let mut refusals = BTreeMap::<String, Vec<&str>>::new();
+    let mut verdicts = Vec::new();
     for shape in SHAPES {
         let inputs = inputs(&shape, device, dtype, tokens);
         let explanation = match catch_panic(|| explained(&inputs, device)).flatten() {
@@ -78,6 +81,9 @@ pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: boo
             explanation.forward.kernel.engine(),
             explanation.backward.kernel.engine()
         );
+        if let Some(device) = &explanation.device {
+            verdicts = device.fragments.verdict_lines();
+        }
         for selection in [&explanation.forward, &explanation.backward] {
             for (engine, reason) in &selection.refusals {
                 let shapes = refusals.entry(format!("{engine}: {reason}")).or_default();
@@ -96,7 +102,23 @@ pub(super) fn report(device: &Device, dtype: DType, tokens: usize, measures: boo
             false => _ = writeln!(text, "- {refusal} ({})", shapes.join("; ")),
         }
     }
-    text
+    text + &verdict_list(&verdicts, env::home_dir().as_deref())
+}
+
+/// Returns the verdicts of the self-check of the device's matrix units as a list. The report may become public, so `~`
+/// replaces the user's home folder, which has the user's name.
+fn verdict_list(verdicts: &[String], home: Option<&Path>) -> String {
+    if verdicts.is_empty() {
+        return String::new();
+    }
+    let mut text = String::from("\nMatrix units:\n\n");
+    for verdict in verdicts {
+        let _ = writeln!(text, "- {verdict}");
+    }
+    match home.map(|home| home.display().to_string()) {
+        Some(home) if home.len() > 1 => text.replace(&home, "~"),
+        _ => text,
+    }
 }
 
 /// The tensors and options of a call.
@@ -144,4 +166,22 @@ fn time(inputs: &Inputs, device: &Device) -> Result<f64, String> {
         fused_attention(query, key.clone(), key, inputs.options.clone())
     };
     catch_panic(|| seconds(device, attend)).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdict_list_hides_the_home_folder() {
+        assert_eq!(verdict_list(&[], None), "");
+        let verdicts = ["cmma: passed", "kept in /home/jane/.cache/file.json"].map(String::from);
+        assert_eq!(
+            verdict_list(&verdicts, Some(Path::new("/home/jane"))),
+            "\nMatrix units:\n\n- cmma: passed\n- kept in ~/.cache/file.json\n"
+        );
+        let whole = verdict_list(&verdicts, None);
+        assert!(whole.contains("/home/jane/.cache"), "{whole}");
+        assert_eq!(verdict_list(&verdicts, Some(Path::new("/"))), whole);
+    }
 }

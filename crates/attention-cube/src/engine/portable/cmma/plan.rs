@@ -98,7 +98,7 @@ fn choice<'a>(
         ));
     }
     if let Some(fault) = support.fault {
-        return Err(Refusal::Fault(fault));
+        return Err(Refusal::Fault(fault.into()));
     }
     let (least, most) = support.plane_sizes;
     if least != most || !PLANES.contains(&least) {
@@ -358,7 +358,7 @@ mod tests {
                                 n,
                                 k,
                                 dtype,
-                                emulated: false,
+                                emulation: None,
                             },
                             plane,
                             depth: width,
