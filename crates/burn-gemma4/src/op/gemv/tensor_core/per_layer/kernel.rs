@@ -7,10 +7,10 @@
 //! normed = norm(sum)
 //! ```
 //!
-//! Algorithm: a cluster of 8 cubes computes one to 8 rows, one if there are at most 8 in all. Every cube computes all columns of `x`, and an eighth of the
-//! columns of `gated`, `sum` and `normed`. The cubes exchange `gated` and the sums of squares of both norms through
-//! distributed shared memory. Sums are added up in a fixed order, so every run gives the same bits. The GEMMs are those
-//! of [`staged`](super::super::staged).
+//! Algorithm: a cluster of 8 cubes computes one row, or up to 8 rows if there are more than 8 in all. Every cube computes
+//! all columns of `x`, and an eighth of the columns of `gated`, `sum` and `normed`. The cubes exchange `gated` and the
+//! sums of squares of both norms through distributed shared memory. Sums are added up in a fixed order, so every run
+//! gives the same bits. The GEMMs are those of [`staged`](super::super::staged).
 //!
 //! Tensors: stream, added, sum and normed `[rows, columns]`; gate `[embedding, words]`; projection `[columns, words]`;
 //! embedding `[rows, layers · embedding]`.
