@@ -11,7 +11,7 @@ use crate::op::residual::{Next, ResidualAdd, ResidualBackend};
 use crate::quant::layout::Layout;
 use burn::{
     backend::{
-        Backend, Dispatch, DispatchDevice, ExtensionType, backend_extension,
+        Backend, Dispatch, ExtensionType, backend_extension,
         tensor::{FloatTensor, IntTensor},
     },
     tensor::{DType, Device, Tensor},
@@ -31,8 +31,6 @@ pub(crate) struct PerLayerWeights {
 /// The shape of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockShape {
-    /// The number of rows of the residual stream.
-    pub rows: usize,
     /// The layout of the gate's rows.
     pub gate: Layout,
     /// The layout of the projection's rows.
@@ -55,22 +53,55 @@ pub(crate) fn per_layer_block(
     embedding: &ColumnSlice,
     next: &Next,
 ) -> Option<(Tensor<2>, Tensor<2>)> {
+    let shape = shape_of(added, weights, embedding)?;
+    let [rows, _] = added.stream.dims();
+    if !serves(&added.stream.device(), shape, rows, added.stream.dtype()) {
+        return None;
+    }
+    computed(added, weights, embedding, next)
+}
+
+/// Returns the shape of a block of quantized matrices.
+///
+/// # Panics
+/// Panics if the embedding has fewer columns than the gate needs.
+fn shape_of(
+    added: &ResidualAdd,
+    weights: &PerLayerWeights,
+    embedding: &ColumnSlice,
+) -> Option<BlockShape> {
     let (Matrix::Quantized(gate), Matrix::Quantized(projection)) =
         (&weights.gate, &weights.projection)
     else {
         return None;
     };
-    let scalar = next.scalar.clone()?;
-    let shape = BlockShape {
-        rows: added.stream.dims()[0],
+    let [_, columns] = embedding.rows.dims();
+    assert!(
+        embedding.start + weights.gate.rows() <= columns,
+        "`embedding`: it has fewer columns than the gate needs"
+    );
+    Some(BlockShape {
         gate: gate.layout,
         projection: projection.layout,
         start: embedding.start,
         epsilon: added.epsilon,
-    };
-    if !serves(&added.stream.device(), shape, added.stream.dtype()) {
+    })
+}
+
+/// Computes [`per_layer_block`], in separate launches if no kernel computes it in one. Returns `None` if a matrix is not
+/// quantized, or if the sum has no scalar factor.
+pub(super) fn computed(
+    added: &ResidualAdd,
+    weights: &PerLayerWeights,
+    embedding: &ColumnSlice,
+    next: &Next,
+) -> Option<(Tensor<2>, Tensor<2>)> {
+    let shape = shape_of(added, weights, embedding)?;
+    let (Matrix::Quantized(gate), Matrix::Quantized(projection)) =
+        (&weights.gate, &weights.projection)
+    else {
         return None;
-    }
+    };
     let tensors = PerLayerTensors {
         stream: added.stream.clone().into_dispatch(),
         added: added.added.clone().into_dispatch(),
@@ -79,7 +110,7 @@ pub(crate) fn per_layer_block(
         embedding: embedding.rows.clone().into_dispatch(),
         projection: projection.words.clone().into_dispatch(),
         last_weight: weights.norm.clone().into_dispatch(),
-        scalar: scalar.into_dispatch(),
+        scalar: next.scalar.clone()?.into_dispatch(),
         next_weight: next.weight.clone().into_dispatch(),
     };
     let found: PerLayerOutputs<Dispatch> = Dispatch::per_layer_block(tensors, shape);
@@ -89,13 +120,15 @@ pub(crate) fn per_layer_block(
     ))
 }
 
-/// True if the device has a kernel that computes the block in one launch.
-fn serves(device: &Device, shape: BlockShape, dtype: DType) -> bool {
+/// True if the device has a kernel that computes the block of `rows` rows in one launch.
+fn serves(device: &Device, shape: BlockShape, rows: usize, dtype: DType) -> bool {
     #[cfg(feature = "cuda")]
-    if let DispatchDevice::Cube(device) = device.clone().without_autodiff().as_dispatch() {
-        return tensor_core::per_layer::serves(&device.client(), shape, dtype);
+    if let burn::backend::DispatchDevice::Cube(device) =
+        device.clone().without_autodiff().as_dispatch()
+    {
+        return tensor_core::per_layer::serves(&device.client(), shape, rows, dtype);
     }
-    let _ = (device, shape, dtype);
+    let _ = (device, shape, rows, dtype);
     false
 }
 

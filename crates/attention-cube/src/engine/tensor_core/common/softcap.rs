@@ -68,13 +68,15 @@ pub(crate) const fn caps_together(kind: ScoreKind) -> bool {
 /// Turns the dot products of a fully visible block into scores.
 ///
 /// If one of four scores of a row is NaN, all four become NaN. The other NaNs do no harm. If the row is a query, one NaN
-/// makes the row's softmax NaN. If the row is a key, one NaN makes the key's gradients NaN.
+/// makes the row's softmax NaN. If the row is a key, one NaN makes the key's gradients NaN. With dropout, the gradient of
+/// the values may be NaN where the NaN itself was dropped.
 #[cube]
 pub(crate) fn all_capped_together<NS: Size>(
     s: Vector<f32, NS>,
     arguments: &ScoreArguments,
     #[comptime] columns: usize,
 ) -> Vector<f32, NS> {
+    comptime!(assert!(columns.is_multiple_of(16)));
     let mut s = s;
     // Registers of pairs `4i` and `4i + 2` belong to one row, and registers of the pairs behind these to another row.
     #[unroll]

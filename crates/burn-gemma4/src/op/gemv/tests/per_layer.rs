@@ -1,6 +1,7 @@
 //! Tests that a layer's per-layer embedding block agrees with an f64 reference. GPUs with clusters compute the block in
 //! one launch, and other devices in separate launches.
 
+use super::super::per_layer::computed;
 use super::several_rows::{halves, surrounded, surrounded_words};
 use super::*;
 use crate::op::column_slice::ColumnSlice;
@@ -16,9 +17,9 @@ struct Case {
 
 impl Case {
     /// Creates random activations with NaN in the memory around them.
-    fn new(drawn: &Drawn<'_>, rows: usize, columns: usize, format: BlockFormat) -> Self {
+    fn new(drawn: &Drawn<'_>, rows: usize, columns: usize, formats: [BlockFormat; 2]) -> Self {
         let count = 256;
-        let words = |rows: usize, columns: usize| {
+        let words = |format: BlockFormat, rows: usize, columns: usize| {
             let layout = format.words(columns).expect("the columns are whole blocks");
             surrounded_words(layout, rows, drawn.device)
         };
@@ -30,8 +31,8 @@ impl Case {
                 epsilon: 1e-6,
             },
             weights: PerLayerWeights {
-                gate: words(count, columns),
-                projection: words(columns, count),
+                gate: words(formats[0], count, columns),
+                projection: words(formats[1], columns, count),
                 norm: drawn.tensor([columns]),
             },
             embedding: ColumnSlice {
@@ -68,8 +69,15 @@ impl Case {
         }
     }
 
-    fn found(&self) -> Option<(Tensor<2>, Tensor<2>)> {
+    /// Computes the block in one launch, or returns `None` if no kernel does so.
+    fn in_one_launch(&self) -> Option<(Tensor<2>, Tensor<2>)> {
         per_layer_block(&self.added, &self.weights, &self.embedding, &self.next)
+    }
+
+    /// Computes the block by the operator of the backend, in one launch or in several.
+    fn found(&self) -> (Tensor<2>, Tensor<2>) {
+        computed(&self.added, &self.weights, &self.embedding, &self.next)
+            .expect("the case has quantized matrices and a scalar")
     }
 
     /// Computes the block in separate launches.
@@ -145,19 +153,24 @@ fn per_layer_block_has_at_most_twice_the_error_of_separate_launches() {
             device: &device,
             dtype,
         };
-        for (columns, rows, format) in [
-            (1536, 1, BlockFormat::Q4_0),
-            (1536, 8, BlockFormat::Q4_0),
-            (1536, 13, BlockFormat::Q8_0),
-            (2560, 3, BlockFormat::Q4_0),
-            (2560, 64, BlockFormat::Q4_0),
+        let (q4, q8) = (BlockFormat::Q4_0, BlockFormat::Q8_0);
+        for (columns, rows, formats) in [
+            (1536, 1, [q4, q4]),
+            (1536, 8, [q4, q4]),
+            (1536, 13, [q8, q8]),
+            (1536, 5, [q4, q8]),
+            (1536, 2, [q8, q4]),
+            (1536, 39, [q4, q4]),
+            (2560, 3, [q4, q4]),
+            (2560, 64, [q4, q4]),
         ] {
-            let case = Case::new(&drawn, rows, columns, format);
-            let Some(found) = case.found() else {
-                assert!(!crate::op::is_hopper(&device));
-                continue;
-            };
-            let what = format!("{dtype:?}, {format:?}, {columns} columns, {rows} rows");
+            let case = Case::new(&drawn, rows, columns, formats);
+            assert_eq!(
+                case.in_one_launch().is_some(),
+                crate::op::is_hopper(&device)
+            );
+            let found = case.found();
+            let what = format!("{dtype:?}, {formats:?}, {columns} columns, {rows} rows");
             let [stream, normed] = case.reference();
             let launched = case.in_launches();
             for (found, launched, expected) in [
@@ -179,12 +192,15 @@ fn per_layer_block_gives_each_row_the_bits_that_it_has_alone() {
             device: &device,
             dtype,
         };
-        let case = Case::new(&drawn, 11, 1536, BlockFormat::Q4_0);
-        let Some((stream, normed)) = case.found() else {
+        let case = Case::new(&drawn, 11, 1536, [BlockFormat::Q4_0; 2]);
+        let Some((stream, normed)) = case.in_one_launch() else {
             continue;
         };
         for row in 0..11 {
-            let alone = case.row(row).found().expect("one row is served, too");
+            let alone = case
+                .row(row)
+                .in_one_launch()
+                .expect("one row is served, too");
             for (all, alone) in [(&stream, alone.0), (&normed, alone.1)] {
                 let of_row = all.clone().narrow(0, row, 1);
                 assert!(of_row.into_data() == alone.into_data(), "row {row}");

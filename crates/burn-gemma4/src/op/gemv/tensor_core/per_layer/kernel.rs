@@ -31,7 +31,7 @@ use super::super::staged::{
     multiply_stages, ring_of_warp,
 };
 use super::super::word_rows::{WordRows, address};
-use super::plan::{BlockPlan, CUBES, GATES, RowGroups};
+use super::plan::{BARRIERS, BlockPlan, CUBES, GATES, RowGroups};
 use crate::op::gemv::sums::ProjectPlan;
 use crate::op::sums::sum_of_squares;
 use cube_kit::ampere::cp_async::PIECE_BYTES;
@@ -49,9 +49,6 @@ use cube_kit::pdl::{
     launch_dependents, load_element_now, load_now, mark_volatile, wait_prior_launch,
 };
 use cubecl::prelude::*;
-
-/// The number of barriers at which a cube waits for data of other cubes.
-const BARRIERS: usize = 3;
 
 /// The activations and the parameters other than the weights of the GEMMs. A vector is 16 bytes.
 #[derive(CubeType, CubeLaunch)]

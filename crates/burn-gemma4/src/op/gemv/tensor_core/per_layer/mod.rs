@@ -4,6 +4,7 @@
 mod kernel;
 mod plan;
 
+use super::super::BATCH_MAX_ROWS;
 use super::super::per_layer::{BlockShape, PerLayerOutputs, PerLayerTensors};
 use super::super::sums::FactorPlaceLaunch;
 use super::codes::Codes;
@@ -23,13 +24,18 @@ use cubecl::{client::Client, prelude::CubeDim};
 use kernel::{BlockInputsLaunch, per_layer_block_pdl};
 use plan::{BlockPlan, CUBES};
 
-/// True if the kernel supports blocks of this shape.
-pub(in super::super::super) fn serves(client: &Client, shape: BlockShape, dtype: DType) -> bool {
-    plan_of(client, shape, dtype).is_some()
+/// True if the kernel supports blocks of this shape and `rows` rows.
+pub(in super::super::super) fn serves(
+    client: &Client,
+    shape: BlockShape,
+    rows: usize,
+    dtype: DType,
+) -> bool {
+    plan_of(client, shape, rows, dtype).is_some()
 }
 
 /// Returns the division of a block among cubes and warps, or `None` if the kernel does not support the block.
-fn plan_of(client: &Client, shape: BlockShape, dtype: DType) -> Option<BlockPlan> {
+fn plan_of(client: &Client, shape: BlockShape, rows: usize, dtype: DType) -> Option<BlockPlan> {
     let half = Half::of(dtype)?;
     let codes = |layout: Layout| {
         is_served(layout).then_some(Codes {
@@ -37,11 +43,11 @@ fn plan_of(client: &Client, shape: BlockShape, dtype: DType) -> Option<BlockPlan
             half,
         })
     };
-    if !is_hopper(client) || !has_product(client, half) {
+    if rows > BATCH_MAX_ROWS || !is_hopper(client) || !has_product(client, half) {
         return None;
     }
     let plan = BlockPlan::new(
-        shape.rows,
+        rows,
         [shape.gate.columns, shape.projection.columns],
         [codes(shape.gate)?, codes(shape.projection)?],
         supports_pdl(client),
@@ -50,29 +56,42 @@ fn plan_of(client: &Client, shape: BlockShape, dtype: DType) -> Option<BlockPlan
     (plan.shared_memory() <= most).then_some(plan)
 }
 
-/// True if the kernel can read these tensors in their memory layouts.
-fn reads(tensors: &PerLayerTensors<CubeBackend>) -> bool {
-    let words = |matrix: &CubeTensor| {
-        let strides = matrix.meta.strides();
-        !matrix.meta.is_tiled() && strides[1] == 1 && strides[0].is_multiple_of(WORDS_OF_VECTOR)
+/// True if the tensors have the shapes of the plan, and the kernel can read them in their memory layouts.
+fn reads(tensors: &PerLayerTensors<CubeBackend>, shape: BlockShape, plan: BlockPlan) -> bool {
+    let dtype = tensors.stream.dtype;
+    let rows = tensors.stream.meta.shape()[0];
+    let words = |matrix: &CubeTensor, rows: usize, layout: Layout| {
+        let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+        !matrix.meta.is_tiled()
+            && strides[1] == 1
+            && strides[0].is_multiple_of(WORDS_OF_VECTOR)
+            && shape[0] == rows
+            && shape[1] == layout.words()
     };
     // A copy of a parameter would be written by a launch, for which the kernel does not wait before it reads parameters.
-    let parameter = |parameter: &CubeTensor| {
-        parameter.dtype == tensors.stream.dtype
+    let parameter = |parameter: &CubeTensor, columns: usize| {
+        parameter.dtype == dtype
             && !parameter.meta.is_tiled()
             && parameter.meta.strides().last() == Some(&1)
+            && parameter.meta.shape()[0] == columns
     };
-    let parameters = [
-        &tensors.norm_weight,
-        &tensors.last_weight,
-        &tensors.scalar,
-        &tensors.next_weight,
-    ];
-    words(&tensors.gate)
-        && words(&tensors.projection)
-        && parameters.into_iter().all(parameter)
-        && tensors.added.dtype == tensors.stream.dtype
-        && tensors.embedding.dtype == tensors.stream.dtype
+    let activations = |tensor: &CubeTensor, columns: usize| {
+        tensor.dtype == dtype && tensor.meta.shape()[0] == rows && tensor.meta.shape()[1] >= columns
+    };
+    words(&tensors.gate, plan.embedding, shape.gate)
+        && words(&tensors.projection, plan.columns, shape.projection)
+        && parameter(&tensors.scalar, 1)
+        && [
+            &tensors.norm_weight,
+            &tensors.last_weight,
+            &tensors.next_weight,
+        ]
+        .into_iter()
+        .all(|weight| parameter(weight, plan.columns))
+        && tensors.stream.meta.shape()[1] == plan.columns
+        && tensors.added.meta.shape()[1] == plan.columns
+        && activations(&tensors.added, plan.columns)
+        && activations(&tensors.embedding, shape.start + plan.embedding)
 }
 
 /// Computes the block in one launch. If the kernel does not support the block, the error is the tensors.
@@ -80,8 +99,9 @@ pub(in super::super::super) fn launch(
     tensors: PerLayerTensors<CubeBackend>,
     shape: BlockShape,
 ) -> Result<PerLayerOutputs<CubeBackend>, Box<PerLayerTensors<CubeBackend>>> {
-    let plan = plan_of(&tensors.stream.client, shape, tensors.stream.dtype);
-    let Some(plan) = plan.filter(|_| reads(&tensors)) else {
+    let rows = tensors.stream.meta.shape()[0];
+    let plan = plan_of(&tensors.stream.client, shape, rows, tensors.stream.dtype);
+    let Some(plan) = plan.filter(|plan| reads(&tensors, shape, *plan)) else {
         return Err(Box::new(tensors));
     };
     let client = tensors.stream.client.clone();
@@ -90,7 +110,7 @@ pub(in super::super::super) fn launch(
         into_contiguous(tensors.added),
     );
     let embedding = rows_of(tensors.embedding);
-    let sizes = [shape.rows, plan.columns];
+    let sizes = [rows, plan.columns];
     let sum = empty(&stream, sizes, stream.dtype);
     let normed = empty(&stream, sizes, stream.dtype);
     let word_rows = |words: &CubeTensor, layout: Layout, codes: Codes| {
@@ -112,7 +132,7 @@ pub(in super::super::super) fn launch(
     unsafe {
         per_layer_block_pdl::launch_unchecked(
             &client,
-            exact_cube_count(&client, shape.rows.div_ceil(plan.rows) * CUBES),
+            exact_cube_count(&client, rows.div_ceil(plan.rows) * CUBES),
             CubeDim::new_1d(plan.units() as u32),
             addresses,
             BlockInputsLaunch::new(
@@ -124,7 +144,7 @@ pub(in super::super::super) fn launch(
                 tensors.last_weight.into_tensor_arg(),
                 tensors.scalar.into_tensor_arg(),
                 tensors.next_weight.into_tensor_arg(),
-                shape.rows as u32,
+                rows as u32,
                 shape.epsilon as f32,
             ),
             tensors.gate.into_tensor_arg(),

@@ -24,6 +24,9 @@ pub(super) const GATES: usize = 32;
 /// The numbers of warps in a cube. Each of up to 8 input rows has one warp or more.
 const WARPS: RangeInclusive<usize> = TILE..=16;
 
+/// The number of barriers at which a cube waits for data of other cubes.
+pub(super) const BARRIERS: usize = 3;
+
 /// The number of bytes after each row in shared memory. A row has a multiple of 128 bytes. With this distance, rows that
 /// a warp reads at once lie in different banks.
 const PADDING: usize = 64;
@@ -224,7 +227,8 @@ impl BlockPlan {
     /// The shared memory of a cube in bytes.
     pub fn shared_memory(&self) -> usize {
         let rows = self.row_bytes() + self.gated_bytes() + self.output_bytes();
-        4 * (self.ring_words() + self.gate().partials() + self.squares_words()) + TILE * rows
+        4 * (self.ring_words() + self.gate().partials() + self.squares_words() + 2 * BARRIERS)
+            + TILE * rows
     }
 }
 
